@@ -535,6 +535,54 @@ def test_break_even_is_where_one_token_pays() -> None:
     assert task.break_even == pytest.approx(0.0016 / 0.0211, abs=0.03)
 
 
+def test_break_even_is_of_drafts_as_deep_as_they_are() -> None:
+    """One draft token does not pay where a call is dear; eight do, and the report must not say otherwise."""
+    dear = Simulated(DrafterTraits("dear", 8, True), {"t": 0.9}, call_s=0.02)
+    world = World([dear], size=1, tasks=("t",), prompt=0, answer=FOREVER).run(200)
+    [task] = world.policy.report().tasks
+    assert task.depth > 3
+    assert task.estimated_speedup is not None
+    assert task.estimated_speedup > 1.3
+    assert task.acceptance_rate is not None
+    assert task.break_even is not None
+    assert task.break_even < task.acceptance_rate < 0.9
+
+
+def test_requests_that_have_ended_are_counted_by_task() -> None:
+    world = World([chain("a", {"sql": 0.9, "chat": 0.5})], size=1, tasks=("sql", "chat"), prompt=0, answer=20)
+    world.run(200)
+    numbers = {task.task: task.num_requests for task in world.policy.report().tasks}
+    assert min(numbers.values()) > 2
+    assert abs(numbers["sql"] - numbers["chat"]) <= 1
+
+
+def test_it_is_told_when_the_first_probe_comes() -> None:
+    world = World(
+        [chain("a", {"t": 0.8})], size=1, tasks=("t",), prompt=0, answer=FOREVER, adaptive=False, noise=0
+    ).run(12)
+    report = world.policy.report()
+    wait_s = report.next_probe_s
+    assert wait_s is not None
+    assert wait_s > 0
+    assert report.num_pairs == 0
+    begin_s = world.seconds
+    while not world.policy.in_probe:
+        last_s = world.seconds
+        world.step()
+    assert last_s - begin_s == pytest.approx(wait_s, abs=0.2 * wait_s)
+    world.run(10)
+    [task] = world.policy.report().tasks
+    assert task.num_pairs == world.policy.report().num_pairs == 1
+
+
+@pytest.mark.parametrize(("alpha", "probe_share"), [(0.02, 0.005), (0.8, 0.0)])
+def test_where_nothing_is_drafted_or_probed_no_probe_comes(alpha: float, probe_share: float) -> None:
+    world = World(
+        [chain("a", {"t": alpha})], size=1, tasks=("t",), prompt=0, answer=FOREVER, probe_share=probe_share
+    ).run(150)
+    assert world.policy.report().next_probe_s is None
+
+
 @pytest.mark.parametrize("limit", [4, 0])
 def test_a_step_in_which_no_drafter_had_a_proposal_is_speculations_too(limit: int) -> None:
     """The realised speedup is that of all steps in which drafts were allowed, not of the lucky ones: probes compare

@@ -79,9 +79,18 @@ class Budget:
     def can_pay(self, kind: str, price_s: float) -> bool:
         """Whether there is credit for it, and for one of the other kind where that is behind."""
         self._wanted_s[kind] = price_s
+        return self.credit_s > 0 and self.credit_s >= self._needed_s(kind, price_s)
+
+    def wait_s(self, kind: str, price_s: float) -> float | None:
+        """Seconds of steps until there is credit for it; None where none is ever earned."""
+        if not self.share:
+            return None
+        return max(0.0, self._needed_s(kind, price_s) - self.credit_s) / self.share
+
+    def _needed_s(self, kind: str, price_s: float) -> float:
         other = "probe" if kind == "trial" else "trial"
         reserve_s = self._wanted_s[other] if self._spent_s[kind] > self._spent_s[other] else 0.0
-        return self.credit_s > 0 and self.credit_s >= min(price_s + reserve_s, self.max_credit_s)
+        return min(price_s + reserve_s, self.max_credit_s)
 
     def withdraw(self, kind: str) -> None:
         """Nothing of this kind is to be done now."""
@@ -159,6 +168,10 @@ class Realised:
     def speedup(self, task: str | None = None) -> Speedup | None:
         """Of a task, or of all; None before there are pairs enough."""
         return ratio_of(list(self._all if task is None else self._pairs.get(task, ())))
+
+    def num_pairs(self, task: str | None = None) -> int:
+        """Pairs of a task, or of all, that are kept."""
+        return len(self._all if task is None else self._pairs.get(task, ()))
 
     def _close(self, with_drafts: bool) -> Pair | None:
         number, least = self._probe[0].num_sequences, len(self._probe) - 1
@@ -314,8 +327,10 @@ class StandBack:
         return load is not None and load.active
 
     def lost(self, num_requests: int) -> float:
-        """While active, what a step with drafts costs beyond its yield, in steps without; never below 0."""
-        return self._loads[_level(num_requests)].lost
+        """While active, what a step with drafts costs beyond its yield, in steps without; never below 0. 0 where
+        nothing is known."""
+        load = self._loads.get(_level(num_requests))
+        return 0.0 if load is None else load.lost
 
     def gain(self, num_requests: int) -> float | None:
         """What drafts made there recently; None before there are pairs. A single pair is no conclusion."""

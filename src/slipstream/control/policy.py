@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from slipstream.control.break_even import break_even, usual_depth
 from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
 from slipstream.control.explore import NUM_TRIAL_STEPS, Budget, Probes, StandBack, Step, Trials
 from slipstream.control.fixed import FixedPlan
@@ -40,7 +41,6 @@ from slipstream.control.types import (
     TaskReport,
 )
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
-from slipstream.profiling.break_even import break_even
 
 SEARCH_SHARE = 0.005
 """Of the time, for searching plans."""
@@ -489,7 +489,14 @@ class Policy:
             methods=tuple(self.traffic.method_reports(num_failures, retired)),
             tasks=tuple(self._task_report(task, use) for task, use in self.traffic.tasks()),
             depth_by_batch=tuple((n, mean.value) for n, mean in sorted(self._by_batch.items())),
+            num_pairs=self._probes.realised.num_pairs(),
+            next_probe_s=self._next_probe_s(),
         )
+
+    def _next_probe_s(self) -> float | None:
+        """Seconds of steps until the next probe can be paid; None where nothing is drafted, or nothing is probed."""
+        plan, number = self._plan, max(len(self._plan.by_sequence), 1)
+        return self.budget.wait_s("probe", self._probe_price_s(plan, number)) if plan.drafts else None
 
     def _task_report(self, task: str, use: TaskUse) -> TaskReport:
         plan = self._alone
@@ -497,24 +504,20 @@ class Policy:
         drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
         rates = [each.rate(task) for each in self.traffic.acceptance]
         known = [rate for rate in rates if rate is not None]
+        traits, number = self.drafters[max(drafter, 0)], max(len(plan.by_sequence), 1)
+        depth = usual_depth(choice, traits.is_chain, use)
         return TaskReport(
             task=task,
             method=None if drafter == NOBODY else self.drafters[drafter].name,
             depth=use.depth.value if choice.drafts else 0.0,
             acceptance_rate=rates[drafter] if drafter != NOBODY else max(known, default=None),
             acceptance_length=use.tokens.value if choice.drafts else 1.0,
-            break_even=self._break_even(max(drafter, 0), max(len(plan.by_sequence), 1)),
+            break_even=break_even(traits, self.draft_costs[max(drafter, 0)], self.step_cost, depth, number),
             estimated_speedup=1.0 if plan.withheld else plan.gains.get(task),
             realised=self._probes.realised.speedup(task),
+            num_requests=use.num_requests,
+            num_pairs=self._probes.realised.num_pairs(task),
         )
-
-    def _break_even(self, drafter: int, number: int) -> float | None:
-        """The α from which on one draft token pays for each of `number` requests."""
-        plain_s = self.step_cost.step_s(number, number, 0, 0)
-        if plain_s <= 0 or not self.draft_costs[drafter].is_known:
-            return None
-        draft_s = self.draft_costs[drafter](Drafted(number, 1, number))
-        return break_even(1, (self.step_cost.step_s(number, 2 * number, number, number) + draft_s) / plain_s)
 
 
 def _uses_drafters(problem: Problem, plan: Priced) -> bool:

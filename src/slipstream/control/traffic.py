@@ -26,6 +26,8 @@ class TaskUse:
     tokens: Mean = field(default_factory=Mean)
     length: Mean = field(default_factory=Mean)
     """Tokens of an answer."""
+    num_requests: int = 0
+    """That have ended."""
 
 
 class Traffic:
@@ -50,7 +52,9 @@ class Traffic:
         """The request is over, after `num_tokens` of answer; None where it will come back."""
         if num_tokens:
             self._length.learn(float(num_tokens))
-            self._tasks.touch(task, TaskUse).length.learn(float(num_tokens))
+            use = self._tasks.touch(task, TaskUse)
+            use.length.learn(float(num_tokens))
+            use.num_requests += 1
         self._gone.append(sequence_id)
 
     @property

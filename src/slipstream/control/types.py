@@ -142,12 +142,16 @@ class TaskReport:
     acceptance_length: float | None
     """Recent τ: tokens a target pass, the target's own included."""
     break_even: float | None
-    """The α below which one draft token does not pay at the present costs; None before they are known, or where no α
-    pays."""
+    """The α (accepted over draft tokens) below which drafts as deep as the task's do not pay at the present costs; None
+    before they are known, or where no α pays. Of one draft token where the task is decoded without drafts."""
     estimated_speedup: float | None
     """What the plan gains by the model of costs and acceptance; 1 where it drafts nothing."""
     realised: Speedup | None
-    """From paired probes; None before there were any."""
+    """From paired probes; None before there were enough."""
+    num_requests: int = 0
+    """Requests of the task that have ended."""
+    num_pairs: int = 0
+    """Paired probes so far, of the latest that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +172,8 @@ class ControlReport:
     tasks: tuple[TaskReport, ...]
     depth_by_batch: tuple[tuple[int, float], ...]
     """Batch size (sequences that decode) to the recent mean of draft tokens a sequence, for the sizes that occurred."""
+    num_pairs: int = 0
+    """Paired probes so far, of the latest that are kept."""
+    next_probe_s: float | None = None
+    """Seconds of steps until the next probe can be paid; None where there will be none: nothing is drafted, or
+    `probe_share` is 0."""
