@@ -380,7 +380,7 @@ def test_a_family_that_is_described_wrongly_is_refused(
     if swapped == "nothing":
         assert load_model(str(tmp_path)).kernels == "decoder"
         return
-    with pytest.raises(UnsupportedModelError, match="weights are not its own"):
+    with pytest.raises(UnsupportedModelError, match="is not what the fused decoder computes"):
         load_model(str(tmp_path))
 
 

@@ -79,8 +79,8 @@ class LayerCheck:
     def check_logits(self, logits: Tensor) -> None:
         """Compare the final norm and the first outputs of the output layer with `logits` [tokens, vocab]."""
         head, states = self._trial.head, self.states[-1]
-        count = min(_HEAD_OUTPUTS, head.out_features)  # type: ignore[arg-type]
-        part = outputs(head, 0, count)  # type: ignore[arg-type]
+        count = min(_HEAD_OUTPUTS, head.out_features)
+        part = outputs(head, 0, count)
         plain = part.widened() if isinstance(part, GroupedLinear) else part
         ours = self._trial.logits(plain, states)
         self._final_norm = _numbers(self._trial.final_norm, states.shape[1])
@@ -128,7 +128,8 @@ class LayerCheck:
         added = (made - given)[places].norm(dim=-1)
         # What a layer adds to large states has no more digits than they have.
         size = torch.maximum(added, 1e-3 * made[places].norm(dim=-1)).clamp_min(1e-6)
-        return (ours - made[places]).norm(dim=-1) / size
+        errors: Tensor = (ours - made[places]).norm(dim=-1) / size
+        return errors
 
     def _refuse(self, what: str, errors: Tensor, bound: float) -> None:
         error = float(errors.max())

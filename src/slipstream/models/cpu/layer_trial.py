@@ -22,6 +22,7 @@ from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LinearStruct, ModelStruct, NormStruct
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.rows import RowGroup, Rows
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -47,9 +48,9 @@ class LayerTrial(PackedModel):
         return list(self.family.part(self._model, self.family.layers))
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Linear | GroupedLinear:
         """The Transformers model's output layer."""
-        found: nn.Module = self.family.part(self._model, self.family.head)
+        found: nn.Linear | GroupedLinear = self.family.part(self._model, self.family.head)
         return found
 
     def pack(self, number: int, parts: LayerParts) -> LayerStruct:
