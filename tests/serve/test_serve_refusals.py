@@ -423,6 +423,36 @@ FRONT_END = {"chat_id": "c-1", "session_id": None, "title": {"a": [1]}, "backgro
 """What chat front ends send beside OpenAI's parameters."""
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_hints_for_caches_are_ignored_and_reported(make_app: MakeApp, strict: bool) -> None:
+    """In tools, in messages of every role and in their parts; a property of that name in a schema is one."""
+    hint = {"cache_control": {"type": "ephemeral"}}
+    schema = {"type": "object", "properties": {"cache_control": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    text = {"type": "text", "text": "Be brief."}
+    plain = [{"role": "system", "content": [text]}, {"role": "user", "content": "hi"}]
+    hinted = [{"role": "system", "content": [text | hint]}, {"role": "user", "content": "hi"} | hint]
+    asked = {"max_tokens": 1, "return_token_ids": True}
+    with TestClient(make_app(strict_parameters=strict)) as client:
+        wanted = client.post(PATHS["chat"], json=asked | {"messages": plain, "tools": [tool]})
+        assert wanted.status_code == 200
+        within = {"type": "function", "function": tool["function"] | hint}
+        for tools, place in (([tool | hint], "tools"), ([within], "tools.function")):
+            answer = client.post(PATHS["chat"], json=asked | {"messages": hinted, "tools": tools})
+            if strict:
+                assert error_of(answer, 400)["code"] == "unknown_parameter"
+                continue
+            assert answer.json()["prompt_token_ids"] == wanted.json()["prompt_token_ids"]
+            names = answer.headers["x-slipstream-ignored"].split(", ")
+            assert sorted(names) == sorted(
+                [f"{place}.cache_control", "messages.cache_control", "messages.content.cache_control"]
+            )
+        if not strict:
+            item = {"role": "user", "content": [{"type": "input_text", "text": "hi"} | hint]}
+            answer = client.post("/v1/responses", json={"input": [item], "max_output_tokens": 1})
+            assert answer.headers["x-slipstream-ignored"] == "input.content.cache_control"
+
+
 def test_names_of_front_ends_are_ignored_and_reported(make_app: MakeApp) -> None:
     with TestClient(make_app()) as client:
         for kind, body in (("chat", CHAT), ("text", TEXT)):

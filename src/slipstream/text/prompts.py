@@ -151,9 +151,10 @@ def encode_chat(
         check_characters(what, said)
     if reserved:  # a request must not replace the template, which is a program
         raise RequestError(f"{min(reserved)!r} cannot be set as a variable of the chat template")
-    readable = [_readable(message) for message in messages]
+    template = chat_template or tokenizer.chat_template
+    readable = [_readable(message, str(template)) for message in messages]
     try:
-        with bounded(chat_template or tokenizer.chat_template, len(messages) + len(tools or ())):
+        with bounded(template, len(messages) + len(tools or ())):
             text: str = tokenizer.apply_chat_template(
                 readable,
                 tools=None if tools is None else [dict(tool) for tool in tools],
@@ -172,9 +173,22 @@ def encode_chat(
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _readable(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it: its text joined, its tool calls' arguments decoded; raises `RequestError`."""
+def _readable(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """The message as templates expect it: its text joined, its tool calls' arguments decoded; raises `RequestError`.
+
+    An assistant's message without text, as clients send it with tool calls, has the empty one, since templates add it
+    to other text, and Transformers drops fields that are none. `developer` is OpenAI's newer name for `system`;
+    templates that do not know it would leave the message out, or fail.
+    """
     content, calls = message.get("content"), message.get("tool_calls")
+    if message["role"] == "developer" and "developer" not in template:
+        message = message | {"role": "system"}
+    if not content and message["role"] == "assistant":
+        message = message | {"content": ""}
+    elif content is None:
+        raise RequestError(f"a message of the role {message['role']!r} has no content; give it a text")
+    if not calls:
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
     if isinstance(content, list):
         for part in content:
             is_text = (

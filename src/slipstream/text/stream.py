@@ -27,7 +27,8 @@ class TextStream:
     """Decodes one answer token by token, finds stop strings, and releases text that can no longer change.
 
     Text that may be the beginning of a stop string is held back until it is known not to be. A character whose bytes
-    are spread over several tokens is released with the last of them.
+    are spread over several tokens is released with the last of them. A stop string that is a special token is found
+    where the model chooses that token, also where special tokens are left out of the text.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TextStream:
             ids=self._context(prompt_token_ids), skip_special_tokens=skip_special_tokens
         )
         self._stop = StopStrings(stop)
+        self._hidden_stops = _hidden(self._backend, stop) if skip_special_tokens else {}
         self._include_stop = include_stop
         self._undecoded: list[int] = []
         self._boundaries: list[tuple[int, bool]] = []  # (end of a token's text, from_draft)
@@ -53,6 +55,11 @@ class TextStream:
 
     def push(self, token_id: int, from_draft: bool, check_stop: bool = True) -> str | None:
         """Add a committed token; returns the stop string that it completes, if any, and cuts the text there."""
+        if check_stop and (hidden := self._hidden_stops.get(token_id)) is not None:
+            self.flush(from_draft)
+            if self._include_stop:
+                self._append(hidden, from_draft)
+            return hidden
         self._undecoded.append(token_id)
         try:
             piece = self._stream.step(self._backend, token_id)
@@ -112,6 +119,16 @@ class TextStream:
         at, stop = found
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
+
+
+def _hidden(backend: Any, stop: Sequence[str]) -> dict[int, str]:
+    """The stop strings that are special tokens, by token id: decoding without special tokens never shows them."""
+    ids = {backend.token_to_id(text): text for text in stop}
+    return {
+        token_id: text
+        for token_id, text in ids.items()
+        if token_id is not None and not backend.decode([token_id], skip_special_tokens=True)
+    }
 
 
 class NoText(TextStream):

@@ -111,6 +111,11 @@ FOREIGN = {name: advice for name, (advice, _) in _FOREIGN.items()}
 """Names of other servers' parameters, and what to use instead."""
 HARMLESS |= {name: values for name, (_, values) in _FOREIGN.items()}
 
+HINTS = ("cache_control",)
+"""Fields of other servers within tools, messages and their parts that say nothing about the text."""
+_HINTED = ("tools.function", "messages.content", "input.content")
+"""The objects that may have hints: those of each list, and within them the object or the list of this name."""
+
 MAX_IGNORED = 64
 """Most names of a body that are ignored."""
 _SANE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -153,6 +158,26 @@ def left_out(
             out.add(name)
             reported.append(name)
     return out, tuple(reported)
+
+
+def without_hints(value: dict[str, Any]) -> tuple[str, ...]:
+    """Remove hints from a decoded body; returns where they were, as in `tools.cache_control`."""
+    found: dict[str, None] = {}
+    for path in _HINTED:
+        outer, inner = path.split(".")
+        for each in _objects(value.get(outer)):
+            for place, within in ((outer, [each]), (path, _objects(each.get(inner)))):
+                for one in within:
+                    for name in HINTS:
+                        if name in one:
+                            del one[name]
+                            found[f"{place}.{name}"] = None
+    return tuple(found)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, or the object itself."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, dict)]
 
 
 def near(name: str, known: Collection[str]) -> str | None:

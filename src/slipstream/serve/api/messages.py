@@ -26,7 +26,7 @@ def for_template(
     if spelled is None or not tools:
         return plain
     text = described(tools, spelled)
-    if plain and plain[0]["role"] == "system" and isinstance(plain[0].get("content"), str):
+    if plain and plain[0]["role"] in ("system", "developer") and isinstance(plain[0].get("content"), str):
         return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
 
@@ -40,6 +40,8 @@ def _plain(number: int, message: Message, spelled: ToolFormat | None) -> dict[st
     if isinstance(message.content, list):
         fields["content"] = _joined(f"messages.{number}.content", message.content)
     calls = fields.pop("tool_calls", None)
+    if message.role == "assistant":
+        fields["content"] = fields.get("content") or ""
     if not calls:
         return fields
     fields["content"] = fields.get("content") or ""

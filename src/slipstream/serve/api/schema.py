@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from slipstream.serve.api.errors import ApiError
-from slipstream.serve.api.foreign import FOREIGN, HARMLESS, IGNORED, left_out, near, unknown
+from slipstream.serve.api.foreign import FOREIGN, HARMLESS, IGNORED, left_out, near, unknown, without_hints
 from slipstream.serve.network.json_body import decode
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -348,6 +348,7 @@ def parse(cls: type[B], raw: bytes, strict: bool = False) -> B:
     known = {field.alias or name for name, field in cls.model_fields.items()}
     ignores = cls.ignores_unknown and not strict
     out, reported = left_out(value, known, cls.ignored, cls.foreign, cls.harmless, ignores)
+    reported += without_hints(value) if ignores else ()
     cls.refuse(value)
     try:
         body = cls.model_validate({key: item for key, item in value.items() if key not in out})
