@@ -380,6 +380,8 @@ class StepItem:
     proposal: Proposal = EMPTY_PROPOSAL
     method: str = ""
     """The drafter that was asked, by name; `off` where `auto` asked none."""
+    is_forced: bool = False
+    """All draft tokens are those that the grammar forces: no drafter proposed any."""
 
     # computed
     rows: torch.Tensor = field(init=False, repr=False)

@@ -8,10 +8,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from serve_cases import MESSAGES, MODEL, events
+from serve_cases import MESSAGES, MODEL, counters, events
 from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams, StructuredOutput
+from slipstream.serve.app import create_app
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.process.thread import ThreadedHost
 
 SCHEMA = {
     "type": "object",
@@ -114,3 +117,18 @@ def test_an_answer_says_whether_its_form_is_whole(
         assert events(streamed.text)[-1]["choices"][0]["finish_reason"] == reason
         [cut] = shared.post(f"/v1/{path}", json=body | asked | {"max_tokens": 1}).json()["choices"]
         assert cut["finish_reason"] == "length"
+
+
+def test_tokens_that_a_grammar_forces_are_counted_under_its_name() -> None:
+    """The drafter knows no text and proposes nothing: nothing may be counted as if it had."""
+    silent: dict[str, Any] = {"method": "slipstream.testing.stub_drafters:OracleDrafter"}
+    llm = LLM(speculative_config=silent, kv_cache_bytes=40 * 2**20, max_num_seqs=4)
+    host = ThreadedHost(llm.engine)
+    with TestClient(create_app(host.remote, ServeConfig(), MODEL)) as client:
+        asked = {"prompt": "x", "max_tokens": 60, "temperature": 0, "task": "form", "response_format": NAMED}
+        assert client.post("/v1/completions", json=asked).status_code == 200
+        counted = counters(client)
+    host.close()
+    name = "slipstream_task_draft_tokens_total"
+    drafted = {key: value for key, value in counted.items() if key.startswith(name) and value}
+    assert list(drafted) == [name + json.dumps({"method": "grammar", "task": "form"})]

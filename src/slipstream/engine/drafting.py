@@ -142,6 +142,7 @@ class Drafting:
                     proposals[sequence.id] = under_grammar(
                         own, sequence.grammar, sequence.output_token_ids, item.max_draft_tokens
                     )
+                    item.is_forced = not own and len(proposals[sequence.id]) > 0
         return {key: proposal for key, proposal in proposals.items() if len(proposal)}
 
     def _ask_expected(self, scheduled: Seq[StepItem]) -> dict[int, Proposal]:

@@ -84,6 +84,10 @@ class EngineFacts:
         return reproduces(self.verifier_reproduces, self.drafts, params, options)
 
 
+FORCED = "grammar"
+"""What statistics call the drafter of tokens that a grammar forces, where no drafter proposed any."""
+
+
 def decoded_rows(items: Seq[StepItem], group: Callable[[RequestOptions], str]) -> list[DecodedRow]:
     """What a step made of the answers that it decoded; `group` names the statistics of a request."""
     rows: list[DecodedRow] = []
@@ -94,7 +98,7 @@ def decoded_rows(items: Seq[StepItem], group: Callable[[RequestOptions], str]) -
             DecodedRow(
                 group(sequence.options),
                 sequence.task,
-                item.method,
+                FORCED if item.is_forced else item.method,
                 item.num_emitted,
                 len(item.proposal),
                 item.proposal.depth,
