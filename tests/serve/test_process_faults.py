@@ -16,6 +16,7 @@ from serve_cases import wait_until
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import sample_prompts
+from slipstream.engine import unread
 from slipstream.engine.mailbox import Item
 from slipstream.engine.outputs import Update
 from slipstream.engine.requests import request_seeds
@@ -146,7 +147,7 @@ def test_an_abort_while_its_grammar_compiles_gets_a_last_update(
     monkeypatch.setattr(
         drafting.engine,
         "compile_grammar",
-        lambda params, tried=None: None if params.structured is None else compiling,
+        lambda params, *_: None if params.structured is None else compiling,
     )
     hosts.start()
     remote = hosts.made[0].remote
@@ -203,6 +204,33 @@ def test_a_message_that_cannot_be_followed_ends_the_stream_wholly(hosts: Hosts, 
     last = asyncio.run(last_of(lambda put: remote.begin(prompt, LONG, put)))
     assert isinstance(last, EngineStoppedError)
     assert remote.has_stopped
+
+
+def test_a_stream_that_is_not_read_stays_paused_in_the_next_process(
+    drafting: LLM, plain: LLM, hosts: Hosts, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread, "MAX_UNREAD_TOKENS", 8)
+    link = hosts.start()
+    remote = RemoteEngine(link, drafting.engine.tokenizer, hosts.start, 1)
+
+    async def until(num_restarts: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while remote.num_restarts < num_restarts or (await remote.stats()).num_paused == 0:
+                await asyncio.sleep(0.002)
+
+    async def main() -> list[int]:
+        stream = remote.stream(prompt, LONG)
+        token_ids = list((await anext(stream)).token_ids)
+        await until(num_restarts=0)
+        link.close()
+        await until(num_restarts=1)
+        async for update in stream:
+            token_ids += update.token_ids
+        return token_ids
+
+    token_ids = asyncio.run(main())
+    remote.close()
+    assert token_ids == plain.generate(prompt, LONG)[0].outputs[0].token_ids
 
 
 def test_an_engine_that_comes_back_as_another_one_is_refused(
