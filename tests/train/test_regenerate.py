@@ -197,7 +197,10 @@ def test_what_cannot_be_answered_is_left_out_and_said(tmp_path: Path, llm: LLM) 
 BAD_LINES = {
     "no JSON": ("{", "line 1 is not valid JSON"),
     "no object": ("[]", "line 1 must be a JSON object"),
-    "nothing to ask": ("{}", "line 1 needs exactly one of prompt, messages, turns"),
+    "nothing to ask": ("{}", "line 1 needs exactly one of prompt, messages, turns, text, question"),
+    "another key": ('{"query": "a"}', "it has query. Name the key: --key NAME"),
+    "two others": ('{"text": "a", "question": "b"}', "it has text, question. Name the key"),
+    "empty question": ('{"question": ""}', "question must be text that is not empty"),
     "two": ('{"prompt": "a", "turns": ["b"]}', "needs exactly one of"),
     "empty prompt": ('{"prompt": " "}', "prompt must be text that is not empty"),
     "turns": ('{"turns": [1]}', "turns must be text"),
@@ -215,6 +218,35 @@ def test_bad_lines(line: str, message: str, tmp_path: Path) -> None:
     file.write_text(line)
     with pytest.raises(RequestError, match=message):
         read_scripts(file)
+
+
+USUAL_LINES: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
+    "text": ({"text": "Hello."}, None, ["Hello."]),
+    "question": ({"question": "Why?", "answer": "Because."}, None, ["Why?"]),
+    "instruction": ({"instruction": "Sort.", "input": "", "output": "x"}, None, ["Sort."]),
+    "instruction and input": ({"instruction": "Sort.", "input": "3 1"}, None, ["Sort.\n\n3 1"]),
+    "a prompt beside a text": ({"prompt": "Hi.", "text": "whole"}, None, ["Hi."]),
+    "a key": ({"query": "Where?", "text": "whole"}, "query", ["Where?"]),
+    "turns under a key": ({"said": ["a", "b"]}, "said", ["a", "b"]),
+    "messages under a key": ({"conversation": [said(USER, "a"), said(BOT, "b")]}, "conversation", ["a"]),
+}
+
+
+@pytest.mark.parametrize(("row", "key", "asked"), USUAL_LINES.values(), ids=USUAL_LINES)
+def test_lines_of_usual_data(row: dict[str, Any], key: str | None, asked: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(row))
+    [script] = read_scripts(file, key)
+    assert [turn[-1]["content"] for turn in script.turns] == asked
+
+
+def test_a_key_that_a_line_lacks_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"query": "Where?"}\n{"question": "Why?"}\n')
+    command = ["train", "regenerate", "no-such-model", "--data", str(file), "--key", "query"]
+    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out.jsonl")])
+    assert result.exit_code == 2
+    assert "line 2 has no 'query'; it has question" in " ".join(result.output.split())
 
 
 def test_the_mix(data: Path) -> None:

@@ -77,7 +77,8 @@ def regenerate(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with `prompt`, `messages` or `turns`, and `task`; answers are dropped."
+            help="JSON lines with `prompt`, `text`, `question`, `instruction`, `turns` or `messages` (or see --key), "
+            "and `task`; answers are dropped."
         ),
     ] = None,
     output: Annotated[

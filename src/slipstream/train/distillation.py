@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -77,6 +78,15 @@ class DraftStudent:
 
     def target_path(self, folder: Path) -> None:
         """None: the target does not change."""
+
+    def about_loss(self) -> str:
+        """See `Student`."""
+        vocab = self.model.config.vocab_size
+        return (
+            f"in the log: loss is the mean over the answers' tokens of {self._options.loss}, KL in nats a token: 0 is "
+            f"perfect, about ln {vocab:,} = {math.log(vocab):.1f} is chance. alpha is the share of draft tokens that "
+            "sampling would accept, agreement how often the draft's first choice is the target's token"
+        )
 
     def save(self, folder: Path) -> None:
         """A float16 checkpoint with the target's tokenizer."""

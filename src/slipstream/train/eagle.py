@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions
+from slipstream.train.progress import about_loss
 from slipstream.train.target import FrozenTarget
 
 
@@ -47,7 +48,7 @@ class EagleStudent:
         return rows
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
-        """The training-time test; metrics are the agreement by step."""
+        """The training-time test; metrics are the agreement by step, and the nats of the first."""
         features = torch.cat([batch.hidden_states[layer] for layer in self.feature_layers], dim=-1)
         text = TargetText(
             self.target.embed(batch.token_ids),
@@ -65,7 +66,13 @@ class EagleStudent:
             decay=self.options.step_decay,
             feature_weight=self.options.feature_weight,
         )
-        return steps.loss, {f"agrees_{i + 1}": value for i, value in enumerate(steps.agreement)}
+        agrees = {f"agrees_{i + 1}": value for i, value in enumerate(steps.agreement)}
+        return steps.loss, ({"nats_1": steps.nats[0], **agrees} if steps.nats else {})
+
+    def about_loss(self) -> str:
+        """See `Student`."""
+        summed = "the cross-entropies of all steps of the training-time test, and of features for EAGLE-1"
+        return about_loss(summed, "the head", self.head.config.draft_vocab_size)
 
     def save(self, folder: Path) -> None:
         """Write the head in the chosen layout."""

@@ -44,6 +44,9 @@ class TrainingTimeTest:
     loss: Tensor
     agreement: list[float] = field(default_factory=list)
     """By step: share of rows in which the head's and the target's most probable tokens agree."""
+    nats: list[float] = field(default_factory=list)
+    """By step: mean divergence of the head's distribution from the target's over the draft vocabulary, KL(p || q), in
+    nats a token; 0 is the target's own distribution."""
 
 
 def training_time_test(
@@ -73,9 +76,12 @@ def training_time_test(
             draft_logits = project(state[learned])
         else:
             draft_logits = head.logits(state[learned])
-        loss, agreement = _token_loss(draft_logits, text.logits[place[later[learned]]], head.draft_token_ids)
+        loss, entropy, agreement = _token_loss(
+            draft_logits, text.logits[place[later[learned]]], head.draft_token_ids
+        )
         result.loss = result.loss + decay**step * loss
         result.agreement.append(agreement)
+        result.nats.append(float(loss.detach()) - entropy)
     return result
 
 
@@ -108,9 +114,9 @@ def draft_states(head: EagleHead, text: TargetText, num_steps: int) -> Iterator[
         yield step, later, state
 
 
-def _token_loss(draft_logits: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float]:
-    """(mean cross-entropy, agreement of the most probable tokens); `draft_logits` [n, draft vocab], `logits` [n,
-    vocab].
+def _token_loss(draft_logits: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float, float]:
+    """(mean cross-entropy, the target's mean entropy, agreement of the most probable tokens); `draft_logits` [n, draft
+    vocab], `logits` [n, vocab].
 
     Rows whose most probable target token is not in the draft vocabulary are not learned.
     """
@@ -121,7 +127,8 @@ def _token_loss(draft_logits: Tensor, logits: Tensor, draft_token_ids: Tensor) -
         draft_logits, logits = draft_logits[possible], logits[possible][:, draft_token_ids]
     target = torch.softmax(logits.float(), dim=-1)
     losses = -(target * torch.log_softmax(draft_logits.float(), dim=-1)).sum(dim=-1)
-    return losses.sum() / max(len(losses), 1), agreement
+    entropy = float(torch.special.entr(target).sum()) / max(len(losses), 1)
+    return losses.sum() / max(len(losses), 1), entropy, agreement
 
 
 @dataclass(frozen=True)

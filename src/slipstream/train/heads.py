@@ -21,6 +21,7 @@ from slipstream.draft.heads.target_shape import check_fits
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingRows
 from slipstream.train.options import HeadTrainOptions
+from slipstream.train.progress import about_loss
 from slipstream.train.target import FrozenTarget
 
 
@@ -68,9 +69,16 @@ class HeadStudent:
             wanted = logits[place[before]]
             losses = -(wanted.softmax(dim=-1) * draft_logits.float().log_softmax(dim=-1)).sum(dim=-1)
             total = total + self.options.step_decay**head * losses.mean()
+            if not head:
+                entropy = torch.special.entr(wanted.softmax(dim=-1)).sum(dim=-1).mean()
+                metrics["nats_1"] = float(losses.detach().mean() - entropy)
             agrees = (draft_logits.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean()
             metrics[f"agrees_{head + 1}"] = float(agrees)
         return total, metrics
+
+    def about_loss(self) -> str:
+        """See `Student`."""
+        return about_loss("the heads' cross-entropies", "the first head", self.heads.config.vocab_size)
 
     def save(self, folder: Path) -> None:
         """Write the heads in the layout of the authors' code and of vLLM."""

@@ -32,6 +32,9 @@ class RegenerateOptions:
     """The most tokens in an answer."""
     seed: int = 0
     """Seed of the choice and order of prompts, and of each conversation's own seed."""
+    key: str | None = None
+    """The key of a line under which the prompt is: text, a list of turns, or messages. By default `prompt`, `text`,
+    `question`, `instruction` (with its `input`), `turns` or `messages`, whichever a line has."""
 
     def __post_init__(self) -> None:
         check_types(self, "regenerate")

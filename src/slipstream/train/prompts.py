@@ -15,6 +15,8 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import Message, check_messages, read_rows
 
 _KINDS = ("prompt", "messages", "turns")
+_OTHER_KINDS = ("text", "question", "instruction")
+"""Looked for in lines that have none of the former."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,14 @@ class PromptScript:
     """The line's own `source`."""
 
 
-def read_scripts(file: Path) -> list[PromptScript]:
-    """The conversations of JSON lines with `prompt`, `messages` or `turns`, and optionally `task` and `source`.
+def read_scripts(file: Path, key: str | None = None) -> list[PromptScript]:
+    """The conversations of JSON lines, and optionally their `task` and `source`.
 
-    Recorded answers are dropped. Raises `RequestError`, which names the line, for an invalid one.
+    A line has one of `prompt`, `text`, `question` or `instruction` (what the user says; an `instruction` may come with
+    an `input`), `turns` (a list of that) or `messages` (a conversation). `key` names another place for any of the
+    three. Recorded answers are dropped. Raises `RequestError`, which names the line, for an invalid one.
     """
-    scripts = [_script(row, where) for where, row in read_rows(file)]
+    scripts = [_script(row, where, key) for where, row in read_rows(file)]
     if not scripts:
         raise RequestError(f"{file} has no prompts; write one JSON object a line")
     return scripts
@@ -76,16 +80,19 @@ def _shares(stock: Mapping[str, int], weights: Mapping[str, float], total: int) 
     return dict(shares)
 
 
-def _script(row: dict[str, Any], where: str) -> PromptScript:
-    kinds = [kind for kind in _KINDS if kind in row]
-    if len(kinds) != 1:
-        raise RequestError(f"{where} needs exactly one of {', '.join(_KINDS)}; it has {kinds or 'none'}")
-    if "messages" in row:
-        turns = _turns(check_messages(row["messages"], where))
+def _script(row: dict[str, Any], where: str, key: str | None) -> PromptScript:
+    kind = _kind_of(row, where, key)
+    said = row[kind]
+    if kind == "messages" or (isinstance(said, list) and said and isinstance(said[0], dict)):
+        turns = _turns(check_messages(said, where))
     else:
-        texts = row["turns"] if "turns" in row else [row["prompt"]]
-        if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise RequestError(f"{where}: {kinds[0]} must be text that is not empty, got {row[kinds[0]]!r}")
+        texts = said if isinstance(said, list) else [said]
+        if (kind == "turns" and texts is not said) or not all(
+            isinstance(text, str) and text.strip() for text in texts
+        ):
+            raise RequestError(f"{where}: {kind} must be text that is not empty, got {said!r}")
+        if kind == "instruction" and isinstance(more := row.get("input"), str) and more.strip():
+            texts = [*texts[:-1], f"{texts[-1]}\n\n{more}"]  # as in Alpaca's data
         turns = [[{"role": "user", "content": text}] for text in texts]
     if not turns:
         raise RequestError(f"{where} has no message to answer")
@@ -95,6 +102,21 @@ def _script(row: dict[str, Any], where: str) -> PromptScript:
     number = int(where.rsplit(" ", 1)[1])
     return PromptScript(
         number, task, tuple(tuple(turn) for turn in turns), None if source is None else str(source)
+    )
+
+
+def _kind_of(row: dict[str, Any], where: str, key: str | None) -> str:
+    """The key under which a line holds what is to be answered."""
+    if key is not None:
+        if key not in row:
+            raise RequestError(f"{where} has no {key!r}; it has {', '.join(row) or 'nothing'}")
+        return key
+    kinds = [kind for kind in _KINDS if kind in row] or [kind for kind in _OTHER_KINDS if kind in row]
+    if len(kinds) == 1:
+        return kinds[0]
+    found = f"it has {', '.join(kinds)}" if kinds else f"it has {', '.join(row) or 'nothing'}"
+    raise RequestError(
+        f"{where} needs exactly one of {', '.join((*_KINDS, *_OTHER_KINDS))}; {found}. Name the key: --key NAME"
     )
 
 

@@ -19,12 +19,18 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.train.answerers import Answerer, TargetAnswer
 from slipstream.train.journal import Journal, check_complete
 from slipstream.train.options import RegenerateOptions, parse_weights
+from slipstream.train.progress import format_rate
 from slipstream.train.prompts import PromptScript, choose, read_scripts
 
 
 def check_data(data: Path, options: RegenerateOptions) -> None:
     """Raise the errors of `regenerate` about the data before a model is loaded."""
-    choose(read_scripts(data), options.num_prompts, parse_weights(options.mix, "--mix"), options.seed)
+    choose(
+        read_scripts(data, options.key),
+        options.num_prompts,
+        parse_weights(options.mix, "--mix"),
+        options.seed,
+    )
 
 
 @dataclass
@@ -50,7 +56,8 @@ class Tally:
         text = f"{self.num_done:,} of {self.num_chosen:,} conversations, {self.num_tokens:,} answer tokens"
         if num_new:
             left_s = (self.num_chosen - self.num_done - self.num_skipped) * spent_s / num_new
-            text += f", {self.num_tokens / spent_s:,.0f} tokens/s, {left_s / 60:.0f} min left"
+            speed = format_rate(self.num_tokens, spent_s)
+            text += f", {speed}, {left_s / 60:.0f} min left" if speed else f", {left_s / 60:.0f} min left"
         return text
 
 
@@ -104,7 +111,10 @@ def regenerate(
     `output` that cannot be written or was made with other settings.
     """
     scripts = choose(
-        read_scripts(data), options.num_prompts, parse_weights(options.mix, "--mix"), options.seed
+        read_scripts(data, options.key),
+        options.num_prompts,
+        parse_weights(options.mix, "--mix"),
+        options.seed,
     )
     _keep_provenance(data, output, options, model_identity)
     journal = Journal(output)

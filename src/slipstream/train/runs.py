@@ -22,6 +22,7 @@ from slipstream.train.evaluation import Evaluator
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.overlap import Overlap, find_overlap
 from slipstream.train.processes import Processes
+from slipstream.train.progress import too_few_tokens
 from slipstream.train.target import FeatureCache, FrozenTarget
 from slipstream.train.trainer import Progress, Student, Trainer
 from slipstream.workload.reading import Question, read_workload
@@ -84,6 +85,11 @@ def run(
         f"{len(documents):,} documents, {num_tokens:,} tokens, {num_answer:,} of them answers; "
         f"{learning:,} trainable weights"
     )
+    if not method_options.get("init") and not method_options.get("keep_layers"):
+        warning = too_few_tokens(num_answer, num_tokens, options.max_tokens, learning)
+        if warning:
+            say(warning)
+    say(student.about_loss())
     if options.cache_features:
         if processes.count > 1:
             raise ConfigError("--cache-features is for one process")

@@ -37,6 +37,7 @@ from slipstream.train.muon import Muon
 from slipstream.train.options import TrainOptions
 from slipstream.train.plots import draw
 from slipstream.train.processes import Processes
+from slipstream.train.progress import format_rate
 from slipstream.train.target import FrozenTarget
 
 CHECKPOINT, LOG, PROVENANCE = "checkpoint.pt", "log.jsonl", "training.json"
@@ -57,6 +58,9 @@ class Student(Protocol):
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         """(mean loss, a scalar with a gradient; other means to log, by name)."""
+
+    def about_loss(self) -> str:
+        """What the numbers of the log mean, in a sentence or two: units, what is best and what chance gives."""
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint for the engine."""
@@ -233,11 +237,11 @@ class Trainer:
         self._log.append({"event": "train", **_where(progress), "factor": factor, **means})
         spent = progress.fraction(self.options)
         left = progress.elapsed_s * (1 / spent - 1) / 60 if spent else 0.0
-        speed = window.num_tokens / max(time.monotonic() - window.began_s, 1e-9)
+        speed = format_rate(window.num_tokens, time.monotonic() - window.began_s)
         others = " ".join(f"{name} {value:.3f}" for name, value in means.items() if name != "loss")
         self.say(
             f"step {progress.step} {spent:.1%} epoch {progress.cursor.epoch} {progress.tokens:,} tokens "
-            f"{speed:,.0f} tokens/s loss {means['loss']:.4f} {others} lr x{factor:.2f} {left:.0f} min left"
+            f"{speed} loss {means['loss']:.4f} {others} lr x{factor:.2f} {left:.0f} min left"
         )
 
     def _evaluation_is_due(self, progress: Progress) -> bool:
