@@ -54,8 +54,21 @@ def test_the_readme_script_is_short_and_reads_eight_metrics(
         assert re.match(r"α \d\.\d\d  τ \d\.\d\d  \d+ tokens/s '", line)
 
 
+REAL_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""As pages call it: a file in the reader's folder."""
+
+
+def marks_of(command: str) -> list[pytest.MarkDecorator]:
+    """Commands that load a real model take long, but for one that generates with it."""
+    return [pytest.mark.long] if REAL_MODEL in command and command.startswith(("bench", "info")) else []
+
+
 COMMANDS = [
-    pytest.param(line.removeprefix("$ slipstream "), id=f"{name(page)}: {line}")
+    pytest.param(
+        line.removeprefix("$ slipstream "),
+        id=f"{name(page)}: {line}",
+        marks=marks_of(line.removeprefix("$ slipstream ")),
+    )
     for page in PAGES
     for block in blocks(page, "console")
     for line in block.splitlines()
@@ -65,10 +78,16 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(
-    command: str, shared_engines: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: str,
+    shared_engines: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
+    if REAL_MODEL in words:
+        words[words.index(REAL_MODEL)] = request.getfixturevalue("smollm2")
     if words[0] == "train":  # leaves nothing in the checkout, and finds nothing of an earlier test
         words[words.index("--output") + 1] = str(tmp_path / "output")
     if words[0] == "quantize":

@@ -33,7 +33,9 @@ SAMPLING = FlagSet(SamplingParams, "Sampling", skip=PYTHON_ONLY, defaults={"max_
 ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
 """`--model` is an option of its own, and `--seed` is the answers' seed, not the engine's."""
 
-_MODEL_HELP = "Checkpoint folder or hub id; the embedded pair's target by default, or as `embedded`."
+_MODEL_HELP = (
+    "Checkpoint folder, hub id or GGUF file; the embedded pair's target by default, or as `embedded`."
+)
 
 
 def _target(model: str | None) -> str | None:

@@ -32,7 +32,7 @@ class SpeculationFlags:
     target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own. Without
     any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
-    """Folder or hub id of a draft model, or `embedded`; the same as --spec draft:PATH."""
+    """Folder, hub id or GGUF file of a draft model, or `embedded`; the same as --spec draft:PATH."""
     speculative_config: str | None = None
     """All keys, as a JSON object or as the path of a file that holds one: '{"method": "ngram"}'. For the embedded
     pair, `draft_model` and `eagle3` need no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own
