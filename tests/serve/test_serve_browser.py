@@ -6,12 +6,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 from serve_cases import QUESTION, MakeApp, running
 
+from slipstream.control.types import ControlReport, MethodReport, TaskReport
+from slipstream.serve.dashboard.latency import LATENCIES
+from slipstream.serve.observer import EngineObserver
 from slipstream.serve.service import Service
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -63,6 +67,11 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+def is_fault(line: Any) -> bool:
+    """Whether the browser complains of the page; not that it asks once more when the test has ended its server."""
+    return line.type in ("error", "warning") and "ERR_CONNECTION_REFUSED" not in line.text
+
+
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Open]:
     """Opens the dashboard of a server; the page must have no error and send no request to another server."""
@@ -73,9 +82,7 @@ def open_page(chromium: Any) -> Iterator[Open]:
         contexts.append(chromium.new_context(**options))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on(
-            "console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None
-        )
+        page.on("console", lambda line: faults.append(line.text) if is_fault(line) else None)
         page.on(
             "request",
             lambda request: (
@@ -163,7 +170,7 @@ def test_an_alarm_is_seen_and_noted(make_app: MakeApp, open_page: Open) -> None:
         ask(address)
         page = open_page(address, viewport=PHONE)
         page.wait_for_selector(".alarm button")
-        assert "Tokens do not add up: a request's streams gave out 41 tokens" in page.inner_text("#alarms")
+        assert "Tokens do not add up: a request's streams sent 41 tokens" in page.inner_text("#alarms")
         assert page.evaluate(LEAST_CONTRAST) >= 4.5
         page.click(".alarm button")
         page.wait_for_selector("#cleared-card:not([hidden])")
@@ -204,3 +211,80 @@ def test_a_server_that_is_gone(make_app: MakeApp, chromium: Any) -> None:
     told.wait_for(timeout=15_000)
     assert told.is_visible()
     page.context.close()
+
+
+WIDE = {"width": 1440, "height": 900}
+TENTH = {"num": 40, "p50": 0.0123, "p90": 8.765, "p99": 5000.0}
+FEW = TaskReport("sql", "draft_model", 3.0, 0.85, 3.4, 0.98, 1.0, None, num_requests=10)
+ENOUGH = replace(FEW, break_even=0.31, estimated_speedup=1.8, num_requests=40, num_pairs=2)
+
+
+def reports(service: Service, monkeypatch: pytest.MonkeyPatch, *tasks: TaskReport, wait_s: float) -> None:
+    """Have the engine report these tasks, an estimate of all that is another one, and when the next probe comes."""
+    num_pairs = max(task.num_pairs for task in tasks)
+    method = MethodReport("draft_model", 0.85, (0.9, 0.8, 0.7), 40, 0, False)
+    told = ControlReport(
+        True, True, False, 1.33, None, 0.005, (method,), tasks, (), num_pairs=num_pairs, next_probe_s=wait_s
+    )
+    monkeypatch.setattr(EngineObserver, "report", property(lambda _: told))
+    monkeypatch.setattr(service.observer.latency, "as_json", lambda: dict.fromkeys(LATENCIES, TENTH))
+
+
+def row(page: Any, table: str, number: int = 1) -> dict[str, str]:
+    """A row of a table, by its columns' names as they are read out."""
+    cells = page.locator(f"#{table} tbody tr:nth-child({number}) td")
+    return {cell.get_attribute("data-column"): cell.inner_text() for cell in cells.all()}
+
+
+def test_with_too_few_requests_nothing_is_estimated(
+    make_app: MakeApp, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(make_app) as (address, service):
+        ask(address, task="sql")
+        reports(service, monkeypatch, FEW, wait_s=12.0)
+        page = open_page(address, viewport=WIDE)
+        page.wait_for_selector("#tasks tbody tr")
+        told = row(page, "tasks")
+        assert (told["estimated"], told["pays from"]) == ("too few requests yet (10)", "–")
+        assert told["realised"] == "first probe after 12 s of decoding"
+        tile = page.inner_text(".tile:nth-child(2)")
+        assert "estimated: too few requests yet (10)" in tile
+        assert "first probe after 12 s of decoding" in tile
+
+
+def test_the_tile_says_what_the_rows_say(
+    make_app: MakeApp, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(make_app) as (address, service):
+        for task in ("sql", "sql", "chat"):
+            ask(address, task=task)
+        reports(service, monkeypatch, ENOUGH, replace(ENOUGH, task="chat", estimated_speedup=1.2), wait_s=0.0)
+        page = open_page(address, viewport=WIDE)
+        page.wait_for_selector("#tasks tbody tr:nth-child(2)")
+        told = {number["task"]: number for number in (row(page, "tasks", 1), row(page, "tasks", 2))}
+        assert (told["sql"]["estimated"], told["sql"]["pays from"]) == ("1.80×", "31 %")
+        assert told["chat"]["realised"] == "2 of 3 pairs, next probe when eight steps in a row are alike"
+        tile = page.inner_text(".tile:nth-child(2)")
+        assert "estimated 1.60×" in tile, "two of three answers are sql's; they are the same"
+        assert "2 of 3 pairs" in tile
+
+
+@pytest.mark.parametrize("width", [320, 390, 619, 620, 899, 900, 1179, 1180, 1440])
+def test_no_figure_is_cut_off(
+    make_app: MakeApp, open_page: Open, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """p99 is within its card at every width; on a phone every column of the tables is in sight."""
+    with served(make_app) as (address, service):
+        ask(address, task="sql")
+        reports(service, monkeypatch, FEW, wait_s=12.0)
+        page = open_page(address, viewport={"width": width, "height": 900})
+        page.wait_for_selector("#tasks tbody tr")
+        inside = "(card) => card.scrollWidth <= card.clientWidth"
+        assert width < 390 or page.eval_on_selector("#latency", inside)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for table, columns in (("tasks", {"pays from", "realised"}), ("methods", {"failures", "state"})):
+            assert columns <= row(page, table).keys()
+            assert 620 <= width < 1440 or page.eval_on_selector(f"#{table}", inside)
+        if width < 620:
+            name = "getComputedStyle(document.querySelector('#tasks td:last-child'), '::before').content"
+            assert page.evaluate(name) == '"realised"'

@@ -35,6 +35,8 @@ class VllmSource:
     async def data(self, account: str) -> PageData:
         watch, history, total = self.watch, self.watch.history, self.watch.history.total()
         last, report = history.last, self.report(total)
+        tasks = self._tasks(total, report)
+        speculation = {**speculation_json(report, tasks), "probes": True}  # of what the watch itself compares
         state = watch.pause or (watch.fault and f"cannot be read: {watch.fault}")
         return PageData(
             version=__version__,
@@ -49,8 +51,8 @@ class VllmSource:
             num_under_way=last.num_running + last.num_waiting if last else 0,
             acceptance_length=total.acceptance_length,
             **history.as_json(),
-            tasks=self._tasks(total, report),
-            speculation=speculation_json(report) if self.pairs is not None else None,
+            tasks=tasks,
+            speculation=speculation if self.pairs is not None else None,
             methods=[asdict(method) for method in report.methods],
             alarms=[_shown(alarm) for alarm in watch.alarms.raised],
             cleared=[

@@ -74,7 +74,7 @@ class EngineSource:
             num_under_way=service.admission.num_answers,
             latency=observer.latency.as_json(),
             tasks=tasks,
-            speculation=speculation_json(report) if report is not None else None,
+            speculation=speculation_json(report, tasks) if report is not None else None,
             learning=service.learning.as_json() if service.learning is not None else None,
             replicas=replicas,
             methods=[asdict(method) for method in report.methods] if report else [],
