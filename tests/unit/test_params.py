@@ -213,6 +213,22 @@ def test_unknown_name_gets_the_nearest_valid_one(make: Callable[[dict[str, Any]]
         make({"temprature": 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("max_draft_tokens", 0, r"a field of RequestOptions and of request bodies \(max_draft_tokens=…\)"),
+        ("tenant", "a", "a keyword of generate and chat"),
+        ("max_model_len", 64, r"it belongs to the engine, as in LLM\(max_model_len=…\)"),
+        ("num_speculative_tokens", 2, r'LLM\(speculative_config=\{"num_speculative_tokens": …\}\)'),
+    ],
+)
+def test_a_name_that_belongs_elsewhere_says_where(name: str, value: Any, place: str) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is no sampling parameter: .*{place}"):
+        SamplingParams(**{name: value})
+    with pytest.raises(RequestError, match=place):
+        setattr(SamplingParams(), name, value)
+
+
 def test_from_mapping() -> None:
     assert SamplingParams.from_mapping({"logit_bias": {"12": 1.5}}).logit_bias == {12: 1.5}
     with pytest.raises(RequestError, match="must be an object"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from slipstream.config import reject_unknown
@@ -14,10 +14,15 @@ from slipstream.vllm_names import Foreign, split_off
 T = TypeVar("T")
 
 
-def strict_keywords(what: str, foreign: Mapping[str, Foreign] | None = None) -> Callable[[type[T]], type[T]]:
+def strict_keywords(
+    what: str,
+    foreign: Mapping[str, Foreign] | None = None,
+    elsewhere: Callable[[str], str | None] = lambda name: None,
+) -> Callable[[type[T]], type[T]]:
     """Make a dataclass raise `RequestError` with the nearest valid name for an unknown keyword, not a bare TypeError.
 
     `what` is what messages call a keyword. `foreign` names are accepted at their neutral values and ignored.
+    `elsewhere` says where a name belongs that is not one of these keywords; None where it does not know the name.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -28,13 +33,25 @@ def strict_keywords(what: str, foreign: Mapping[str, Foreign] | None = None) -> 
         def checked(self: T, **values: Any) -> None:
             if foreign and not foreign.keys().isdisjoint(values):
                 values, _ = split_off(values, foreign, what, RequestError)
-            try:
-                reject_unknown(values, names, what)
-            except ConfigError as error:
-                raise RequestError(str(error)) from None
+            check_names(values, names, what, elsewhere)
             init(self, **values)
 
         cls.__init__ = checked  # type: ignore[assignment]
         return cls
 
     return decorate
+
+
+def check_names(
+    given: Iterable[str], valid: Iterable[str], what: str, elsewhere: Callable[[str], str | None]
+) -> None:
+    """Raise `RequestError` for the first name that is not valid; it says where that belongs, or a near one."""
+    valid = list(valid)
+    for name in given:
+        place = None if name in valid else elsewhere(name)
+        if place is not None:
+            raise RequestError(f"{name} is no {what}: {place}")
+    try:
+        reject_unknown(given, valid, what)
+    except ConfigError as error:
+        raise RequestError(str(error)) from None

@@ -6,13 +6,14 @@ import numbers
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from slipstream.config import reject_unknown
-from slipstream.errors import ConfigError, RequestError
-from slipstream.sampling.keywords import strict_keywords
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.core import RequestOptions
+from slipstream.errors import RequestError
+from slipstream.sampling.keywords import check_names, strict_keywords
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.sampling.structured_outputs import StructuredOutputsParams
 from slipstream.text.characters import check_characters
@@ -35,6 +36,13 @@ MAX_SHOWN = 80
 """Characters of an invalid value that a message quotes."""
 
 
+def _names(cls: type) -> set[str]:
+    return {field.name for field in fields(cls)}
+
+
+_SPECULATION = {*_names(SpeculativeConfig), "num_speculative_tokens", "draft_model"} - {"options"}
+
+
 class RequestOutputKind(Enum):
     """vLLM's modes of partial output. Accepted without effect: `LLM` returns finished answers, `AsyncEngine` deltas."""
 
@@ -43,7 +51,18 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@strict_keywords("sampling parameter", SAMPLING)
+def _place_of(name: str) -> str | None:
+    """Where a name belongs that is not a sampling parameter: to the request, the engine or its speculation."""
+    if name in _names(RequestOptions):
+        return f"it is a keyword of generate and chat, and a field of RequestOptions and of request bodies ({name}=…)"
+    if name in _names(EngineConfig):
+        return f"it belongs to the engine, as in LLM({name}=…)"
+    if name in _SPECULATION:
+        return f'it belongs to the engine\'s speculation, as in LLM(speculative_config={{"{name}": …}})'
+    return None
+
+
+@strict_keywords("sampling parameter", SAMPLING, _place_of)
 @dataclass(kw_only=True)
 class SamplingParams:
     """How the answers to one prompt are sampled and when they end.
@@ -137,10 +156,7 @@ class SamplingParams:
         if "_checked" not in self.__dict__:  # during construction
             self._set(name, value)
             return
-        try:
-            reject_unknown([name], self.__dataclass_fields__, "sampling parameter")
-        except ConfigError as error:
-            raise RequestError(str(error)) from None
+        check_names([name], self.__dataclass_fields__, "sampling parameter", _place_of)
         others: dict[str, Any] = {"structured": None} if name == "structured_outputs" else {}
         changed = replace(self, **others, **{name: value})
         self.__dict__.update(changed.__dict__)
