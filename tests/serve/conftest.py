@@ -39,10 +39,10 @@ def make_app(drafting: LLM) -> Iterator[MakeApp]:
     """Applications around `drafting`, one after the other; the engine must be idle and whole when each ends."""
     made: list[ThreadedHost] = []
 
-    def make(**config: Any) -> FastAPI:
+    def make(model: str = MODEL, **config: Any) -> FastAPI:
         drafting.reset_caches()
         made.append(ThreadedHost(drafting.engine, has_keys="api_key" in config))
-        return create_app(made[-1].remote, ServeConfig(**config), MODEL)
+        return create_app(made[-1].remote, ServeConfig(**config), model)
 
     yield make
     for host in made:

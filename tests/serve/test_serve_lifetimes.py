@@ -291,10 +291,12 @@ def test_many_clients_at_once_each_get_their_own_text(make_app: MakeApp, plain: 
 def test_who_reads_that_it_listens_can_connect(make_app: MakeApp) -> None:
     """The socket is bound before, and refuses connections until the server has started."""
     refused: list[int] = []
+    lines: list[str] = []
 
     class Reader(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "listening":
+            lines.append(record.getMessage())
+            if lines[-1] == "listening":
                 with socket.socket() as client:
                     refused.append(client.connect_ex(bound.getsockname()))
 
@@ -308,10 +310,12 @@ def test_who_reads_that_it_listens_can_connect(make_app: MakeApp) -> None:
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()
         try:
-            wait_until(lambda: bool(refused))
+            wait_until(lambda: len(lines) == 3)
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(120)
             logger.removeHandler(reader)
             logger.setLevel(level)
     assert refused == [0]
+    assert lines == ["listening", f"API: {url}/v1", f"dashboard: {url}/dashboard"]

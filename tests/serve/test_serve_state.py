@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -16,7 +18,10 @@ from starlette.testclient import TestClient
 import slipstream
 from slipstream import LLM
 from slipstream.bench.server.counters import parse_counters
-from slipstream.serve.logs import JsonFormatter, TextFormatter
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.lifecycle import address
+from slipstream.serve.logs import JsonFormatter, TextFormatter, configure
+from slipstream.serve.model_id import model_id
 
 GREEDY = {"prompt": QUESTION, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
@@ -39,6 +44,66 @@ def test_a_name_of_its_own(make_app: MakeApp) -> None:
         answer = client.post("/v1/completions", json={"model": "my-model", "prompt": "a", "max_tokens": 1})
         assert answer.json()["model"] == "my-model"
         assert client.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 404
+
+
+def test_the_models_id_is_a_name_and_its_path_is_known(make_app: MakeApp) -> None:
+    path = "/a/b/SmolLM2-135M-Instruct.Q4_1.gguf"
+    with TestClient(make_app(path)) as client:
+        [model] = client.get("/v1/models").json()["data"]
+        assert model["id"] == "SmolLM2-135M-Instruct.Q4_1"
+        for name in (path, model["id"]):
+            body = {"model": name, "prompt": "a", "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).json()["model"] == model["id"]
+        body = {"model": "/a/b", "prompt": "a"}
+        assert client.post("/v1/completions", json=body).status_code == 404
+
+
+def test_a_models_id_by_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--org--my--model/snapshots/0a1b"
+    for folder in (snapshot, tmp_path / "Qwen3-0.6B"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "Qwen3-0.6B")
+    for given, name in {
+        "/a/b/SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M-Instruct.Q4_1",
+        "org/repo-GGUF:model-Q4_K_M.gguf": "model-Q4_K_M",
+        "big-00001-of-00003.gguf": "big",
+        ".": "Qwen3-0.6B",
+        f"{tmp_path}/Qwen3-0.6B/": "Qwen3-0.6B",
+        str(snapshot): "org/my/model",
+        "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
+        "embedded-pair": "embedded-pair",
+        "/": "/",
+    }.items():
+        assert model_id(given) == name, given
+
+
+@pytest.mark.parametrize(
+    ("log_format", "terminal", "chosen"),
+    [
+        ("auto", True, TextFormatter),
+        ("auto", False, JsonFormatter),
+        ("json", True, JsonFormatter),
+        ("text", False, TextFormatter),
+    ],
+)
+def test_logs_are_text_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, log_format: str, terminal: bool, chosen: type[logging.Formatter]
+) -> None:
+    handlers: list[logging.Handler] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **given: handlers.extend(given["handlers"]))
+    monkeypatch.setattr(logging, "captureWarnings", lambda _: None)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", stream)
+    configure(ServeConfig(log_format=log_format))
+    [handler] = handlers
+    assert type(handler.formatter) is chosen
+
+
+def test_the_address_to_open() -> None:
+    assert address("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert address("0.0.0.0", 80) == address("::", 80) == "http://localhost:80"
+    assert address("::1", 80) == "http://[::1]:80"
 
 
 def test_states(client: TestClient) -> None:

@@ -73,10 +73,10 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application around a running engine; its `state.service` is what the routes use.
 
-    `model_name` is how clients name the model unless the configuration says otherwise. The engine is closed when
-    the application shuts down. `traces` receives the spans, instead of the endpoint in the configuration or the
-    environment. `inner` is middleware between the API keys and the routes. Raises `ConfigError` for limits that the
-    model cannot have.
+    `model_name` is the model as it was given: a name, or the path that its name is derived from (`model_id`) unless
+    the configuration says otherwise. The engine is closed when the application shuts down. `traces` receives the
+    spans, instead of the endpoint in the configuration or the environment. `inner` is middleware between the API keys
+    and the routes. Raises `ConfigError` for limits that the model cannot have.
     """
     traces = traces or make_provider(config.otlp_traces_endpoint, os.environ)
     service = Service(engine, config, model_name)

@@ -14,7 +14,7 @@ from slipstream.learn.pace import BESIDE_SHARE
 from slipstream.serve.tools.formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("json", "text")
+LOG_FORMATS = ("auto", "json", "text")
 METRICS_ALIASES = ("vllm",)
 MIN_HEAD_BYTES = 1024
 """With less, browsers and clients with long keys would be refused."""
@@ -31,7 +31,8 @@ class ServeConfig:
     port: int = 8000
     """0 takes a free port, which the log names."""
     served_model_name: str | None = None
-    """The model's name for clients; by default MODEL as it was given."""
+    """The model's name for clients. By default that of MODEL's file or folder, as SmolLM2-135M-Instruct.Q4_1 for
+    /models/SmolLM2-135M-Instruct.Q4_1.gguf; requests that name MODEL as it was given are then served too."""
     api_key: Seq[str] = field(default=(), repr=False)
     """A key that clients must send as `Authorization: Bearer KEY`; needed for all paths but /health, /ready,
     /metrics, /version, /openapi.json and the dashboard's empty page. Without keys every client is served."""
@@ -127,8 +128,8 @@ class ServeConfig:
     """Show the texts of the last answers on the dashboard, to everybody who may read it. Off, it stores no text."""
     log_level: str = "info"
     """debug, info, warning or error."""
-    log_format: str = "json"
-    """json, one object a line, or text."""
+    log_format: str = "auto"
+    """json, one object a line, or text; auto is text where the log goes to a terminal, and json elsewhere."""
     log_prompts: bool = False
     """Write prompts into the log. Off, no text of a request or answer is ever logged."""
     otlp_traces_endpoint: str | None = None

@@ -58,6 +58,8 @@ class DrainingServer(uvicorn.Server):
         for bound in sockets or []:
             host, port = bound.getsockname()[:2]
             logger.info("listening", extra={"fields": {"host": host, "port": port}})
+            logger.info("API: %s/v1", address(host, port))
+            logger.info("dashboard: %s/dashboard", address(host, port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first begins the drain, the second ends it."""
@@ -85,3 +87,10 @@ class DrainingServer(uvicorn.Server):
         logger.warning("answers are broken off", extra={"fields": {"num_answers": num_answers}})
         await asyncio.to_thread(self._service.engine.close)
         return True
+
+
+def address(host: str, port: int) -> str:
+    """The URL to open on this machine for a server that listens there; every interface is `localhost` here."""
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

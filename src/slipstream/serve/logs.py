@@ -1,5 +1,5 @@
-"""Structured logs: one JSON object a line, and one line a request. They hold no texts of users unless configured
-so."""
+"""Structured logs: one JSON object a line, or text at a terminal, and one line a request. They hold no texts of users
+unless configured so."""
 
 from __future__ import annotations
 
@@ -82,10 +82,17 @@ def _value(value: Any) -> str:
     return '"' + escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
+def chosen_format(config: ServeConfig) -> str:
+    """The configured format, `json` or `text`; for `auto` what suits where standard error goes."""
+    if config.log_format != "auto":
+        return config.log_format
+    return "text" if sys.stderr.isatty() else "json"
+
+
 def configure(config: ServeConfig) -> None:
     """Send this process's logs to standard error in the configured format."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter() if chosen_format(config) == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=config.log_level.upper(), force=True)
     logging.captureWarnings(True)
 

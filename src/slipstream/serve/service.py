@@ -23,6 +23,7 @@ from slipstream.serve.job import Job
 from slipstream.serve.learning import Learning
 from slipstream.serve.limits import Admission
 from slipstream.serve.metrics.metrics import Metrics
+from slipstream.serve.model_id import model_id
 from slipstream.serve.observer import EngineObserver
 
 PromptUpdate = tuple[int, Update]
@@ -39,7 +40,9 @@ class Service:
         self._served = served
         self.engine: EngineClient = served.client
         self.config = config
-        self.model_name = config.served_model_name or model_name
+        self.model_name = config.served_model_name or model_id(model_name)
+        # Clients may also name the model as the operator did who gave it no other name.
+        self._names = (self.model_name,) if config.served_model_name else (self.model_name, model_name)
         self.model_root = facts.model
         self.method = facts.method
         self.speculation = {
@@ -85,8 +88,8 @@ class Service:
         return self._served.replicas()
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 unless `name` is the served model or None."""
-        if name not in (None, self.model_name):
+        """Raise `ApiError` 404 unless `name` is the served model, by its name or as it was given, or None."""
+        if name is not None and name not in self._names:
             message = f"the model {name!r} is not served here; {self.model_name!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -14,6 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import max_age_s, privacy_rules
+from slipstream.serve.logs import chosen_format
 from slipstream.serve.process.launch import as_loaded, start_engine
 from slipstream.serve.process.protocol import Load, LoadLearning
 from slipstream.serve.process.remote import RemoteEngine
@@ -67,7 +68,7 @@ def load_message(
         bool(server.api_key),
         server.stream_interval_s,
         server.log_level,
-        server.log_format,
+        chosen_format(server),
         learning_message(server),
     )
 
