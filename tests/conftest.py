@@ -18,6 +18,7 @@ os.environ.pop("FORCE_COLOR", None)
 
 import httpx2
 import pytest
+import summary
 import torch
 from hypothesis import settings
 
@@ -48,6 +49,20 @@ def pytest_collection_finish() -> None:
     """What was imported lives as long as the tests do: nobody need look through it for garbage."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was skipped and how to have it, and how to repeat each failure."""
+    stats = terminalreporter.stats
+    if stats.get("skipped"):
+        terminalreporter.section("skipped")
+        for line in summary.skips(stats["skipped"]):
+            terminalreporter.line(line)
+    failed = [*stats.get("failed", []), *stats.get("error", [])]
+    if failed:
+        terminalreporter.section("to repeat a failure")
+        for line in summary.repeats(failed, config.rootpath):
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session", autouse=True)
