@@ -28,6 +28,7 @@ from slipstream.deploy.room import shortage
 from slipstream.deploy.settings import DeploySettings
 from slipstream.errors import ConfigError, DeployError
 from slipstream.profiling.machine import num_cpus
+from slipstream.serve.model_id import model_id
 from slipstream.serve.network.listening import bind
 
 _CLUSTER, _REPLICAS = "Cluster", "Replicas"
@@ -138,7 +139,7 @@ def _deploy_here(settings: DeploySettings, name: str, host: str | None, port: in
         _end_at_sigterm()  # Ray has set a handler of its own
         _refuse(shortage(settings, cluster.resources(), "this machine"))
         where = cluster.run(settings, name, host, port, say)
-        say(f"{name} serves {settings.served_name} at {where}; Ctrl-C ends it")
+        say(f"{name} serves {model_id(settings.served_name)} at {where}; Ctrl-C ends it")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
         say("ending: answers under way have half a minute")
@@ -160,7 +161,7 @@ def _deploy_there(
         say(f"{missing}; the rest wait until it grows")
     say(f"starting {settings.num_replicas} replicas, one after another where {name} runs already")
     where = cluster.run(settings, name, host, port, say)
-    say(f"{name} serves {settings.served_name} at {where}")
+    say(f"{name} serves {model_id(settings.served_name)} at {where}")
 
 
 def _refuse(why: str) -> None:
