@@ -67,6 +67,13 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+def new_context(chromium: Any, **options: Any) -> Any:
+    """A context in which a wait ends for what is waited for, however slow the machine is; pytest ends what hangs."""
+    context = chromium.new_context(**options)
+    context.set_default_timeout(0)
+    return context
+
+
 def is_fault(line: Any) -> bool:
     """Whether the browser complains of the page; not that it asks once more when the test has ended its server."""
     return line.type in ("error", "warning") and "ERR_CONNECTION_REFUSED" not in line.text
@@ -79,7 +86,7 @@ def open_page(chromium: Any) -> Iterator[Open]:
     contexts: list[Any] = []
 
     def open_(address: str, after: str = "", **options: Any) -> Any:
-        contexts.append(chromium.new_context(**options))
+        contexts.append(new_context(chromium, **options))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda line: faults.append(line.text) if is_fault(line) else None)
@@ -135,7 +142,7 @@ def test_figures_appear(make_app: MakeApp, open_page: Open, viewport: dict[str, 
         assert 0 < page.locator("#recent .blocks i.draft").count() < 120
         assert page.is_hidden("#empty")
         assert page.is_hidden("#locked")
-        page.wait_for_selector("#rate svg path", state="attached", timeout=10_000)
+        page.wait_for_selector("#rate svg path", state="attached")
         assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         assert page.evaluate(LEAST_CONTRAST) >= 4.5
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -149,7 +156,7 @@ def test_figures_follow_the_server(make_app: MakeApp, open_page: Open) -> None:
         assert f"curl {address}/v1/chat/completions" in page.inner_text("#try")
         assert page.is_hidden("#figures")
         ask(address, task="sql")
-        page.wait_for_selector("#figures:not([hidden])", timeout=10_000)
+        page.wait_for_selector("#figures:not([hidden])")
         assert page.is_hidden("#empty")
 
 
@@ -180,7 +187,7 @@ def test_an_alarm_is_seen_and_noted(make_app: MakeApp, open_page: Open) -> None:
 
 def test_a_key_is_asked_for_and_kept_to_the_tab(make_app: MakeApp, chromium: Any) -> None:
     with served(make_app, api_key=("secret",)) as (address, _):
-        page = chromium.new_context().new_page()  # browsers log a 401 as an error
+        page = new_context(chromium).new_page()  # browsers log a 401 as an error
         page.goto(f"{address}/dashboard")
         page.wait_for_selector("#locked:not([hidden])")
         assert page.is_hidden("#wrong-key")
@@ -204,11 +211,11 @@ def test_a_key_is_asked_for_and_kept_to_the_tab(make_app: MakeApp, chromium: Any
 
 def test_a_server_that_is_gone(make_app: MakeApp, chromium: Any) -> None:
     with served(make_app) as (address, _):
-        page = chromium.new_context().new_page()  # browsers log a refused connection as an error
+        page = new_context(chromium).new_page()  # browsers log a refused connection as an error
         page.goto(f"{address}/dashboard")
         page.wait_for_selector("#state.live")
     told = page.get_by_text("the server cannot be reached")
-    told.wait_for(timeout=15_000)
+    told.wait_for()
     assert told.is_visible()
     page.context.close()
 
