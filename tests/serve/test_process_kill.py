@@ -46,7 +46,7 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[psutil.Process, str]]:
             stderr=stderr,
         )
     try:
-        wait_until(lambda: started.poll() is not None or '"listening"' in log.read_text(), 240)
+        wait_until(lambda: started.poll() is not None or '"listening"' in log.read_text(), 800)
         found = re.search(r'"listening".*"port": (\d+)', log.read_text())
         assert found, log.read_text()
         yield psutil.Process(started.pid), f"http://127.0.0.1:{found[1]}"

@@ -30,6 +30,8 @@ from slipstream.learn.disk_ring import DiskRing, read_ring
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.records import ServedRecord
 from slipstream.learn.segments import RingIdentity
+from slipstream.serve.config import ServeConfig
+from slipstream.serve.learning import retention_beside
 
 TOML = """
 model = "from-file"
@@ -215,7 +217,7 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
             text=True,
         )
     try:
-        wait_until(lambda: started.poll() is not None or '"port": ' in log.read_text(), 240)
+        wait_until(lambda: started.poll() is not None or '"port": ' in log.read_text(), 800)
         found = re.search(r'"port": (\d+)', log.read_text())
         assert found, log.read_text()
         yield started, f"http://127.0.0.1:{found[1]}", log
@@ -230,21 +232,8 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]
         yield found
 
 
-def test_a_drafter_that_cannot_learn_serves_all_the_same(tmp_path: Path) -> None:
-    learn = tmp_path / "learn"
-    with serving(tmp_path, "--one-process", "--spec", "ngram", "--learn", str(learn)) as (_, url, log):
-        body = {"prompt": "Once", "max_tokens": 3}
-        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=240).status_code == 200
-        logged = [json.loads(line) for line in log.read_text().splitlines()]
-    [line] = [one["message"] for one in logged if "nothing is learned" in one["message"]]
-    assert line == (
-        "nothing is learned: drafter 'ngram' learns by itself: its tables take in every answer; "
-        "--learn is for draft_model, eagle3, eagle, self and layer_skip; serving goes on"
-    )
-    assert not learn.exists()
-
-
-def test_a_drafter_that_cannot_learn_deletes_old_answers_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_a_drafter_that_cannot_learn_serves_and_deletes_old_answers_all_the_same(tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path / "learn")
     ring = DiskRing(folder, RingIdentity("model", "template"), 2**20)
     none = np.zeros(0, np.int32)
@@ -252,10 +241,24 @@ def test_a_drafter_that_cannot_learn_deletes_old_answers_all_the_same(tmp_path: 
         ring.append(ServedRecord(f"{number}", "model", "template", none, none, created_s=began_s))
     ring.close()
     flags = ("--one-process", "--spec", "ngram", "--learn", str(folder.path), "--learn-max-age", "30d")
-    with serving(tmp_path, *flags):
+    with serving(tmp_path, *flags) as (_, url, log):
+        body = {"prompt": "Once", "max_tokens": 3}
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=240).status_code == 200
+        logged = [json.loads(line) for line in log.read_text().splitlines()]
         wait_until(lambda: [one.request_id for one in read_ring(folder)] == ["1"])
+    [line] = [one["message"] for one in logged if "nothing is learned" in one["message"]]
+    assert line == (
+        "nothing is learned: drafter 'ngram' learns by itself: its tables take in every answer; "
+        "--learn is for draft_model, eagle3, eagle, self and layer_skip; serving goes on"
+    )
 
 
+def test_where_nothing_is_learned_no_folder_is_made(tmp_path: Path) -> None:
+    assert retention_beside(ServeConfig(learn=str(tmp_path / "learn"))) is None
+    assert not (tmp_path / "learn").exists()
+
+
+@pytest.mark.timeout(900)
 def test_a_process_from_start_to_sigterm(process: tuple[subprocess.Popen[str], str, Path]) -> None:
     started, url, log = process
     body = {"prompt": "Once", "max_tokens": 800, "ignore_eos": True, "stream": True}
