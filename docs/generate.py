@@ -217,7 +217,8 @@ def tested_models_page() -> str:
     tests = {name: _parity(name) for name in ("tiny_models", "test_text_towers", "test_refusals")}
     parts = [TESTED_INTRODUCTION, FAMILIES_INTRODUCTION, "| family | tested as | on a CPU |", "|---|---|---|"]
     by_type: dict[str, list[str]] = {}
-    for name, config in tests["tiny_models"]["FAMILIES"].items():
+    tiny = tests["tiny_models"]
+    for name, config in {**tiny["FAMILIES"], **tiny["LIKE_OTHERS"]}.items():
         by_type.setdefault(config().model_type, []).append(name)
     for model_type, names in by_type.items():
         parts.append(_row(f"`{model_type}`", ", ".join(names), _cpu_path(model_type)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, WINDOW, save_tiny
+from tiny_models import FAMILIES, LIKE_OTHERS, VOCAB, WINDOW, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def make_pair(
     kernels: str = "auto",
     attention: str = "auto",
 ) -> Pair:
-    folder = save_tiny(FAMILIES[family](), tmp_path_factory.mktemp("models") / family)
+    folder = save_tiny((FAMILIES | LIKE_OTHERS)[family](), tmp_path_factory.mktemp("models") / family)
     stock = "sdpa" if family.startswith("falcon") else "eager"
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=stock, dtype=getattr(torch, dtype)
@@ -303,6 +303,15 @@ def test_the_families_that_the_kernels_know_run_in_them(
 ) -> None:
     assert make_pair(family, tmp_path_factory, kernels="native").ours.decoder is not None
     assert make_pair(family, tmp_path_factory, kernels="torch").ours.decoder is None
+
+
+@pytest.mark.parametrize("family", LIKE_OTHERS)
+def test_families_like_others(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pair = make_pair(family, tmp_path_factory)
+    assert (pair.ours.decoder is None) == (family == "olmoe-clipped")
+    test_weights_are_random_enough(pair)
+    test_chunked_prefill(pair)
+    test_draft_tree_and_commit(pair, [range(-1, 7)])
 
 
 def test_a_sibling_in_view_shows(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -48,6 +48,18 @@ _QWEN_EYES: dict[str, Any] = {
 }
 
 
+_GEMMA4: dict[str, Any] = {
+    **_TEXT,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+}
+
+
 def _rope(*sections: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
 
@@ -63,6 +75,19 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             },
             vision_config=_EYES,
             mm_tokens_per_image=1,
+        )
+    ),
+    "gemma4": lambda: tf.Gemma4ForConditionalGeneration(
+        tf.Gemma4Config(
+            text_config=_GEMMA4,
+            vision_config={**_EYES, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
+            audio_config=None,
+        )
+    ),
+    "gemma4_unified": lambda: tf.Gemma4UnifiedForConditionalGeneration(
+        tf.Gemma4UnifiedConfig(
+            text_config=_GEMMA4,
+            vision_config={"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32, "patch_size": 4},
         )
     ),
     "mistral3": lambda: tf.Mistral3ForConditionalGeneration(
@@ -174,6 +199,47 @@ def test_training_reads_the_language_model(family: str, tmp_path: Path) -> None:
     save_file({**weights, name: torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="has misshapen weights"):  # never drawn at random
         FrozenTarget(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def test_gemma_3ns_language_model_is_found_among_its_encoders(tmp_path: Path) -> None:
+    """Its image encoder is of a package that is not needed for text; only the names of the weights count here."""
+    sizes = {key: value for key, value in _GEMMA4.items() if key != "global_head_dim"}
+    text = tf.Gemma3nTextConfig(**sizes, laurel_rank=4, activation_sparsity_pattern=[0.0, 0.0])
+    alone = tf.Gemma3nForCausalLM(text).eval()
+    randomise(alone)
+    names = alone.state_dict()
+    weights = {name.replace("model.", "model.language_model.", 1): names[name].clone() for name in names}
+    for encoder in ("vision_tower.conv", "embed_vision.norm", "audio_tower.conv", "embed_audio.norm"):
+        weights[f"model.{encoder}.weight"] = torch.ones(2)
+    weights.pop("lm_head.weight", None)  # tied
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    outer = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"text_config": text.to_dict()}))
+    lm = load_model(str(tmp_path))
+    with torch.inference_mode():
+        expected = alone(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
+    ours = lm.forward([RowGroup(pool.slots, 0, TEXT, range(len(TEXT)))], pool).logits
+    assert (ours - expected).abs().max() < 1e-4 * expected.std()
+
+
+def test_a_model_whose_sizes_are_in_a_part_of_its_configuration(tmp_path: Path) -> None:
+    text = {**_TEXT, "model_type": "persimmon", "num_key_value_heads": 4}
+    config = tf.FuyuConfig(text_config=text, hidden_size=32, image_size=16, patch_size=8, num_hidden_layers=2)
+    model = tf.FuyuForCausalLM(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    lm = load_model(str(tmp_path))
+    assert (lm.hidden_size, lm.num_layers, lm.vocab_size) == (32, 2, VOCAB)
+
+
+def test_a_family_that_cannot_be_taken_apart_is_refused_by_its_language_models_name(tmp_path: Path) -> None:
+    tf.AriaConfig(text_config={**_TEXT, "model_type": "aria_text"}).save_pretrained(tmp_path)
+    reason = (
+        "aria cannot be decoded: its language model is a aria_text, but it is not known how to take that out"
+    )
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(tmp_path))
 
 
 def test_llama_4_is_refused_as_a_whole_too(tmp_path: Path) -> None:

@@ -194,6 +194,29 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
 }
 
+LIKE_OTHERS: dict[str, Callable[[], Any]] = {
+    "ministral": lambda: tf.MinistralConfig(**_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "cwm": lambda: tf.CwmConfig(
+        **_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING, rope_parameters=_LLAMA3_ROPE
+    ),
+    "seed-oss": lambda: tf.SeedOssConfig(**_HEADS_OF_8, attention_bias=True, attention_out_bias=True),
+    "internlm3": lambda: tf.InternLM3Config(**_HEADS_OF_8, attention_bias=True, mlp_bias=True),
+    "iquestcoder": lambda: tf.IQuestCoderConfig(**_HEADS_OF_8),
+    "olmoe": lambda: tf.OlmoeConfig(**_SHAPE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False),
+    "vaultgemma": lambda: tf.VaultGemmaConfig(
+        **_HEADS_OF_8,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+        query_pre_attn_scalar=8,
+    ),
+    "olmoe-clipped": lambda: tf.OlmoeConfig(
+        **_SHAPE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.5
+    ),
+}
+"""Families whose modules are those of a family above, or nearly so: fewer tests look at them."""
+
 
 def randomise(model: Any, seed: int = 0, scale: float = 1.5) -> None:
     """Draw every weight anew, large enough for attention to be picky and for biases and norms to count."""

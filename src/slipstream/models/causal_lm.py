@@ -26,6 +26,7 @@ from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, 
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import RowGroup, Rows
+from slipstream.models.support import text_config
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
 
@@ -98,11 +99,11 @@ class CausalLM:
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states."""
-        return int(self.config.hidden_size)
+        return int(text_config(self.config).hidden_size)
 
     @property
     def num_layers(self) -> int:
-        return int(self.config.num_hidden_layers)
+        return int(text_config(self.config).num_hidden_layers)
 
     @property
     def family(self) -> str:

@@ -32,13 +32,23 @@ def check_config(config: Any) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in _remote_classes(
         config
     ):
-        raise unsupported(config, "it is not a causal language model")
+        raise unsupported(config, _not_causal(config))
     others = sorted(set(getattr(text_config(config), "layer_types", None) or ()) - _ATTENDING_LAYERS)
     if others:
         names = ", ".join(others)
         raise unsupported(
             config, f"its {names} layers are not plain attention, so drafts cannot be masked or rolled back"
         )
+
+
+def _not_causal(config: Any) -> str:
+    """Why a configuration that is none of a causal language model is refused: what is inside it is named."""
+    text = text_config(config)
+    if text is config:
+        return "it is not a causal language model"
+    return (
+        f"its language model is a {text.model_type}, but it is not known how to take that out of this family"
+    )
 
 
 def unsupported(config: Any, reason: str) -> UnsupportedModelError:

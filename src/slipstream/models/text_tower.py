@@ -14,7 +14,12 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen3Config
 
-_AS_IT_IS = frozenset({"gemma3", "mistral3", "llava", "llava_next", "internvl", "idefics3", "smolvlm"})
+_AS_IT_IS = frozenset(
+    {
+        *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "mistral3", "llava", "llava_next", "internvl"),
+        *("idefics3", "smolvlm"),
+    }
+)
 """Families whose text configuration is that of a causal language model."""
 
 _ROTATED_IN_THREE: dict[str, type] = {
@@ -34,7 +39,8 @@ KEY_MAPPING = {
 """Patterns of weight names in such checkpoints, old and new, to the names in the language model alone."""
 
 _IMAGE_WEIGHTS = re.compile(
-    r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline)\b"
+    r"^(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|connector|image_newline"
+    r"|embed_vision|embed_audio|audio_tower)\b"
 )
 
 _INHERITED = ("dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.models import load_plain
+from slipstream.models.support import text_config
 from slipstream.train.attention import ATTENTION, block_diagonal_mask
 
 _LARGEST = 65504.0
@@ -34,9 +35,10 @@ class FrozenTarget:
         self.path = path
         self.model = load_model(path, device).eval().requires_grad_(False)
         self.device, self.dtype = device, dtype
-        self.num_layers = int(self.model.config.num_hidden_layers)
-        self.hidden_size = int(self.model.config.hidden_size)
-        self.vocab_size = int(self.model.config.vocab_size)
+        config = text_config(self.model.config)
+        self.num_layers = int(config.num_hidden_layers)
+        self.hidden_size = int(config.hidden_size)
+        self.vocab_size = int(config.vocab_size)
         self.context_length = int(self.model.config.max_position_embeddings)
         self._cache: FeatureCache | None = None
         check_plain_head(self.model, device)
@@ -173,7 +175,7 @@ class FeatureCache:
 @torch.no_grad()
 def check_plain_head(model: Any, device: torch.device) -> None:
     """Raise `UnsupportedModelError` unless the logits are the output layer's alone."""
-    probe = torch.arange(min(8, model.config.vocab_size), device=device)[None]
+    probe = torch.arange(min(8, text_config(model.config).vocab_size), device=device)[None]
     mask = block_diagonal_mask(torch.zeros_like(probe), torch.float32)
     positions = torch.arange(probe.shape[1], device=device)[None]
     given = {"input_ids": probe, "position_ids": positions, "attention_mask": mask, "use_cache": False}

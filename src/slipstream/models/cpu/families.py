@@ -319,22 +319,29 @@ FAMILIES = Registry(
     {
         name: f"slipstream.models.cpu.known_families:{family}"
         for name, family in {
+            "cwm": "Llama",
             "gemma": "Gemma",
             "gemma2": "Gemma2",
             "gemma3_text": "Gemma3",
             "gpt_neox": "GptNeoX",
             "gpt_oss": "GptOss",
             "granite": "Granite",
+            "internlm3": "Llama",
+            "iquestcoder": "Llama",
             "llama": "Llama",
+            "ministral": "Llama",
             "mistral": "Llama",
             "mixtral": "Mixtral",
             "olmo2": "Olmo2",
+            "olmoe": "Olmoe",
             "phi3": "Phi3",
             "qwen2": "Llama",
             "qwen3": "Qwen3",
             "qwen3_moe": "Qwen3Moe",
+            "seed_oss": "Llama",
             "smollm3": "SmolLM3",
             "starcoder2": "Starcoder2",
+            "vaultgemma": "VaultGemma",
         }.items()
     },
 )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.models.cpu.families import Family
+
+if TYPE_CHECKING:
+    from slipstream.models.attention.base import Variant
 
 
 class Llama(Family):
@@ -35,6 +39,15 @@ class Qwen3Moe(Mixtral, NormedHeads):
     has_whole_shares = "mlp.gate.norm_topk_prob"
 
 
+class Olmoe(Qwen3Moe):
+    """Norms of all heads' queries and keys at once."""
+
+    def misfits(self, model: Any, variants: Sequence[Variant]) -> Iterator[str]:
+        if model.config.clip_qkv is not None:
+            yield "its queries, keys and values are clipped"
+        yield from super().misfits(model, variants)
+
+
 class GptOss(Mixtral):
     """Experts with a gate of their own and biases everywhere, and attention with sinks."""
 
@@ -49,6 +62,14 @@ class Gemma(Family):
 
     norm_epsilon, norm_offset = "eps", 1.0
     embedding_scale = "model.embed_tokens.scalar_embed_scale"
+
+
+class VaultGemma(Gemma):
+    """Gemma 2 without the norms behind attention and MLP."""
+
+    activation = "hidden_activation"
+    mlp_norm = "pre_feedforward_layernorm"
+    logit_cap = "config.final_logit_softcapping"
 
 
 class Gemma2(Gemma):
