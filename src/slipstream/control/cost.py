@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
+from slipstream.control.least_squares import non_negative
 from slipstream.control.types import Drafted, Number
 
 MEMORY = 40.0
@@ -114,9 +114,8 @@ class Linear:
         products = products + np.diag(self._ridge)
         targets = targets + self._ridge * self._prior
         scale = np.sqrt(np.diag(products))
-        root = np.linalg.cholesky(products / np.outer(scale, scale) + 1e-9 * np.eye(len(scale)))
-        parts, _ = nnls(root.T, np.linalg.solve(root, targets / scale))
-        return np.asarray(parts / scale)
+        scaled = products / np.outer(scale, scale) + 1e-9 * np.eye(len(scale))
+        return non_negative(scaled, targets / scale) / scale
 
 
 class DraftCost:

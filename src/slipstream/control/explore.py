@@ -15,10 +15,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scipy.special import stdtrit
-
 from slipstream.bounded import BoundedDict
 from slipstream.control.cost import Mean
+from slipstream.control.student import quantile
 from slipstream.control.types import MAX_TASKS, Outcome, Speedup, StepRequest
 from slipstream.draft.choice import Choice
 
@@ -222,7 +221,7 @@ def ratio_of(pairs: Seq[Pair]) -> Speedup | None:
     mean_tokens, mean_cost = _mean(tokens), _mean(costs)
     spread = [t / mean_tokens - c / mean_cost for t, c in zip(tokens, costs, strict=True)]
     error = math.sqrt(sum(s * s for s in spread) / (len(pairs) - 1) / len(pairs))
-    width = math.exp(float(stdtrit(len(pairs) - 1, 0.975)) * error)
+    width = math.exp(quantile(len(pairs) - 1, 0.975) * error)
     return Speedup(ratio, ratio / width, ratio * width, len(pairs))
 
 

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import GenerationConfig
-
 from slipstream.config import EngineConfig, reject_unknown
 from slipstream.errors import ConfigError, RequestError
+from slipstream.huggingface import GenerationConfig
 from slipstream.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)

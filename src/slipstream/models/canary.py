@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.huggingface import AttentionInterface, AttentionMaskInterface
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
 from slipstream.models.attention.hook import slipstream_attention

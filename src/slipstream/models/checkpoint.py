@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from slipstream.errors import ModelError
+from slipstream.huggingface import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    creating_models,
+    unused_deferred,
+)
 from slipstream.models.configuration import load_config, meta_model
 from slipstream.models.files.folder import as_transformers_reads, check_weight_files
 from slipstream.models.files.gguf import Gguf, open_gguf
@@ -143,7 +149,8 @@ def load_weights(
 def _model_class(source: Checkpoint, stored: StoredModel) -> Any:
     """Transformers' class of a model whose weights we read."""
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+        with unused_deferred():
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
     except KeyError:
         raise ModelError(
             f"{source.path!r} holds {stored.kind} weights of a {source.config.model_type} model, which Transformers "
@@ -178,7 +185,7 @@ def _read_stored(
             source.path,
             str(narrow).removeprefix("torch."),
         )
-    with one_line(f"cannot load the weights of {source.path!r}"), silenced():
+    with one_line(f"cannot load the weights of {source.path!r}"), silenced(), creating_models():
         model, loaded = make.from_pretrained(
             None,
             config=source.config,
@@ -202,7 +209,12 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     path, tower = source.path, source.tower
     options = {} if tower is None else {"key_mapping": KEY_MAPPING}
-    with one_line(f"cannot load the weights of {path!r}"), silenced(), as_transformers_reads(path) as folder:
+    with (
+        one_line(f"cannot load the weights of {path!r}"),
+        silenced(),
+        creating_models(),
+        as_transformers_reads(path) as folder,
+    ):
         try:
             model, loaded = from_pretrained(
                 folder,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.errors import ModelError
+from slipstream.huggingface import AutoConfig, AutoModelForCausalLM, creating_models
 from slipstream.models.files.folder import check_folder
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
@@ -37,13 +37,14 @@ def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
     """The Transformers model without numbers. Its type is none that counts, and `config` stays as it is."""
     make: Any = AutoModelForCausalLM.from_config
     try:
-        with silenced(), torch.device("meta"):
+        with silenced(), creating_models(), torch.device("meta"):
             model = make(
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,  # experts' products have no other type on this device
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             )
+        model.tie_weights()
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

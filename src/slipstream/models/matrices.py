@@ -16,14 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.huggingface import PreTrainedModel
 from slipstream.models.cpu.experts import ExpertParts
 from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.pages import forget
@@ -83,7 +83,7 @@ def _warn_of_wide_reading() -> None:
     log.warning(
         "Transformers %s reads 16-bit checkpoints as float32 here, so that loading takes twice the memory; Slipstream "
         "knows how to keep them with the versions that pyproject.toml names",
-        transformers.__version__,
+        version("transformers"),
     )
 
 

@@ -7,10 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils.hub import cached_file
-
 from slipstream.errors import ModelError, VocabularyMismatchError
+from slipstream.huggingface import AutoTokenizer, PreTrainedTokenizerFast, cached_file
 from slipstream.models.configuration import load_config, named
 from slipstream.models.files.folder import (
     chat_template_beside,

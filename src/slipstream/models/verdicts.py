@@ -19,11 +19,11 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import try_to_load_from_cache
 
 import slipstream
@@ -101,7 +101,7 @@ def verdict_of(
             "classes": [f"{each.__module__}:{each.__qualname__}" for each in classes],
             "slipstream": [slipstream.__version__, _sources()],
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
         }
     )
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 import slipstream
@@ -92,7 +92,7 @@ def profile_key(model: CausalLM) -> ProfileKey:
         attention=f"{backend.__module__}:{backend.__qualname__}",
         slipstream=slipstream.__version__,
         torch=str(torch.__version__),
-        transformers=transformers.__version__,
+        transformers=version("transformers"),
     )
 
 

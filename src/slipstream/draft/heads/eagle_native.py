@@ -18,7 +18,7 @@ from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.pages import trim_heap
+from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import EagleStruct, LayerStruct, ModelStruct, StatesStruct
 from slipstream.models.rows import Rows
@@ -100,7 +100,7 @@ class NativeEagle(PackedModel):
             token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),
             residual_is_normed=config.norm_before_residual,
         )
-        head.to_empty(device="meta")
+        free_numbers(head)
         trim_heap()
 
     def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from slipstream.models.cpu.chains import Chains
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.pages import trim_heap
+from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.structs import BatchStruct, BlockStruct, HeadRowsStruct, HeadsStruct, LinearStruct
 from slipstream.models.rows import RowGroup, Rows
 
@@ -62,7 +62,7 @@ class NativeHeads(PackedModel):
             (LinearStruct * len(outputs))(*outputs),
             shared,
         )
-        heads.to_empty(device="meta")
+        free_numbers(heads)
         trim_heap()
 
     def forward(self, rows: Tensor, first: int, count: int) -> Tensor:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.errors import ConfigError, LearnError
+from slipstream.huggingface import AutoConfig
 from slipstream.learn.learners.base import Learner, Tensors
 from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.objective import LearnLoss, TargetRows, row_losses, weighted_loss

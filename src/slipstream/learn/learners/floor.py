@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.model.self_model import DRAFT_FORMAT
 from slipstream.errors import LearnError
+from slipstream.huggingface import DynamicCache
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.digest import digest_of, digest_of_files
 from slipstream.models.layers import find_layers

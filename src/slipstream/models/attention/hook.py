@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
+from slipstream.huggingface import AttentionInterface
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, Variant
 from slipstream.models.attention.probe import LayerProbe
 

@@ -25,7 +25,7 @@ from slipstream.models.cpu.kernel import Kernel, common_kernel
 from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight
-from slipstream.models.cpu.pages import trim_heap
+from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.parts import NormParts
 from slipstream.models.cpu.structs import (
     TABLE_KINDS,
@@ -88,7 +88,7 @@ class Decoder(PackedModel):
             table=LinearStruct() if self._table is None else self._table.struct,
             layers=layers,
         )
-        model.to_empty(device="meta")
+        free_numbers(model)
 
     def forward(
         self,
@@ -158,7 +158,7 @@ class Decoder(PackedModel):
         parts = family.layer_parts(layer)
         struct = self._layer(parts, kernel, variant.sliding_window, rotary)
         if self._shared.isdisjoint(matrix.data_ptr() for matrix in parts.matrices):
-            layer.to_empty(device="meta")  # no other layer reads it
+            free_numbers(layer)  # no other layer reads it
             trim_heap()
         return struct
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.huggingface import unused_deferred
 from slipstream.models.longrope import FIXED, fixed_frequencies
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Rotation:
         """
         own: Tensor = self._named(self.module, "inv_freq").float()
         try:
-            with _RoundedPowers():  # type: ignore[no-untyped-call]
+            with unused_deferred(), _RoundedPowers():  # type: ignore[no-untyped-call]
                 again = self._again().float()
             why = "" if _are_close(again, own) else "its configuration gives others"
         except Exception as error:  # of a package that makes it from something else

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SLICE_WEIGHTS = 2**22
 """How many weights are converted and packed at a time, where one layer has more."""
@@ -64,6 +64,14 @@ def forget(tensor: Tensor) -> None:
     is_there, is_swapped, is_of_a_file = ((flags >> np.uint64(bit)) & np.uint64(1) for bit in (63, 62, 61))
     if len(flags) == len(pages) and not (is_swapped | (is_there & ~is_of_a_file)).any():
         _drop(pages)
+
+
+def free_numbers(module: nn.Module) -> None:
+    """Give up a module's numbers; its tensors keep their shapes and types, on the meta device.
+
+    `module.to_empty` does the same by a function that imports SymPy.
+    """
+    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
 def trim_heap() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from slipstream.errors import ModelError
+from slipstream.huggingface import AutoConfig
 from slipstream.models.files.gguf import Gguf
 from slipstream.models.files.gguf_rope import rope_parameters
 

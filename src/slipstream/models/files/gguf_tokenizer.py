@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf_sentencepiece import sentence_piece

@@ -1,0 +1,141 @@
+"""The parts of Transformers that Slipstream uses, without those that it does not.
+
+Import them from here. `from transformers import AutoModelForCausalLM` reads every file of the package once to learn
+what is where, and then imports distributed tensors, PyTorch's compiler, continuous batching and losses of object
+detectors, which together take longer than all else that a start does. Here each name comes from the file that defines
+it, and what no decoder uses is deferred (`slipstream.deferred`). Where the calling program has imported Transformers
+itself, its modules are used as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from slipstream.deferred import defer_package, deferred
+
+_UNUSED = (
+    "accelerate",
+    "scipy",
+    "sklearn",
+    "torch._dynamo",
+    "torch.distributed._composable",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention",
+    *(
+        f"transformers.distributed.{name}"
+        for name in (
+            "expert_parallel",
+            "pipeline_parallel",
+            "sharding_utils",
+            "tensor_parallel",
+        )
+    ),
+    "transformers.generation.candidate_generator",
+    "transformers.generation.continuous_batching.cache",
+    "transformers.generation.continuous_batching.continuous_api",
+    "transformers.generation.continuous_batching.requests",
+    "transformers.generation.continuous_batching.scheduler",
+    *(
+        f"transformers.integrations.{name}"
+        for name in (
+            "deepgemm",
+            "eager_paged",
+            "flash_attention",
+            "flex_attention",
+            "npu_flash_attention",
+            "sonicmoe",
+        )
+    ),
+    *(
+        f"transformers.loss.loss_{name}"
+        for name in (
+            "d_fine",
+            "deformable_detr",
+            "deimv2",
+            "for_object_detection",
+            "grounding_dino",
+            "lw_detr",
+            "rf_detr",
+            "rt_detr",
+        )
+    ),
+)
+"""Modules of which a decoder uses nothing. A name that a release no longer has does no harm."""
+
+
+def unused_deferred() -> AbstractContextManager[None]:
+    """A block in which what no decoder uses is not imported: for code that makes a model, and so imports its file."""
+    return deferred(_UNUSED)
+
+
+class _RangesOnCpu(TorchFunctionMode):
+    """Makes ranges on the CPU where they were to be on the meta device, whose own arithmetic imports SymPy.
+
+    Such ranges become frequencies and the like, which are computed again with the weights. Where one meets a tensor
+    that is on the meta device, it goes there too.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange and str(kwargs.get("device")) == "meta":
+            kwargs = {**kwargs, "device": "cpu"}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            if not any(isinstance(each, torch.Tensor) and each.is_meta for each in (*args, *kwargs.values())):
+                raise
+            args, kwargs = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def creating_models() -> Iterator[None]:
+    """A block in which Transformers makes models whose weights are read afterwards, so that they need no first numbers.
+
+    Drawing those is not free even on the meta device, where it imports PyTorch's compiler. Weights that are tied in the
+    configuration are not tied in here, but by `from_pretrained` or `tie_weights`.
+    """
+    with unused_deferred(), no_init_weights(), _RangesOnCpu():
+        yield
+
+
+if "transformers" not in sys.modules:
+    defer_package("transformers")
+    defer_package("transformers.models")
+
+with unused_deferred():
+    from transformers.cache_utils import DynamicCache
+    from transformers.generation.configuration_utils import GenerationConfig
+    from transformers.initialization import no_init_weights
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+    from transformers.utils.hub import cached_file
+
+__all__ = [
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "DynamicCache",
+    "GenerationConfig",
+    "PreTrainedModel",
+    "PreTrainedTokenizerFast",
+    "cached_file",
+    "creating_models",
+    "unused_deferred",
+]
