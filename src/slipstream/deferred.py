@@ -270,10 +270,11 @@ class _Package(ModuleType):
             if PathFinder.find_spec(f"{package}.{name}", self.__path__) is not None:
                 return importlib.import_module(f"{package}.{name}")
             self.__class__ = ModuleType  # type: ignore[assignment]  # its `__init__` is to see an ordinary module
-            try:
-                self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
-            finally:
-                self.__class__ = _Package
+            self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+            if sys.modules.get(package) is not self:
+                self.__class__ = (
+                    _Package  # it has put another in its place, which who holds this one is to find
+                )
             return getattr(sys.modules[package], name)
 
 

@@ -71,7 +71,9 @@ def free_numbers(module: nn.Module) -> None:
 
     `module.to_empty` does the same by a function that imports SymPy.
     """
-    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    module._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    )
 
 
 def trim_heap() -> None:
