@@ -18,7 +18,7 @@ import importlib.util
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -93,8 +93,9 @@ class _Deferred(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """Gives `_Deferred` modules for the named modules and what lies below them, until it is told to stop."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], known: Mapping[str, object]) -> None:
         self.names = tuple(names)
+        self.known = known
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not any(name == deferred or name.startswith(deferred + ".") for deferred in self.names):
@@ -105,7 +106,9 @@ class _Finder(MetaPathFinder, Loader):
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        return None
+        for name, value in self.known.items():
+            if name.rpartition(".")[0] == module.__name__:
+                setattr(module, name.rpartition(".")[2], value)
 
 
 class _Dynamo(MetaPathFinder):
@@ -166,14 +169,16 @@ _finders: list[_Finder] = []
 
 
 @contextlib.contextmanager
-def deferred(names: Sequence[str]) -> Iterator[None]:
+def deferred(names: Sequence[str], known: Mapping[str, object] | None = None) -> Iterator[None]:
     """Import the named modules, and what lies below them, only when their names are used; see above.
+
+    `known` has the values of some names, by module and name, so that using these imports nothing.
 
     Modules that are imported already stay as they are. Once a placeholder is used inside the block, the rest of the
     block imports as usual.
     """
     with _lock:
-        finder = _Finder(names)
+        finder = _Finder(names, known or {})
         _finders.append(finder)
         sys.meta_path.insert(0, finder)
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -55,6 +55,7 @@ _UNUSED = (
             "sonicmoe",
         )
     ),
+    "transformers.processing_utils",
     *(
         f"transformers.loss.loss_{name}"
         for name in (
@@ -70,11 +71,13 @@ _UNUSED = (
     ),
 )
 """Modules of which a decoder uses nothing. A name that a release no longer has does no harm."""
+_KNOWN = {"transformers.processing_utils.Unpack": Unpack}
+"""What every model's file imports from a module that runs the whole package's `__init__` again."""
 
 
 def unused_deferred() -> AbstractContextManager[None]:
     """A block in which what no decoder uses is not imported: for code that makes a model, and so imports its file."""
-    return deferred(_UNUSED)
+    return deferred(_UNUSED, _KNOWN)
 
 
 class _RangesOnCpu(TorchFunctionMode):
@@ -116,7 +119,7 @@ with unused_deferred():
     from transformers.cache_utils import DynamicCache
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.initialization import no_init_weights
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -137,5 +140,6 @@ __all__ = [
     "PreTrainedTokenizerFast",
     "cached_file",
     "creating_models",
+    "eager_mask",
     "unused_deferred",
 ]

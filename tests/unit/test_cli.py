@@ -140,9 +140,10 @@ def test_a_bad_request_costs_one_line(case: str, files: Path) -> None:
     result = run("generate", *[arg.replace("{files}", str(files)) for arg in args])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    [line] = result.stderr.splitlines()
+    *before, line = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert expected in line
+    assert [said.partition(" ")[0] for said in before] in ([], ["loading"])
 
 
 @pytest.mark.parametrize("case", REFUSALS_AFTER_LOADING)
@@ -151,9 +152,10 @@ def test_what_only_the_model_shows_is_refused_alike(case: str, files: Path) -> N
     result = run("generate", *[arg.replace("{files}", str(files)) for arg in args])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    [line] = result.stderr.splitlines()
+    *before, line = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert expected in line
+    assert [said.partition(" ")[0] for said in before] in ([], ["loading"])
 
 
 def test_unknown_verbs_and_top_level_flags_are_refused() -> None:
@@ -583,7 +585,8 @@ def test_chat_keeps_the_conversation_and_reuses_it() -> None:
 def test_chat_refuses_before_it_speaks() -> None:
     result = run("chat", "--stop-token-ids", "4096", stdin="hi\n")
     assert result.exit_code == 2
-    assert result.stderr == "error: stop_token_ids has token id 4096; this model's ids are 0 to 4095\n"
+    says = "error: stop_token_ids has token id 4096; this model's ids are 0 to 4095"
+    assert result.stderr == f"loading the embedded pair\n{says}\n"
 
 
 def test_chat_survives_a_message_that_cannot_be_answered() -> None:

@@ -14,6 +14,7 @@ from slipstream.cli.flags.options import ENGINE, Json, ModelArgument, print_json
 from slipstream.cli.flags.remote import TIMED_SAMPLING
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder, write_text
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
@@ -137,6 +138,7 @@ def advise(
     loads = sorted(parse_counts(concurrency, "--concurrency"))
     params = SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed})
     length = parse_max_tokens(max_tokens)
+    say_loading(model, "advising on")
     chosen = _drafters(spec, config, model, engine)
     # Imported last, because it loads PyTorch: all other errors are raised before.
     from slipstream.advise.candidates import make_candidates

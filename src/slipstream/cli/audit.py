@@ -14,8 +14,10 @@ from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import ENGINE, SPECULATION, Json, chosen_speculation, print_json
 from slipstream.cli.flags.remote import TIMED_SAMPLING, api_key_of, metrics_url_of
 from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder, unwritable, write_text
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.model_path import check_model_path
 
 if TYPE_CHECKING:
     from slipstream.audit.certificate import Certificate
@@ -140,16 +142,23 @@ def audit(
 
     Exits with 0 where it is certified, 1 where it is not, and 2 where the audit could not tell.
     """
+    from slipstream.workload.reading import read_workload
+
+    questions = read_workload(workload)
+    is_server = subject is not None and "://" in subject
+    for path in (None if is_server else subject, reference):
+        if path not in (None, "embedded"):
+            check_model_path(path)
+    say_loading(subject, "auditing")
+
     from slipstream.audit.journal import FILE, AuditJournal
     from slipstream.audit.mix import mix_of, one_profile
     from slipstream.audit.settings import AuditSettings
-    from slipstream.workload.reading import read_workload
 
     given = {**sampling, **({} if temperature is None else {"temperature": temperature})}
     if mix is not None and given:
         raise ConfigError("--mix and sampling flags both choose the parameters; give one of them")
     profiles = one_profile(given) if given else None if mix is None else mix_of(mix)
-    is_server = subject is not None and "://" in subject
     if not is_server:
         names = {"--against": against, "--reference": reference, "--served-model": served_model}
         _refuse({**names, "--against-model": against_model}, "is about a server; give its URL")
@@ -157,7 +166,7 @@ def audit(
         raise ConfigError("--against and --reference both say what to compare with; give one of them")
     _check_output(output, resume, overwrite)
     settings = AuditSettings(
-        workload=read_workload(workload),
+        workload=questions,
         num_answers=answers or 300,
         max_tokens=max_tokens,
         num_prompts=num_prompts,

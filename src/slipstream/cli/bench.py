@@ -24,6 +24,7 @@ from slipstream.cli.flags.remote import (
 )
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder, write_text
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
@@ -125,13 +126,17 @@ def bench(
 
     With --url, measure a server through its clients instead, and compare with its own counters.
     """
-    from slipstream.bench.engine.configurations import parse_counts
-    from slipstream.bench.settings import BenchSettings
     from slipstream.workload.reading import read_workload
 
     files = _files(output, html, overwrite)
+    questions = read_workload(workload)
+    say_loading(model if url is None else url, "measuring")
+
+    from slipstream.bench.engine.configurations import parse_counts
+    from slipstream.bench.settings import BenchSettings
+
     settings = BenchSettings(
-        workload=read_workload(workload),
+        workload=questions,
         params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
         prompts_per_task=prompts_per_task or None,
         max_tokens=parse_max_tokens(max_tokens),

@@ -28,6 +28,7 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.output.console import Painter, notes
 from slipstream.cli.output.lines import typed_lines
+from slipstream.cli.output.loading import loading
 from slipstream.cli.output.report import print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import Message
@@ -64,7 +65,8 @@ def chat(
     params = SamplingParams.from_mapping(sampling)
     if params.n > 1:
         raise ConfigError("a chat has one answer a turn; omit --n")
-    llm = load(model, chosen_speculation(speculation, model), engine)
+    with loading(model):
+        llm = load(model, chosen_speculation(speculation, model), engine)
     if not llm.engine.tokenizer.chat_template:
         raise ConfigError("this model's tokenizer has no chat template; use `slipstream generate --raw`")
     params = recommended(llm, params, sampling)

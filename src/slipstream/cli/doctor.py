@@ -10,6 +10,8 @@ import typer
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import ENGINE, Json, print_json
 from slipstream.cli.output.console import notes, results
+from slipstream.cli.output.loading import say_loading
+from slipstream.model_path import check_model_path
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
@@ -29,6 +31,11 @@ def doctor(
     """Check a draft against its target: files, keys, shapes, tokenizer, vocabulary maps, context, rope, norm flags,
     layer numbering, and its acceptance on a few prompts. Exits with 2 when it found a fault.
     """
+    for path in (target, draft):
+        if path != "embedded":
+            check_model_path(path)
+    say_loading(target)
+
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.doctor import CheckOutcome, examine
 

@@ -18,6 +18,7 @@ from slipstream.cli.flags.options import (
     with_model,
 )
 from slipstream.cli.output.console import notes
+from slipstream.cli.output.loading import say_loading
 from slipstream.draft.remote.options import ServedOptions
 
 WORKER = FlagSet(ServedOptions, "Worker")
@@ -49,6 +50,7 @@ def draft_worker(
     Engines of that target use it with --speculative-config '{"method": "remote", "workers": "HOST:PORT"}'. They send
     token ids, and get token ids; no text and no probabilities travel. Stop it with Ctrl-C.
     """
+    say_loading(model, "drafting for")
     speculative = chosen_speculation(speculation, model)
     from slipstream.draft.remote.address import Address
     from slipstream.draft.remote.handshake import read_key

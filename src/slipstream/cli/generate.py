@@ -33,6 +33,7 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.output.comparison import TimedComparison, time_pairs
 from slipstream.cli.output.console import Painter, notes, results
+from slipstream.cli.output.loading import loading
 from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
@@ -115,16 +116,17 @@ def generate(
     params = SamplingParams.from_mapping(sampling | _constraint(json_schema, regex, sampling))
     expected = None if prediction is None else parse_prediction(read_text(prediction))
     steps = None if reasoning is None else _steps(reasoning)
-    speculative = chosen_speculation(speculation, model)
     if compare and steps is not None:
         raise ConfigError("--compare measures speculation without loss; leave --reasoning out, or --compare")
     if compare and expected is not None:
         raise ConfigError("--compare measures drafters; leave --prediction out, or --compare")
-    if compare and speculative.method == "off":
-        raise ConfigError(
-            "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
-        )
-    llm = load(model, speculative, engine)
+    with loading(model):
+        speculative = chosen_speculation(speculation, model)
+        if compare and speculative.method == "off":
+            raise ConfigError(
+                "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
+            )
+        llm = load(model, speculative, engine)
     params = recommended(llm, params, sampling)
     params.check_vocabulary(llm.engine.model.vocab_size)
     prompts = [prepare(llm.engine, job, chat) for job in jobs]

@@ -8,23 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.assets import EMBEDDED_TARGET
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import (
     ENGINE,
     Json,
     ModelArgument,
     chosen_speculation,
+    load,
     model_name,
     print_json,
     with_model,
 )
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import notes, print_rows, results, wide_results
+from slipstream.cli.output.loading import loading
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.labels import is_cost_expanded
+from slipstream.model_path import check_model_path
 from slipstream.profiling.break_even import round_cost
 from slipstream.profiling.store import prepare_folder
 
@@ -62,19 +66,20 @@ def info(
 ) -> None:
     """Load a model as the other verbs do, and print its properties, its memory and the drafters that can run with
     it."""
-    from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.engine.llm import LLM
-
     _check_measuring(measure, quick, plot, overwrite)
+    for path in (draft, draft_for):
+        if path is not None:
+            check_model_path(path)
     options: Values = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
     path = model or EMBEDDED_TARGET
     tokenizer = engine.get("tokenizer", path)
-    can_draft = None if draft is None else _compatible(tokenizer, draft, draft, options)
-    speculative = chosen_speculation({}, model)
-    if draft is not None:
-        drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
-        speculative = SpeculativeConfig.from_mapping(drafts)
-    llm = LLM(model, speculative_config=speculative, **engine)
+    with loading(model):
+        can_draft = None if draft is None else _compatible(tokenizer, draft, draft, options)
+        speculative = chosen_speculation({}, model)
+        if draft is not None:
+            drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
+            speculative = SpeculativeConfig.from_mapping(drafts)
+        llm = load(model, speculative, engine)
     details = _details(llm, model_name(model))
     if draft is not None:
         details["drafters"]["draft_model"] = f"{draft}: {can_draft}"

@@ -12,6 +12,7 @@ from slipstream.cli.flags.options import Json, Model, print_json
 from slipstream.cli.flags.speculation import SpeculationFlags
 from slipstream.cli.flags.speculation import speculative_config as drafter_of
 from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import Overwrite, check_file, write_text
 from slipstream.errors import ConfigError
 
@@ -125,6 +126,7 @@ def _records(
 
     questions = questions_of(trace)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    say_loading(model)
     engine = make_engine(model, None, {"max_num_seqs": 32})
 
     def told(done: int, total: int) -> None:

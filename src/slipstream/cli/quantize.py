@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.output.console import notes, print_rows, results
+from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import check_folder
 from slipstream.errors import ConfigError
+from slipstream.model_path import check_model_path
 
 if TYPE_CHECKING:
     from slipstream.quantize.calibration import LayerDone
@@ -57,6 +59,11 @@ def quantize(
         raise ConfigError("--data is read for calibration; leave it out, or --no-calibration")
     check_folder(out, "OUT")
     from slipstream.assets import EMBEDDED_TARGET
+
+    if model != "embedded":
+        check_model_path(model)
+    say_loading(model)
+
     from slipstream.quantize.job import QuantizeOptions, quantise
 
     options = QuantizeOptions(quantization, calibration, num_texts, length, seed)

@@ -28,6 +28,7 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.flags.prompts import prepare, read_jobs
 from slipstream.cli.output.console import print_rows, results
+from slipstream.cli.output.loading import loading
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import read_rows
 from slipstream.reasoning.calibration import DEFAULT_GRID, CalibrationCell, choose_threshold, is_expected
@@ -95,14 +96,15 @@ def calibrate(
     jobs = read_jobs(None, problems)
     expected = _expected(problems)
     params = SamplingParams.from_mapping(sampling)
-    speculative = chosen_speculation(speculation, model)
-    if speculative.reasoning is None:
-        raise ConfigError("calibrate needs a draft that writes steps; name one with --reasoning-draft")
-    think_end = ReasoningConfig.from_mapping(speculative.reasoning).think_end
     asked = [
         StepOptions(judge=judge.value, threshold=one, protect_first_steps=protect_first_steps) for one in grid
     ]
-    llm = load(model, speculative, engine)
+    with loading(model):
+        speculative = chosen_speculation(speculation, model)
+        if speculative.reasoning is None:
+            raise ConfigError("calibrate needs a draft that writes steps; name one with --reasoning-draft")
+        think_end = ReasoningConfig.from_mapping(speculative.reasoning).think_end
+        llm = load(model, speculative, engine)
     params = recommended(llm, params, sampling)
     task = _CalibrationTask(
         llm, [prepare(llm.engine, job, chat) for job in jobs], params, expected, think_end, exact

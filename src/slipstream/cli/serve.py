@@ -20,6 +20,7 @@ from slipstream.cli.flags.options import (
     with_model,
 )
 from slipstream.cli.flags.settings import merged
+from slipstream.cli.output.loading import loaded_name
 from slipstream.errors import LearnError
 from slipstream.labels import engine_labels
 from slipstream.serve.config import ServeConfig
@@ -62,6 +63,12 @@ def serve(
     sets = {"server": (SERVER, server), "speculation": (SPECULATION, speculation), "engine": (ENGINE, engine)}
     model, settings = merged(model, sets, config, os.environ)
     server_config = ServeConfig(**settings["server"])
+
+    from slipstream.serve import logs
+
+    logs.configure(server_config)  # from here on all lines have one format
+    where = {"host": server_config.host, "port": server_config.port}
+    logger.info("loading %s", loaded_name(model), extra={"fields": where})
     speculative = chosen_speculation(settings["speculation"], model)
 
     no_learning, asked = "", server_config
@@ -82,13 +89,11 @@ def serve(
 
         spawned = spawn_engine()
 
-    from slipstream.serve import logs
     from slipstream.serve.app import create_app
     from slipstream.serve.lifecycle import DrainingServer
 
     if speculative.probe_share is None:  # probes provide the metrics of the realised gain
         speculative = replace(speculative, probe_share=PROBE_SHARE)
-    logs.configure(server_config)  # from here on all lines have one format
     logs.take_over_transformers()
     retention = _retention_alone(no_learning, asked) if no_learning else None
     served = _engine(model, speculative, settings["engine"], server_config, spawned)

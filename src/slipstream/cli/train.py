@@ -28,6 +28,7 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.remote import ApiKeyEnv, ServedModel, TimeoutS, Url, api_key_of
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.faults import Faults
+from slipstream.cli.output.loading import loading, say_loading
 from slipstream.errors import ConfigError
 from slipstream.train.options import (
     DistillOptions,
@@ -97,22 +98,26 @@ def regenerate(
 
     Each conversation is written when it is complete. The same command continues a run that was stopped.
     """
+    with Faults() as faults:
+        faults.check_paths(None if data is None else [data], None if output is None else output.parent, None)
+    say_loading(model if url is None else url, "answers come from")
+
     from slipstream.train.regenerate import check_data
     from slipstream.train.regenerate import regenerate as run
 
     with Faults() as faults:
-        faults.check_paths(None if data is None else [data], None if output is None else output.parent, None)
         asked = faults.made(lambda: RegenerateOptions(**options))
-        if data is not None and not faults.found:
+        assert data is not None
+        assert output is not None
+        if not faults.found:
             file = data
             faults.made(lambda: check_data(file, asked))
-    assert data is not None
-    assert output is not None
     if url is None:
         for name, value in (("--served-model", served_model), ("--api-key-env", api_key_env)):
             if value is not None:
                 raise ConfigError(f"{name} needs the --url of a server")
-        llm = load(model, chosen_speculation(speculation, model), engine)
+        with loading(model):
+            llm = load(model, chosen_speculation(speculation, model), engine)
         announce(llm)
         from slipstream.train.answerers import EngineAnswerer
 
@@ -161,6 +166,7 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
                     faults.made(lambda: _workload(measured))
             assert data is not None
             assert output is not None
+            say_loading(model, f"training {method} for")
             _train(
                 method,
                 lambda *made_of: make(wanted, *made_of),

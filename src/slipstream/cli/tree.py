@@ -25,6 +25,7 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import notes
+from slipstream.cli.output.loading import loading
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -70,13 +71,14 @@ def tree(
 
     Prints the speculative configuration with its tree_choices, ready for --speculative-config.
     """
-    from slipstream.bench.engine.ranks import measure_rank_acceptance, with_tree
-
-    speculative = chosen_speculation(speculation, model)
-    with_tree(speculative, [[0]])  # raises for a drafter without fixed trees, before anything is loaded
     params = SamplingParams.from_mapping(sampling)
     jobs = _embedded(prompts) if file is None else read_jobs(None, file)
-    llm = load(model, speculative, engine)
+    with loading(model):
+        from slipstream.bench.engine.ranks import measure_rank_acceptance, with_tree
+
+        speculative = chosen_speculation(speculation, model)
+        with_tree(speculative, [[0]])  # raises for a drafter without fixed trees, before anything is loaded
+        llm = load(model, speculative, engine)
     params.check_vocabulary(llm.engine.model.vocab_size)
     measurement = _step_times(llm) if fastest else None
     token_ids = [prepare(llm.engine, job, None) for job in jobs]

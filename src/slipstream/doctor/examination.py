@@ -28,12 +28,12 @@ def examine(
     """
     if kind is not None:
         reject_unknown([kind], KINDS, "kind of draft")
-    loaded = Engine(EngineConfig(model=target, **(engine or {})))
-    try:
+    try:  # before the target is loaded, which may take long
         kind = kind or kind_of(draft)
     except ModelError as error:
         yield fault("files", str(error))
         return
+    loaded = Engine(EngineConfig(model=target, **(engine or {})))
     yield ok("kind", f"{draft!r} is a draft of kind {kind}")
     if kind == "draft_model":
         trouble = yield from _vocabulary(loaded, draft)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+
+from slipstream.huggingface import AttentionInterface, AttentionMaskInterface, eager_mask
 
 ATTENTION = "matmul"
 """Name of the function below in Transformers' registry."""

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
+from slipstream.huggingface import AutoModelForCausalLM
 from slipstream.train.attention import ATTENTION
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows, pack
 from slipstream.train.options import DistillOptions

@@ -18,6 +18,7 @@ from slipstream.cli.output.console import notes
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.labels import engine_labels
+from slipstream.model_path import check_model_path
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,8 +40,11 @@ _MODEL_HELP = (
 
 
 def _target(model: str | None) -> str | None:
-    """None is the embedded pair's target."""
-    return None if model == "embedded" else model
+    """None is the embedded pair's target. Raises `ModelError` for a path to nothing."""
+    if model is None or model == "embedded":
+        return None
+    check_model_path(model)
+    return model
 
 
 _MODEL_FLAG = typer.Option("--model", "-m", help=_MODEL_HELP, callback=_target)

@@ -13,6 +13,7 @@ from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, write
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.errors import ConfigError
+from slipstream.model_path import check_model_path, models_in
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
 """A drafter class, `my_module:MyDrafter`; a model's path does not look like that."""
@@ -68,6 +69,9 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
         if _CLASS.fullmatch(flags.verifier):
             _search_working_directory()
         config = replace(config, verifier=flags.verifier)
+    for path in (*models_in(config.options), *models_in(config.reasoning)):
+        check_model_path(path)
+
     from slipstream.engine.speculation import validate
 
     validate(config)

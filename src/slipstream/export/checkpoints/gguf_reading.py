@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from slipstream.draft.heads.checkpoints import write_checkpoint
 from slipstream.export.checkpoints.gguf_models import FAMILIES
@@ -16,6 +15,7 @@ from slipstream.export.checkpoints.gguf_package import gguf_package
 from slipstream.export.checkpoints.gguf_shape import read_rope, read_sizes
 from slipstream.export.checkpoints.gguf_tensors import halves, read_tensors
 from slipstream.export.contract import ExportError
+from slipstream.huggingface import AutoConfig
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_tokenizer import read_tokenizer
 

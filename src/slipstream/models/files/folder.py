@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from slipstream.errors import ModelError
+from slipstream.model_path import check_model_path
 from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
 from slipstream.models.files.shards import mended_index, weight_files
 
@@ -27,10 +28,8 @@ _FORMAT = "give a folder in Hugging Face format"
 
 def check_folder(path: str) -> None:
     """Raise `ModelError` where `path` is a file, or a folder without a model; a hub id passes."""
+    check_model_path(path)
     folder = Path(path)
-    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-    if folder.is_file() or (looks_local and not folder.is_dir()):
-        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
     if has_adapter(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from huggingface_hub import hf_hub_download
 from torch import Tensor
 
 from slipstream.errors import ModelError
+from slipstream.model_path import HUB_FILE, check_model_path, names_gguf
 from slipstream.models.cpu.pages import release
 from slipstream.models.files.gguf import Gguf, GgufTensor
 from slipstream.models.files.gguf_architectures import (
@@ -24,21 +24,18 @@ from slipstream.models.files.grouped import Grouped, GroupedMatrix
 from slipstream.models.files.stored import StoredModel
 from slipstream.models.linear.grouped import BlockedWeight
 
-_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
-
 
 def find_gguf(path: str, revision: str | None = None) -> str | None:
     """The GGUF file that a model's name means: a file, or `REPO:FILE.gguf` of the hub, which is downloaded.
 
     None for the name of anything else. Raises `ModelError` where there is no such file.
     """
-    if not path.lower().endswith(".gguf"):
+    if not names_gguf(path):
         return None
-    if Path(path).is_file():
+    check_model_path(path)
+    named = HUB_FILE.fullmatch(path)
+    if named is None or Path(path).is_file():
         return path
-    named = _HUB_NAME.fullmatch(path)
-    if named is None:
-        raise ModelError(f"there is no file {path!r}; a file of the hub is REPO:FILE.gguf")
     try:
         return str(hf_hub_download(named[1], named[2], revision=revision))
     except Exception as error:  # of the network, the hub or the disk

@@ -1,0 +1,51 @@
+"""Where a model's name leads, as far as the name and the disk tell: checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ModelError
+
+HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
+"""`REPO:FILE.gguf`, a file of the hub."""
+
+
+def names_gguf(path: str) -> bool:
+    """Whether the name is that of a GGUF file, on disk or of the hub."""
+    return path.lower().endswith(".gguf")
+
+
+def check_model_path(path: str) -> None:
+    """Raise `ModelError` where a name can only be a path and nothing lies there; a hub id passes."""
+    if names_gguf(path):
+        if not Path(path).is_file() and HUB_FILE.fullmatch(path) is None:
+            raise ModelError(f"there is no file {path!r}; a file of the hub is REPO:FILE.gguf")
+        return
+    folder = Path(path)
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if folder.is_file() or (looks_local and not folder.is_dir()):
+        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
+
+
+def models_in(options: object) -> Iterator[str]:
+    """The values of `model` in a drafter's options and in those of the drafters inside it."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            if key == "model" and isinstance(value, str):
+                yield value
+            else:
+                yield from models_in(value)
+    elif isinstance(options, list):
+        for each in options:
+            yield from models_in(each)
+
+
+def describe(path: str) -> str:
+    """The name as messages of progress have it, with the size of what is on disk: 'x.gguf (94 MiB)'."""
+    place = Path(path)
+    files: list[Any] = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("*.bin")]
+    num_bytes = sum(file.stat().st_size for file in files)
+    return f"{path} ({num_bytes / 2**20:,.0f} MiB)" if num_bytes else path
