@@ -12,7 +12,7 @@ from slipstream.engine.engine import Engine
 from slipstream.models.rows import tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
-from slipstream.text.prompts import end_token_ids
+from slipstream.text.end_tokens import end_token_ids
 
 
 class Reference:

@@ -97,7 +97,7 @@ def test_gemma3_continues(gemma3: str) -> None:
     beginnings = ["The capital of France is", "Roses are red, violets are", "1, 2, 3, 4, 5, 6,"]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
     outputs = llm.generate(beginnings, params)
-    assert [output.outputs[0].text for output in outputs] == [" Paris", " blue", " "]
+    assert [output.outputs[0].text for output in outputs] == [" the", " blue", " "]
     assert list(outputs[0].prompt_token_ids) == [2, 818, 5279, 529, 7001, 563]
 
 
