@@ -1,4 +1,4 @@
-"""Whoever gives way to another account gives the text that it would have given alone, drafted or not."""
+"""An answer that is preempted for another account has the text that it would have had alone, drafted or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAFTS: list[dict[str, Any] | None] = [
 
 
 @pytest.mark.parametrize("speculative", DRAFTS, ids=["off", "draft model", "suffix"])
-def test_texts_are_those_alone_whoever_gives_way(
+def test_texts_are_those_alone_though_others_preempt_them(
     make_llm: MakeLLM,
     plain: LLM,
     prompts: list[list[int]],

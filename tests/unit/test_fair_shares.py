@@ -97,7 +97,7 @@ def test_two_tokens_do_not_wait_for_the_endless_streams_of_another_account(num_s
     world.step()
     world.step()
     assert sum(len(one.token_ids) for one in streams) > sum(lengths), "and the streams go on"
-    assert streams[0].metrics.num_preemptions == 0, "whoever came first keeps its place"
+    assert streams[0].metrics.num_preemptions == 0, "the first one keeps its place"
 
 
 def test_places_are_shared_by_account_and_the_newest_give_way() -> None:

@@ -30,7 +30,7 @@ class Shares:
 
     @property
     def is_one(self) -> bool:
-        """True while there is nobody to share with."""
+        """True while at most one account has work."""
         return len(self._num_sequences) <= 1
 
     def enter(self, account: str) -> None:
