@@ -126,3 +126,25 @@ def test_a_command_says_all_of_it(tiny: str, data: Path, tmp_path: Path) -> None
     assert "trainable weights: on other text" in " ".join(result.output.split())
     assert "in the log: loss is the weighted sum of" in result.output
     assert " 0 tokens/s" not in result.output
+
+
+@pytest.mark.long
+def test_a_gguf_file_is_answered_with_and_trained_for(smollm2: str, tmp_path: Path) -> None:
+    """SmolLM2's file, quantised to 4 and 8 bits, through both commands and back into the engine."""
+    prompts, answers, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "run"
+    prompts.write_text('{"question": "Why is the sky blue?"}\n{"question": "Name three colours."}\n')
+    command = ["train", "regenerate", smollm2, "--data", str(prompts), "--output", str(answers)]
+    result = CliRunner().invoke(app, [*command, "--max-tokens", "8", "--spec", "off"])
+    assert result.exit_code == 0, result.output
+    assert len(answers.read_text().splitlines()) == 2
+    small: dict[str, Any] = {"max_tokens": 60, "batch_rows": 1, "row_length": 48, "eval_prompts_per_task": 1}
+    small |= {"eval_max_tokens": 2, "draft_vocab_size": 256, "intermediate_size": 64, "num_steps": 2}
+    flags = [part for key, value in small.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    command = ["train", "eagle3", smollm2, "--data", str(answers), "--output", str(output), *flags]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "are too few for" in result.output
+    assert (output / "eagle3/model.safetensors").is_file()
+    assert (output / "checkpoint.pt").stat().st_size < 3.3 * (
+        output / "eagle3/model.safetensors"
+    ).stat().st_size
