@@ -109,6 +109,69 @@ def test_damaged_headers_are_named_for_what_is_wrong(small: Path, tmp_path: Path
     assert "one of 3 parts of a model" in refusal(file, part.read_bytes())
 
 
+def header(keys: bytes = b"", tensors: bytes = b"", num_keys: int = 0, num_tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + keys + tensors
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def row(name: bytes, width: int, offset: int, kind: int = 0) -> bytes:
+    """The place of a tensor of one row of float32."""
+    return text(name) + struct.pack("<IQIQ", 1, width, kind, offset)
+
+
+def test_hostile_headers_are_refused_in_a_short_line(tmp_path: Path) -> None:
+    file, pad = tmp_path / "x.gguf", bytes(256)
+    numbers = struct.pack("<IQ", 0, 2**22) + bytes(2**22)  # bytes become Python's numbers, eight bytes each
+    for content, what in (
+        (header(num_keys=2**62), "its header ends in the middle"),
+        (header(num_tensors=2**62), "its header ends in the middle"),
+        (header(key(b"a", 8, struct.pack("<Q", 2**63)), num_keys=1), f"a text of {2**63} bytes"),
+        (header(key(b"a", 8, text(b"\xff")), num_keys=1), "a text that is not UTF-8"),
+        (header(key(b"a", 13, b""), num_keys=1), "a value of type 13"),
+        (header(key(b"a", 9, struct.pack("<IQIQ", 9, 1, 9, 1)), num_keys=1), "a list of values of type 9"),
+        (header(key(b"a", 4, pad[:4]) * 2, num_keys=2), "two keys 'a'"),
+        (header(key(b"a" * 129, 4, pad[:4]), num_keys=1), "a name of 129 characters, 'aaaa"),
+        (header(key(b"a\n\x1b[2J", 4, pad[:4]), num_keys=1), r"'a\n\x1b[2J'"),
+        (
+            header(b"".join(key(bytes([65 + n]), 9, numbers) for n in range(3)), num_keys=3),
+            f"of {2**22} values",
+        ),
+        (header(key(b"general.architecture", 8, text(b"a\nb")), num_keys=1), r"an architecture 'a\nb'"),
+        (header(key(b"general.alignment", 4, struct.pack("<I", 0)), num_keys=1), "an alignment of 0"),
+        (header(key(b"general.alignment", 4, struct.pack("<I", 24)), num_keys=1), "an alignment of 24"),
+        (header(key(b"general.alignment", 8, text(b"x" * 99)), num_keys=1), "an alignment of 'xxxx"),
+        (header(key(b"split.count", 8, text(b"x" * 99)), num_keys=1), "one of 'xxxx"),
+        (header(tensors=row(b"a", 8, 2**64 - 32), num_tensors=1) + pad, "lies beyond its end"),
+        (header(tensors=row(b"a", 2**64 - 1, 0), num_tensors=1) + pad, "lies beyond its end"),
+        (header(tensors=row(b"a", 8, 16), num_tensors=1) + pad, "begins at 16, between two places"),
+        (header(tensors=row(b"a\nb", 8, 0), num_tensors=1) + pad, r"'a\nb'"),
+        (header(tensors=row(b"a", 8, 0) + row(b"b", 8, 0), num_tensors=2) + pad, "tensors a and b overlap"),
+        (header(tensors=row(b"b", 16, 32) + row(b"a", 9, 0), num_tensors=2) + pad, "tensors a and b overlap"),
+    ):
+        message = refusal(file, content)
+        assert what in message
+        assert len(message) < 250 + len(str(file))
+    odd = header(key(b"general.alignment", 4, struct.pack("<I", 1)), row(b"a", 8, 0), 1, 1)
+    assert len(odd) % 4
+    assert "begins at 0, between two places" in refusal(file, odd + pad)
+
+
+def test_tensors_side_by_side_in_any_order_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    content = header(tensors=row(b"b", 8, 32) + row(b"a", 8, 0), num_tensors=2)
+    begin = -(-len(content) // 32) * 32
+    numbers = np.arange(16, dtype=np.float32).tobytes()
+    file.write_bytes(content.ljust(begin, b"\0") + numbers)
+    assert open_gguf(str(file)).tensors["b"].numbers().tolist() == list(range(8, 16))
+
+
 def damage(content: bytes, header: int, chance: random.Random) -> bytes:
     """Some bytes of the header changed, or the file cut, or a length set to an extreme."""
     changed = bytearray(content)

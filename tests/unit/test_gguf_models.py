@@ -366,8 +366,12 @@ def test_files_that_disagree_with_themselves_are_refused(tmp_path: Path) -> None
     plain = {name: each.numbers().numpy().copy() for name, each in content.tensors.items()}
     fields = {name: value for name, value in content.fields.items() if name.startswith("llama")}
     short = plain | {"blk.1.ffn_up.weight": plain["blk.1.ffn_up.weight"][:80]}
-    assert "misshapen weights: model.layers.1.mlp.up_proj.weight" in refusal(
+    assert "blk.1.ffn_up.weight is 80 x 64, and the keys say 96 x 64" in refusal(
         write(file, "llama", fields, short)
+    )
+    norm = plain | {"blk.1.ffn_norm.weight": plain["blk.1.ffn_norm.weight"][:32]}
+    assert "misshapen weights: model.layers.1.post_attention_layernorm.weight" in refusal(
+        write(file, "llama", fields, norm)
     )
     lacking = {name: value for name, value in plain.items() if name != "blk.2.attn_v.weight"}
     assert "lacks weights: model.layers.2.self_attn.v_proj.weight" in refusal(
@@ -383,6 +387,71 @@ def test_files_that_disagree_with_themselves_are_refused(tmp_path: Path) -> None
     assert "no weights of a model" in refusal(
         write(file, "llama", fields, {"blk.0.x": np.ones(2), "blk.1.x": np.ones(2), "blk.2.x": np.ones(2)})
     )
+
+
+HUGE = 2**31
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "changes", "what"),
+    [  # sizes that nothing in the file has: without these weights nothing else would tell
+        (
+            "llama",
+            {"feed_forward_length": HUGE},
+            {"blk.1.ffn_down": (64, 96)},
+            "ffn_gate.weight is 96 x 64, and",
+        ),
+        *(
+            ("llama", {"feed_forward_length": HUGE}, dict.fromkeys(drops), "lacks weights: model.layers.")
+            for drops in [[f"blk.{n}.ffn_{part}" for n in range(3) for part in ("gate", "up", "down")]]
+        ),
+        (
+            "llama",
+            {"attention.key_length": HUGE, "attention.value_length": HUGE},
+            dict.fromkeys(f"blk.{n}.attn_{part}" for n in range(3) for part in ("q", "k", "v", "output")),
+            "lacks weights: model.layers.0.self_attn.q_proj.weight (blk.0.attn_q.weight)",
+        ),
+        ("llama", {}, {"odd": (4,)}, "a tensor that llama models have not: odd"),
+        ("llama", {}, {"token_embd": (64,)}, "token_embd.weight is 64, and the keys say any x 64"),
+        ("llama", {}, {"output": (2, 3, 64)}, "output.weight is 2 x 3 x 64, and the keys say any x 64"),
+        ("llama", {}, {"rope_freqs": (4097,)}, "lacks rope_freqs.weight, or it is no list"),
+        ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, {}, "does not say the epsilon"),
+        ("llama", {"context_length": "x" * 99}, {}, "llama.context_length is 'xxxx"),
+        ("llama", {"embedding_length": ["x" * 99]}, {}, "llama.embedding_length is 'xxxx"),
+        ("granite", {"attention.scale": "x"}, {}, "granite.attention.scale is 'x'; it must be a number"),
+        ("granite", {"logit_scale": float("inf")}, {}, "granite.logit_scale is inf; it must be a number"),
+        ("phi3", {"rope.dimension_count": "x"}, {}, "phi3.rope.dimension_count is 'x'"),
+        ("qwen3moe", {"expert_used_count": 6}, {}, "uses more experts for a token than the 5 that it has"),
+    ],
+)
+def test_hostile_models_are_refused_before_anything_is_made_of_their_sizes(
+    arch: str, keys: dict[str, Any], changes: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    model_type, settings, own = FAMILIES[arch]
+    file = write_model(tmp_path / "x.gguf", arch, tiny(model_type, settings), own | keys)
+    content = open_gguf(str(file))
+    plain: dict[str, Any] = {name: each.numbers().numpy().copy() for name, each in content.tensors.items()}
+    for name, shape in changes.items():
+        ending = "odd" if name == "odd" else f"{name}.weight"
+        if shape is None:
+            plain.pop(ending)
+        else:
+            plain[ending] = np.ones(shape, dtype=np.float32)
+    fields = {name: value for name, value in content.fields.items() if name.startswith(arch)}
+    message = refusal(write(file, arch, fields, plain))
+    assert what in message
+    assert len(message) < 250 + len(str(file))
+
+
+@pytest.mark.parametrize("num_tokens", [95, 97])
+def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(num_tokens: int, tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.tokens": [str(number) for number in range(num_tokens)]}
+    file = write_model(tmp_path / "x.gguf", "llama", tiny("llama", {}), {})
+    content = open_gguf(str(file))
+    plain = {name: each.numbers().numpy() for name, each in content.tensors.items()}
+    fields = {name: value for name, value in content.fields.items() if name.startswith("llama")}
+    write(file, "llama", fields | keys, plain)
+    assert f"has {num_tokens} tokens, and rows for 96 in its token_embd.weight" in refusal(file)
 
 
 def test_names_that_lead_nowhere_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,11 @@ _MAX_HEADER = 2**28
 _MAX_STRING = 2**24
 _MAX_ITEMS = 2**22
 """Of an array; the longest are lists of merges, some hundred thousand."""
+_MAX_ITEMS_TOGETHER = 2**23
+"""Of all arrays: a number takes ten times as much in Python as in a file."""
 _MAX_DIMENSIONS = 4
+_MAX_NAME = 128
+"""Characters; llama.cpp's names of tensors have half as many."""
 
 _NUMBERS = {
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"},
@@ -101,6 +105,7 @@ class _Header:
     def __init__(self, mapped: mmap.mmap) -> None:
         self._bytes = memoryview(mapped)[:_MAX_HEADER]
         self.place = 0
+        self._num_items = 0
         self.is_whole = len(mapped) <= _MAX_HEADER
 
     def take(self, num_bytes: int) -> memoryview:
@@ -125,6 +130,13 @@ class _Header:
         except UnicodeDecodeError:
             raise _Damaged("has a damaged header: a text that is not UTF-8") from None
 
+    def name(self) -> str:
+        """Of a key or a tensor: short, and such as can be shown in a message."""
+        found = self.string()
+        if len(found) > _MAX_NAME or not found.isprintable():
+            raise _Damaged(f"has a damaged header: a name of {len(found)} characters, {found!r:.40}")
+        return found
+
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
@@ -137,7 +149,8 @@ class _Header:
 
     def _array(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")
-        if count > _MAX_ITEMS:
+        self._num_items += count
+        if count > _MAX_ITEMS or self._num_items > _MAX_ITEMS_TOGETHER:
             raise _Damaged(f"has a damaged header: a list of {count} values")
         if kind == _STRING:
             return [self.string() for _ in range(count)]
@@ -161,7 +174,7 @@ def _read(mapped: mmap.mmap, path: str) -> Gguf:
     num_tensors, num_fields = header.number("Q"), header.number("Q")
     fields: dict[str, Any] = {}
     for _ in range(num_fields):  # a wrong number ends with the header, at an entry's some bytes each
-        name = header.string()
+        name = header.name()
         if name in fields:
             raise _Damaged(f"has a damaged header: two keys {name!r}")
         fields[name] = header.value(header.number("I"))
@@ -170,17 +183,21 @@ def _read(mapped: mmap.mmap, path: str) -> Gguf:
         raise _Damaged(f"has a damaged header: {num_tensors} tensors")
     if fields.get("split.count", 1) not in (0, 1):
         raise _Damaged(
-            f"is one of {fields['split.count']} parts of a model; merge them first: llama-gguf-split --merge"
+            f"is one of {fields['split.count']!r:.20} parts of a model; merge them first: llama-gguf-split --merge"
         )
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & alignment - 1:
         raise _Damaged(f"has a damaged header: an alignment of {alignment!r}")
+    architecture = fields.get("general.architecture", "")
+    if not isinstance(architecture, str) or len(architecture) > _MAX_NAME or not architecture.isprintable():
+        raise _Damaged(f"has a damaged header: an architecture {architecture!r:.40}")
     begin = -(-header.place // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for place in places:
         if place.name in tensors:
             raise _Damaged(f"has a damaged header: two tensors {place.name!r}")
         tensors[place.name] = place.tensor(mapped, begin, alignment)
+    _check_apart(places, tensors)
     return Gguf(path, fields, tensors)
 
 
@@ -206,7 +223,9 @@ class _Place:
             raise _Damaged(
                 f"has a damaged header: {self.name} has rows of {width}, in {fmt.name} blocks of {fmt.block_size}"
             )
-        if self.offset % alignment:
+        if self.offset % alignment or (begin + self.offset) % (
+            1 if fmt.dtype is None else fmt.dtype.itemsize
+        ):
             raise _Damaged(f"has a damaged header: {self.name} begins at {self.offset}, between two places")
         num_bytes = fmt.num_bytes(math.prod(self.shape))
         if begin + self.offset + num_bytes > len(mapped):
@@ -215,8 +234,17 @@ class _Place:
         return GgufTensor(self.name, self.shape, fmt, raw.view(-1, fmt.num_bytes(width)))
 
 
+def _check_apart(places: Sequence[_Place], tensors: Mapping[str, GgufTensor]) -> None:
+    """Raise `_Damaged` where two tensors overlap: a small file could hold a model of any size."""
+    end, before = 0, ""
+    for place in sorted(places, key=lambda place: place.offset):
+        if place.offset < end:
+            raise _Damaged(f"has a damaged header: its tensors {before} and {place.name} overlap")
+        end, before = place.offset + tensors[place.name].raw.numel(), place.name
+
+
 def _place(header: _Header) -> _Place:
-    name, dimensions = header.string(), header.number("I")
+    name, dimensions = header.name(), header.number("I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise _Damaged(f"has a damaged header: a tensor of {dimensions} dimensions")
     sizes = struct.unpack(f"<{dimensions}Q", header.take(8 * dimensions))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,15 @@ class Keys:
         value = self.file.fields.get(f"{self.file.architecture}.{key}", default)
         return float(f"{value:.7g}") if isinstance(value, float) else value
 
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A finite number; raises `ModelError` for any other value."""
+        value = self.get(key, default)
+        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+            raise ModelError(
+                f"{self.file.path!r}: {self.file.architecture}.{key} is {value!r:.40}; it must be a number"
+            )
+        return value
+
     def size(self, key: str) -> int:
         """A positive number that is the same in all layers; raises `ModelError` for any other value."""
         value = self.get(key)
@@ -63,7 +73,7 @@ class Keys:
             value = value[0]
         if type(value) is not int or value < 1:
             raise ModelError(
-                f"{self.file.path!r} does not say the model's sizes: {self.file.architecture}.{key} is {value!r}"
+                f"{self.file.path!r} does not say the model's sizes: {self.file.architecture}.{key} is {value!r:.40}"
             )
         return value
 
@@ -104,10 +114,10 @@ class GgufArchitecture:
 
 def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "attention_multiplier": keys.get("attention.scale", 1.0),
-        "embedding_multiplier": keys.get("embedding_scale", 1.0),
-        "residual_multiplier": keys.get("residual_scale", 1.0),
-        "logits_scaling": keys.get("logit_scale", 1.0),
+        "attention_multiplier": keys.number("attention.scale", 1.0),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
     }
 
 
@@ -119,19 +129,19 @@ def _gemma2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": keys.size("attention.sliding_window"),
-        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": _attention_scalar(sizes, largest=46),
     }
 
 
 def _gemma3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Five layers with a window, then one without; only the latter has scaled positions."""
-    theta = float(keys.get("rope.freq_base_swa", 10000.0))
+    theta = float(keys.number("rope.freq_base_swa") or 10000.0)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": keys.size("attention.sliding_window"),
-        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
         "query_pre_attn_scalar": _attention_scalar(sizes, largest=62),
         "rope_parameters": {
             "full_attention": sizes["rope_parameters"],
@@ -148,11 +158,16 @@ def _attention_scalar(sizes: Mapping[str, Any], largest: int) -> int:
 
 
 def _phi3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    original = keys.get("rope.scaling.original_context_length", sizes["max_position_embeddings"])
-    rotated = keys.get("rope.dimension_count", sizes["head_dim"])
+    def size(key: str, otherwise: int | None) -> int | None:
+        return keys.size(key) if key in keys else otherwise
+
+    rotated = size("rope.dimension_count", None) or sizes["head_dim"]
+    window = keys.get("attention.sliding_window")  # 0 says that there is none
     return {
-        "sliding_window": keys.get("attention.sliding_window"),
-        "original_max_position_embeddings": original,
+        "sliding_window": keys.size("attention.sliding_window") if window else None,
+        "original_max_position_embeddings": size(
+            "rope.scaling.original_context_length", sizes["max_position_embeddings"]
+        ),
         "rope_parameters": {
             **sizes["rope_parameters"],
             "partial_rotary_factor": rotated / sizes["head_dim"],
@@ -279,9 +294,10 @@ def read_config(file: Gguf) -> Any:
     if keys.get("attention.value_length", sizes["head_dim"]) != sizes["head_dim"]:
         raise ModelError(f"{file.path!r}: its values are narrower or wider than its keys")
     _check_shapes(file, sizes)
+    _check_vocabulary(file)
     sizes["rope_parameters"] = rope_parameters(file, sizes["head_dim"])
     epsilon = keys.get("attention.layer_norm_rms_epsilon", keys.get("attention.layer_norm_epsilon"))
-    if not isinstance(epsilon, float):
+    if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
         raise ModelError(f"{file.path!r} does not say the epsilon of its norms")
     biases = {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -320,8 +336,7 @@ def halves_order(num_rows: int, num_heads: int) -> Tensor:
 
 
 def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
-    """Raise `ModelError` where a tensor of the first layer or an end, or a stack of experts, has another shape than the
-    keys say."""
+    """Raise `ModelError` where a matrix has another shape than the keys say."""
     hidden, heads, kv = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -332,21 +347,28 @@ def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
         )
     if heads % kv:
         raise ModelError(f"{file.path!r}: {heads} heads cannot share {kv} heads of keys and values")
-    expected: dict[str, tuple[int | None, ...]] = {
-        "token_embd": (None, hidden),
-        "blk.0.attn_q": (heads * sizes["head_dim"], hidden),
-        "blk.0.attn_k": (kv * sizes["head_dim"], hidden),
-        "blk.0.attn_qkv": ((heads + 2 * kv) * sizes["head_dim"], hidden),
-        "blk.0.ffn_down": (hidden, sizes["intermediate_size"]),
+    expected: dict[str, tuple[int | None, ...]] = {"token_embd": (None, hidden), "output": (None, hidden)}
+    architecture, keys, inner = architecture_of(file), Keys(file), sizes["intermediate_size"]
+    width, kv_width = heads * sizes["head_dim"], kv * sizes["head_dim"]
+    shapes = {
+        "attn_q": (width, hidden),
+        "attn_k": (kv_width, hidden),
+        "attn_v": (kv_width, hidden),
+        "attn_qkv": (width + 2 * kv_width, hidden),
+        "attn_output": (hidden, width),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner if architecture.layer.get("ffn_up") != "mlp.gate_up_proj" else 2 * inner, hidden),
+        "ffn_down": (hidden, inner),
     }
-    if architecture_of(file).experts:
-        keys = Keys(file)
-        number, inner = keys.size("expert_count"), sizes["intermediate_size"]
+    if architecture.experts:
+        number = keys.size("expert_count")
+        if keys.size("expert_used_count") > number:
+            raise ModelError(f"{file.path!r} uses more experts for a token than the {number} that it has")
         if "expert_feed_forward_length" in keys:
             inner = keys.size("expert_feed_forward_length")
         stacks = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        for layer in sorted(numbers):
-            expected |= {f"blk.{layer}.ffn_{part}_exps": (number, *shape) for part, shape in stacks.items()}
+        shapes |= {f"ffn_{part}_exps": (number, *shape) for part, shape in stacks.items()}  # type: ignore[misc]
+    expected |= {f"blk.{layer}.{part}": shape for layer in sorted(numbers) for part, shape in shapes.items()}
     for stem, shape in expected.items():
         tensor = file.tensors.get(f"{stem}.weight")
         if tensor is None and stem == "token_embd":
@@ -361,6 +383,15 @@ def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"{file.path!r}: {tensor.name} is {' x '.join(map(str, tensor.shape))}, and the keys say {wanted}"
             )
+
+
+def _check_vocabulary(file: Gguf) -> None:
+    """Raise `ModelError` for a tokenizer with more or fewer tokens than the embedding has rows, as llama.cpp does."""
+    tokens, rows = file.fields.get("tokenizer.ggml.tokens"), file.tensors["token_embd.weight"].shape[0]
+    if isinstance(tokens, list) and len(tokens) != rows:
+        raise ModelError(
+            f"{file.path!r} has {len(tokens)} tokens, and rows for {rows} in its token_embd.weight"
+        )
 
 
 def _tokens(file: Gguf) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
     Raises `ModelError` for a tensor that models of the family have not.
     """
     architecture = architecture_of(file)
+    _check_complete(file, architecture)
     tensors: dict[str, Tensor] = {}
     matrices: dict[str, GroupedMatrix] = {}
     for entry in _each_matrix(file, architecture):
@@ -73,6 +74,17 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
             tensor = tensor.float() - 1
         tensors[name] = tensor
     return StoredModel(tensors, matrices, quantised_kinds(file))
+
+
+def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
+    """Raise `ModelError` where a layer lacks a weight, before anything is made of the size that the keys say."""
+    layers = sorted({int(name.split(".")[1]) for name in file.tensors if name.startswith("blk.")})
+    for layer in layers:
+        for part in (*architecture.layer, *architecture.experts):
+            name = f"blk.{layer}.{part}.weight"
+            if name not in file.tensors:
+                ours = str(architecture.name(name)).format(0)
+                raise ModelError(f"the checkpoint {file.path!r} lacks weights: {ours} ({name})")
 
 
 def _each_matrix(file: Gguf, architecture: GgufArchitecture) -> Iterator[GgufTensor]:
@@ -122,7 +134,7 @@ class GgufMatrix(GroupedMatrix):
 
 def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTensor) -> str | None:
     """Transformers' name of a tensor; None for one that says how positions are rotated."""
-    if entry.name.split(".")[-2] in NO_WEIGHTS:
+    if _part(entry) in NO_WEIGHTS:
         return None
     name = architecture.name(entry.name)
     if name is None:
@@ -132,9 +144,14 @@ def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTen
     return name if entry.expert is None else name.format(entry.expert)
 
 
+def _part(entry: GgufTensor) -> str:
+    """The last part but one of a tensor's name: 'attn_q' of 'blk.0.attn_q.weight'."""
+    return entry.name.rpartition(".")[0].rpartition(".")[2]
+
+
 def row_order(architecture: GgufArchitecture, entry: GgufTensor, config: Any) -> Tensor | None:
     """int64 [rows]: which row of the file each row of the model is; None where they are the same."""
-    part = entry.name.split(".")[-2]
+    part = _part(entry)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
     if heads is None or not architecture.rotates_neighbours:
         return None

@@ -16,6 +16,10 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Of every Llama 3 that scales its frequencies; a file holds only what they come to."""
 
 
+_MAX_FACTORS = 4096
+"""Half the width of a head that is wider than any."""
+
+
 def rope_parameters(file: Gguf, head_dim: int) -> dict[str, Any]:
     """Transformers' `rope_parameters`; raises `ModelError` for a kind that a file does not tell whole.
 
@@ -119,6 +123,7 @@ def _llama3(file: Gguf, theta: float, head_dim: int) -> dict[str, Any]:
 
 def _factors(file: Gguf, name: str) -> list[float]:
     tensor = file.tensors.get(f"{name}.weight")
-    if tensor is None or tensor.format.dtype != torch.float32 or len(tensor.shape) != 1:
+    is_list = tensor is not None and tensor.format.dtype == torch.float32 and len(tensor.shape) == 1
+    if tensor is None or not is_list or tensor.shape[0] > _MAX_FACTORS:
         raise ModelError(f"{file.path!r} lacks {name}.weight, or it is no list of float32")
     return [float(f"{number:.7g}") for number in tensor.numbers().tolist()]

@@ -78,8 +78,8 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
         backend = sentence_piece(fields, path, tokens)
     else:
         raise ModelError(
-            f"{path!r} has a tokenizer of kind {kind!r}, {words!r}, which cannot be restored here; known are llama, "
-            f"and gpt2 with {', '.join([*WORDS, *_SAME])}. Pass --tokenizer with the model's folder or hub id"
+            f"{path!r} has a tokenizer of kind {kind!r:.40}, {words!r:.40}, which cannot be restored here; known are "
+            f"llama, and gpt2 with {', '.join([*WORDS, *_SAME])}. Pass --tokenizer with the model's folder or hub id"
         )
     roles = _roles(fields, tokens)
     begins = bool(fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or words in _BEGINS))
@@ -96,7 +96,10 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
     tokenizer = made(tokenizer_object=backend, **roles)
     if any(tokenizer.convert_tokens_to_ids(token) != tokens.index(token) for token in roles.values()):
         raise ModelError(f"{path!r} holds a damaged tokenizer: a token with a role is none of its vocabulary")
-    tokenizer.chat_template = fields.get("tokenizer.chat_template")
+    template = fields.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ModelError(f"{path!r} has a chat template that is no text: {template!r:.40}")
+    tokenizer.chat_template = template
     return tokenizer
 
 
