@@ -1,0 +1,253 @@
+"""How long it takes from the start of a process to the first token, and where the time goes.
+
+    python -m benchmarks.start [--repeats 7] [--models embedded,smollm2,gemma3,1g] [--xllamacpp-python PYTHON]
+
+Every start is a process of its own. A first start has an empty folder for what Slipstream keeps between starts
+(compiled kernels among it); a second start has what the first left. Files of models are in the system's cache in both.
+`PYTHON` is that of an environment with `xllamacpp`; then llama.cpp starts on the same GGUF files in between. The
+checkpoint of 1 GiB is the embedded target, enlarged in bfloat16 in a temporary folder. Finished starts are kept when
+the run is stopped, and the same command goes on from them. Writes docs/benchmarks/start.json and start.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import Kept, say
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.errors import ModelError
+from slipstream.provenance import provenance
+from slipstream.testing.expand import expand
+from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
+
+DOCS = Path(__file__).parent.parent / "docs/benchmarks"
+MODELS = {
+    "embedded": "the embedded target, float16",
+    "smollm2": "SmolLM2-135M-Instruct, Q4_1, GGUF",
+    "gemma3": "Gemma 3 270M, Q4_K_M, GGUF",
+    "1g": "a Llama of 1 GiB, bfloat16",
+}
+LARGE_PARAMETERS = 2**29
+PHASES = ("interpreter", "import", "read", "check", "pack", "load_other", "first_token")
+KINDS = ("first", "second")
+
+SLIPSTREAM = """
+import functools, json, os, sys, time
+stamps = {"interpreter": time.monotonic()}
+from slipstream import LLM, SamplingParams
+from slipstream.models import loading
+from slipstream.models.attention.native import NativeBackend
+stamps["import"] = time.monotonic()
+spent = {"read": 0.0, "check": 0.0, "pack": 0.0}
+running = []
+def timed(phase, owner, name):
+    function = getattr(owner, name, None)
+    if function is None:  # renamed since: its time is then part of what is not told apart
+        return
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        running.append([phase, 0.0])
+        began = time.monotonic()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            whole = time.monotonic() - began
+            spent[phase] += whole - running.pop()[1]
+            if running:
+                running[-1][1] += whole
+    setattr(owner, name, call)
+timed("read", loading, "load_weights")
+for name in ("probe_layers", "check_masks", "stock_logits", "check_logits", "check_cache"):
+    timed("check", loading, name)
+timed("pack", NativeBackend, "take_over")
+timed("pack", loading, "pack_linears")
+llm = LLM(sys.argv[1], speculative_config={"method": "off"}, max_num_seqs=1, max_model_len=512)
+stamps["loaded"] = time.monotonic()
+[output] = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+stamps["first_token"] = time.monotonic()
+print(json.dumps({"stamps": stamps, "spent": spent, "modules": len(sys.modules)}), flush=True)
+os._exit(0)
+"""
+LLAMA_CPP = """
+import json, os, sys, time
+stamps = {"interpreter": time.monotonic()}
+import xllamacpp
+stamps["import"] = time.monotonic()
+params = xllamacpp.CommonParams()
+params.model.path = sys.argv[1]
+params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
+server = xllamacpp.Server(params)
+stamps["loaded"] = time.monotonic()
+body = {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+assert server.handle_completions(body)["usage"]["completion_tokens"] == 1
+stamps["first_token"] = time.monotonic()
+print(json.dumps({"stamps": stamps, "spent": {}, "modules": len(sys.modules)}), flush=True)
+os._exit(0)
+"""
+
+
+def main() -> None:
+    options = parse()
+    names = [name.strip() for name in options.models.split(",")]
+    if unknown := sorted(set(names) - set(MODELS)):
+        raise SystemExit(f"there is no model {unknown[0]!r}; choose among {', '.join(MODELS)}")
+    settings = {"repeats": options.repeats, "models": names, "peer": options.xllamacpp_python is not None}
+    kept = Kept(options.result, settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        places = {name: place_of(name, Path(scratch)) for name in names}
+        cells = [
+            {
+                **cell,
+                **kept.cell(cell_name(cell), lambda cell=cell: start(cell, places, options, Path(scratch))),
+            }
+            for cell in plan(names, options)
+        ]
+    result = {"provenance": provenance(), "settings": settings, "starts": cells, "summary": summary(cells)}
+    kept.finish(result)
+    options.result.with_suffix(".md").write_text(page(result), encoding="utf-8")
+    say(f"wrote {options.result.with_suffix('.md').name}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="second starts of each model; 2 first ones")
+    parser.add_argument("--models", default=",".join(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--xllamacpp-python", help="Python of an environment with xllamacpp")
+    parser.add_argument("--result", type=Path, default=DOCS / "start.json")
+    return parser.parse_args()
+
+
+def place_of(name: str, scratch: Path) -> str:
+    """The path of a model; makes or fetches it."""
+    if name == "embedded":
+        return str(EMBEDDED_TARGET)
+    if name == "1g":
+        say("writing the checkpoint of 1 GiB …")
+        expand(EMBEDDED_TARGET, scratch / "large", target_parameters=LARGE_PARAMETERS, dtype="bfloat16")
+        return str(scratch / "large")
+    try:
+        return str(fetch(SMOLLM2 if name == "smollm2" else GEMMA3))
+    except ModelError as error:
+        raise SystemExit(f"{error}; leave {name} out of --models") from None
+
+
+def plan(names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The starts in the order in which they are made: engines and models interleaved, first starts in front."""
+    for number in range(min(2, options.repeats)):
+        for name in names:
+            yield {"model": name, "engine": "slipstream", "kind": "first", "number": number}
+    for number in range(options.repeats):
+        for name in names:
+            yield {"model": name, "engine": "slipstream", "kind": "second", "number": number}
+            if options.xllamacpp_python is not None and name in ("smollm2", "gemma3"):
+                yield {"model": name, "engine": "llama.cpp", "kind": "second", "number": number}
+
+
+def cell_name(cell: dict[str, Any]) -> str:
+    return f"{cell['model']}, {cell['engine']}, {cell['kind']} start {cell['number'] + 1}"
+
+
+def start(
+    cell: dict[str, Any], places: dict[str, str], options: argparse.Namespace, scratch: Path
+) -> dict[str, Any]:
+    """One process from its start to its first token: seconds by phase."""
+    of_peer = cell["engine"] == "llama.cpp"
+    python, program = (options.xllamacpp_python, LLAMA_CPP) if of_peer else (sys.executable, SLIPSTREAM)
+    environment = dict(os.environ)
+    if cell["kind"] == "first":
+        environment["SLIPSTREAM_CACHE"] = tempfile.mkdtemp(dir=scratch)
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [python, "-c", program, places[cell["model"]]],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {"phases": phases(began_s, told), "modules": told["modules"]}
+
+
+def phases(began_s: float, told: dict[str, Any]) -> dict[str, float]:
+    """Seconds of each phase, which add up to the whole. `time.monotonic` is the same clock in all processes."""
+    stamps, spent = told["stamps"], told["spent"]
+    load_s = stamps["loaded"] - stamps["import"]
+    found = {
+        "interpreter": stamps["interpreter"] - began_s,
+        "import": stamps["import"] - stamps["interpreter"],
+        **spent,
+        "load_other": load_s - sum(spent.values()),
+        "first_token": stamps["first_token"] - stamps["loaded"],
+    }
+    return {**found, "whole": stamps["first_token"] - began_s}
+
+
+def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each model, engine and kind of start: the median, least and greatest whole, and each phase's median."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault((cell["model"], cell["engine"], cell["kind"]), []).append(cell)
+    rows = []
+    for (model, engine, kind), group in groups.items():
+        ended = [cell["phases"] for cell in group if "phases" in cell]
+        row: dict[str, Any] = {"model": model, "engine": engine, "kind": kind, "starts": len(ended)}
+        if failed := [cell["failed"] for cell in group if "failed" in cell]:
+            row["failed"] = failed[0]
+        if ended:
+            wholes = [each["whole"] for each in ended]
+            row |= {"median_s": statistics.median(wholes), "least_s": min(wholes), "greatest_s": max(wholes)}
+            row["phases"] = {
+                name: statistics.median(each[name] for each in ended) for name in PHASES if name in ended[0]
+            }
+        rows.append(row)
+    return rows
+
+
+def page(result: dict[str, Any]) -> str:
+    """The Markdown page of a result."""
+    origin = result["provenance"]
+    lines = [
+        "# From the start of a process to the first token",
+        "",
+        "Each row is the median of several processes; seconds. *Load* is what reading, checking and packing leave of",
+        "the load. A first start has nothing that Slipstream keeps between starts, a second one has it; the model's",
+        "file is in the system's cache in both. llama.cpp reads the same GGUF files, by `xllamacpp`.",
+        "",
+        "| model | engine | start | whole (least to greatest) | interpreter | import | read | check | pack | load "
+        "| first token |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["summary"]:
+        named = f"| {MODELS[row['model']]} | {row['engine']} | {row['kind']} |"
+        if "phases" not in row:
+            lines.append(f"{named} failed: {row['failed']} |" + " |" * 7)
+            continue
+        whole = f"{row['median_s']:.2f} ({row['least_s']:.2f} to {row['greatest_s']:.2f})"
+        parts = [f"{row['phases'][name]:.2f}" if name in row["phases"] else "–" for name in PHASES]
+        lines.append(f"{named} {whole} | {' | '.join(parts)} |")
+    lines += [
+        "",
+        f"{origin['cpu']}, {origin['num_cores']} cores, {origin['date']}, commit {(origin['commit'] or '–')[:8]}, "
+        f"Python {origin['python']}, torch {origin['versions']['torch']}, "
+        f"transformers {origin['versions']['transformers']}. Written by",
+        "`python -m benchmarks.start`; every start is in [start.json](start.json).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
