@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,10 @@ def main() -> None:
     kept = Kept(options.result, settings)
     with tempfile.TemporaryDirectory() as scratch:
         places = {name: place_of(name, Path(scratch)) for name in names}
-        cells = [
-            {
-                **cell,
-                **kept.cell(cell_name(cell), lambda cell=cell: start(cell, places, options, Path(scratch))),
-            }
-            for cell in plan(names, options)
-        ]
+        cells = []
+        for cell in plan(names, options):
+            measure = partial(start, cell, places, options, Path(scratch))
+            cells.append({**cell, **kept.cell(cell_name(cell), measure)})
     result = {"provenance": provenance(), "settings": settings, "starts": cells, "summary": summary(cells)}
     kept.finish(result)
     options.result.with_suffix(".md").write_text(page(result), encoding="utf-8")
