@@ -104,7 +104,8 @@ def info(
         details["profile_files"] = [] if quick else measurement.save()
         if plot is not None:
             plot_profiles(measurement.profiles(), plot)
-    details["try"] = _first_try(llm, model is None, usable, measurement)
+    copy_pays = not details["drafter_costs"]["self"]["missing"]
+    details["try"] = _first_try(llm, model is None, copy_pays, usable, measurement)
     if json:
         print_json({**details, "measured": None if measurement is None else measurement.as_json()})
     elif measure and measurement is not None:
@@ -125,10 +126,11 @@ def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: b
         prepare_folder()
 
 
-def _first_try(llm: LLM, is_embedded: bool, draft: str | None, measurement: Measurement | None) -> str:
+def _first_try(
+    llm: LLM, is_embedded: bool, copy_pays: bool, draft: str | None, measurement: Measurement | None
+) -> str:
     """The line with which a description ends."""
     from slipstream.cli.first_try import CHAIN, KnownModel, first_try
-    from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays
 
     verify, rounds = None, None
     if measurement is not None and measurement.fault is None:
@@ -136,9 +138,10 @@ def _first_try(llm: LLM, is_embedded: bool, draft: str | None, measurement: Meas
         if measurement.draft is not None:
             rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
     model = llm.engine.model
-    pays = copy_pays(DRAFT_FORMAT, llm.engine.drafter.context)
     return first_try(
-        KnownModel(is_embedded, model.stored_as if model.stored_bits else "", pays, draft, verify, rounds)
+        KnownModel(
+            is_embedded, model.stored_as if model.stored_bits else "", copy_pays, draft, verify, rounds
+        )
     )
 
 
