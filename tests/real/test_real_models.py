@@ -1,7 +1,7 @@
 """Real pretrained files: SmolLM2-135M-Instruct and Gemma 3 270M, as GGUF.
 
-What is recorded here was compared with llama.cpp on the same files: token ids of prompts, and the most probable next
-token where it leads by more than rounding could change.
+What is recorded here was compared with llama.cpp on the same files: token ids of prompts (their number, and for Gemma
+the ids themselves), and the most probable next token.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ GEMMA3_IDS = {
     "The capital of France is": [2, 818, 5279, 529, 7001, 563],
     "Roses are red, violets are": [2, 205251, 659, 2604, 236764, 81758, 8524, 659],
     "don't  stop": [2, 13246, 236789, 236745, 138, 11412],
+    "a   b    c": [2, 236746, 139, 236763, 140, 236755],
     "def f(x):\n    return x+1": [2, 2063, 517, 236769, 236781, 1473, 107, 140, 2060, 1123, 236862, 236770],
 }
 
