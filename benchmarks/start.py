@@ -48,6 +48,8 @@ stamps = {"interpreter": time.monotonic()}
 from slipstream import LLM, SamplingParams
 from slipstream.models import loading
 from slipstream.models.attention.native import NativeBackend
+from slipstream.models.canary import StockPass
+from slipstream.models.verdicts import Verdict
 stamps["import"] = time.monotonic()
 spent = {"read": 0.0, "check": 0.0, "pack": 0.0}
 running = []
@@ -68,8 +70,11 @@ def timed(phase, owner, name):
                 running[-1][1] += whole
     setattr(owner, name, call)
 timed("read", loading, "load_weights")
-for name in ("probe_layers", "check_masks", "stock_logits", "check_logits", "check_cache"):
+for name in ("probe_layers", "check_masks", "check_cache", "_verdict"):
     timed("check", loading, name)
+for owner, names in ((StockPass, ("run", "check_packed")), (Verdict, ("is_kept", "keep"))):
+    for name in names:
+        timed("check", owner, name)
 timed("pack", NativeBackend, "take_over")
 timed("pack", loading, "pack_linears")
 llm = LLM(sys.argv[1], speculative_config={"method": "off"}, max_num_seqs=1, max_model_len=512)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Unpack
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from slipstream.deferred import defer_package, deferred
 
+_PROCESSORS = "transformers.processing_utils"
 _UNUSED = (
     "accelerate",
     "scipy",
@@ -55,7 +56,7 @@ _UNUSED = (
             "sonicmoe",
         )
     ),
-    "transformers.processing_utils",
+    _PROCESSORS,
     *(
         f"transformers.loss.loss_{name}"
         for name in (
@@ -71,7 +72,7 @@ _UNUSED = (
     ),
 )
 """Modules of which a decoder uses nothing. A name that a release no longer has does no harm."""
-_KNOWN = {"transformers.processing_utils.Unpack": Unpack}
+_KNOWN = {f"{_PROCESSORS}.Unpack": Unpack}
 """What every model's file imports from a module that runs the whole package's `__init__` again."""
 
 
@@ -100,13 +101,30 @@ class _RangesOnCpu(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+def model_class(config: Any) -> Any:
+    """Transformers' class of causal language models for a configuration; raises `KeyError` where it has none.
+
+    The files of some families, Gemma 3's among them, look into classes of processors while they are imported.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise KeyError(type(config))
+    try:
+        with unused_deferred():
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except Exception:  # what such a look meets depends on the release
+        with deferred([name for name in _UNUSED if name != _PROCESSORS]):
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 @contextmanager
-def creating_models() -> Iterator[None]:
+def creating_models(config: Any) -> Iterator[None]:
     """A block in which Transformers makes models whose weights are read afterwards, so that they need no first numbers.
 
     Drawing those is not free even on the meta device, where it imports PyTorch's compiler. Weights that are tied in the
     configuration are not tied in here, but by `from_pretrained` or `tie_weights`.
     """
+    with suppress(KeyError):  # code that a checkpoint brings
+        model_class(config)
     with unused_deferred(), no_init_weights(), _RangesOnCpu():
         yield
 
@@ -141,5 +159,6 @@ __all__ = [
     "cached_file",
     "creating_models",
     "eager_mask",
+    "model_class",
     "unused_deferred",
 ]

@@ -129,3 +129,39 @@ def test_a_program_that_uses_transformers_too_finds_all_of_it() -> None:
     """Generation, continuous batching and PyTorch's compiler, after Slipstream deferred what they use."""
     run = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+FAMILIES = """
+import slipstream.huggingface as ours
+mapping, failed = ours.MODEL_FOR_CAUSAL_LM_MAPPING, {}
+for name in list(mapping._model_mapping):
+    config = mapping._load_attr_from_module(name, mapping._config_mapping[name])
+    try:
+        ours.model_class(config.__new__(config))
+    except Exception as error:
+        failed[name] = repr(error)
+assert not failed, failed
+import sys
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+@pytest.mark.long
+def test_the_file_of_every_family_is_imported_without_the_rest() -> None:
+    """Some look into what is deferred while they are imported; Gemma 3's, for one, into processors."""
+    run = subprocess.run([sys.executable, "-c", FAMILIES], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+GEMMA = """
+import slipstream.huggingface as ours
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+assert ours.model_class(Gemma3TextConfig()).__name__ == "Gemma3ForCausalLM"
+import sys
+assert not {"scipy", "torch._dynamo", "torch.distributed.tensor"} & {*sys.modules}
+"""
+
+
+def test_a_family_whose_file_looks_into_processors_is_imported() -> None:
+    run = subprocess.run([sys.executable, "-c", GEMMA], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -16,7 +16,7 @@ from slipstream.huggingface import (
     AutoModelForCausalLM,
     GenerationConfig,
     creating_models,
-    unused_deferred,
+    model_class,
 )
 from slipstream.models.configuration import load_config, meta_model
 from slipstream.models.files.folder import as_transformers_reads, check_weight_files
@@ -149,8 +149,7 @@ def load_weights(
 def _model_class(source: Checkpoint, stored: StoredModel) -> Any:
     """Transformers' class of a model whose weights we read."""
     try:
-        with unused_deferred():
-            return MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+        return model_class(source.config)
     except KeyError:
         raise ModelError(
             f"{source.path!r} holds {stored.kind} weights of a {source.config.model_type} model, which Transformers "
@@ -185,7 +184,7 @@ def _read_stored(
             source.path,
             str(narrow).removeprefix("torch."),
         )
-    with one_line(f"cannot load the weights of {source.path!r}"), silenced(), creating_models():
+    with one_line(f"cannot load the weights of {source.path!r}"), silenced(), creating_models(source.config):
         model, loaded = make.from_pretrained(
             None,
             config=source.config,
@@ -212,7 +211,7 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
     with (
         one_line(f"cannot load the weights of {path!r}"),
         silenced(),
-        creating_models(),
+        creating_models(source.config),
         as_transformers_reads(path) as folder,
     ):
         try:

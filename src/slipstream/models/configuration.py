@@ -37,7 +37,7 @@ def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
     """The Transformers model without numbers. Its type is none that counts, and `config` stays as it is."""
     make: Any = AutoModelForCausalLM.from_config
     try:
-        with silenced(), creating_models(), torch.device("meta"):
+        with silenced(), creating_models(config), torch.device("meta"):
             model = make(
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,  # experts' products have no other type on this device
