@@ -68,7 +68,7 @@ inline float narrow(const float* from, int size, int8_t* to) {
     odd += from[i] * 0.0f;
   }
   if (odd != 0.0f || largest < 1e-30f) {  // 0 * NaN and 0 * infinity are NaN
-    std::memset(to, 0, size);
+    std::fill_n(to, size, int8_t(0));  // GCC warns of memset here: a negative size would be huge
     return odd != 0.0f ? NAN : 0.0f;
   }
   const float inverse = 127.0f / largest;
