@@ -278,22 +278,23 @@ def test_the_tile_says_what_the_rows_say(
         assert "2 of 3 pairs" in tile
 
 
-@pytest.mark.parametrize("width", [320, 390, 619, 620, 899, 900, 1179, 1180, 1440])
-def test_no_figure_is_cut_off(
-    make_app: MakeApp, open_page: Open, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_no_figure_is_cut_off(make_app: MakeApp, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """p99 is within its card at every width; on a phone every column of the tables is in sight."""
+    inside = "(card) => card.scrollWidth <= card.clientWidth"
     with served(make_app) as (address, service):
         ask(address, task="sql")
         reports(service, monkeypatch, FEW, wait_s=12.0)
-        page = open_page(address, viewport={"width": width, "height": 900})
+        page = open_page(address, viewport=WIDE)
         page.wait_for_selector("#tasks tbody tr")
-        inside = "(card) => card.scrollWidth <= card.clientWidth"
-        assert width < 390 or page.eval_on_selector("#latency", inside)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for table, columns in (("tasks", {"pays from", "realised"}), ("methods", {"failures", "state"})):
-            assert columns <= row(page, table).keys()
-            assert 620 <= width < 1440 or page.eval_on_selector(f"#{table}", inside)
-        if width < 620:
-            name = "getComputedStyle(document.querySelector('#tasks td:last-child'), '::before').content"
-            assert page.evaluate(name) == '"realised"'
+        assert row(page, "tasks").keys() >= {"pays from", "realised"}
+        assert row(page, "methods").keys() >= {"failures", "state"}
+        for width in (1440, 1180, 1179, 900, 899, 620, 619, 390, 320):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_function(
+                "document.documentElement.scrollWidth <= innerWidth"
+            )  # charts are drawn anew
+            assert width < 390 or page.eval_on_selector("#latency", inside), width
+            for table in ("tasks", "methods"):
+                assert 620 <= width < 1440 or page.eval_on_selector(f"#{table}", inside), width
+        name = "getComputedStyle(document.querySelector('#tasks td:last-child'), '::before').content"
+        assert page.evaluate(name) == '"realised"'
