@@ -64,7 +64,9 @@ def test_refusals(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(*args)
     assert done.exit_code == 2
     assert error in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    *before, line = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert [said.partition(" ")[0] for said in before] in ([], ["measuring"])
     assert done.stdout == ""
 
 

@@ -368,7 +368,7 @@ def test_quick_saves_nothing_and_json_is_all_there_is(tiny_survey: None, tmp_pat
     assert result.exit_code == 0, result.output
     assert not cache.exists()
     facts = json.loads(result.stdout)
-    assert result.stderr == ""  # no bar where there is no terminal
+    assert result.stderr == "loading the embedded pair\n"  # no bar where there is no terminal
     assert facts["profile_files"] == []
     measured = facts["measured"]
     page = (Path(__file__).parents[2] / "docs/guides/floors.md").read_text().split("## In JSON")[1]

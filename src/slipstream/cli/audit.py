@@ -142,6 +142,7 @@ def audit(
 
     Exits with 0 where it is certified, 1 where it is not, and 2 where the audit could not tell.
     """
+    from slipstream.audit.mix import mix_of, one_profile
     from slipstream.workload.reading import read_workload
 
     questions = read_workload(workload)
@@ -149,12 +150,6 @@ def audit(
     for path in (None if is_server else subject, reference):
         if path not in (None, "embedded"):
             check_model_path(path)
-    say_loading(subject, "auditing")
-
-    from slipstream.audit.journal import FILE, AuditJournal
-    from slipstream.audit.mix import mix_of, one_profile
-    from slipstream.audit.settings import AuditSettings
-
     given = {**sampling, **({} if temperature is None else {"temperature": temperature})}
     if mix is not None and given:
         raise ConfigError("--mix and sampling flags both choose the parameters; give one of them")
@@ -165,6 +160,11 @@ def audit(
     elif against is not None and reference is not None:
         raise ConfigError("--against and --reference both say what to compare with; give one of them")
     _check_output(output, resume, overwrite)
+    say_loading(subject, "auditing")
+
+    from slipstream.audit.journal import FILE, AuditJournal
+    from slipstream.audit.settings import AuditSettings
+
     settings = AuditSettings(
         workload=questions,
         num_answers=answers or 300,

@@ -126,17 +126,13 @@ def bench(
 
     With --url, measure a server through its clients instead, and compare with its own counters.
     """
+    from slipstream.bench.engine.configurations import parse_counts
+    from slipstream.bench.settings import BenchSettings
     from slipstream.workload.reading import read_workload
 
     files = _files(output, html, overwrite)
-    questions = read_workload(workload)
-    say_loading(model if url is None else url, "measuring")
-
-    from slipstream.bench.engine.configurations import parse_counts
-    from slipstream.bench.settings import BenchSettings
-
     settings = BenchSettings(
-        workload=questions,
+        workload=read_workload(workload),
         params=SamplingParams.from_mapping({**sampling, "temperature": temperature, "seed": seed}),
         prompts_per_task=prompts_per_task or None,
         max_tokens=parse_max_tokens(max_tokens),
@@ -150,6 +146,7 @@ def bench(
         lengths: list[int] = []
         if num_speculative_tokens is not None:
             lengths = parse_counts(num_speculative_tokens, "--num-speculative-tokens")
+        say_loading(model, "measuring")
         drafters = _drafters(spec, config, verifier, model)
         result: BenchResult | ServerResult = _bench_engines(settings, model, drafters, lengths, engine)
     else:

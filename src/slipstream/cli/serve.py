@@ -67,8 +67,7 @@ def serve(
     from slipstream.serve import logs
 
     logs.configure(server_config)  # from here on all lines have one format
-    where = {"host": server_config.host, "port": server_config.port}
-    logger.info("loading %s", loaded_name(model), extra={"fields": where})
+    logger.info("loading %s", loaded_name(model))
     speculative = chosen_speculation(settings["speculation"], model)
 
     no_learning, asked = "", server_config
