@@ -26,6 +26,9 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _lock = threading.RLock()
+"""Of the finders. Nothing is imported while it is held."""
+_package_lock = threading.RLock()
+"""Held while the `__init__` of a deferred package runs: other threads that ask for its names wait for their end."""
 
 DYNAMO = "torch._dynamo"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -58,6 +61,9 @@ class Placeholder:
     def __contains__(self, key: Any) -> bool:
         return key in self._real()
 
+    def __bool__(self) -> bool:
+        return bool(self._real())
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._real())
 
@@ -80,30 +86,51 @@ class Placeholder:
 
 
 class _Deferred(ModuleType):
-    """What stands in `sys.modules` for a deferred module while a `deferred` block runs."""
+    """What stands in `sys.modules` for a deferred module while a `deferred` block runs.
+
+    Another thread that finds it there meanwhile, and code that has kept it, get the real module's names.
+    """
+
+    def __init__(self, name: str, finder: _Finder) -> None:
+        super().__init__(name)
+        self.__dict__["_finder"] = finder
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self._finder not in _finders or not self._finder.is_mine():
+            return getattr(_import_really(self.__name__), name)
         if self.__name__ == DYNAMO and name in _DECORATORS:
             return _dynamo.decorator(name)
         return Placeholder(self.__name__, name)
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Gives `_Deferred` modules for the named modules and what lies below them, until it is told to stop."""
+    """Gives `_Deferred` modules for the named modules and what lies below them, until it is told to stop.
+
+    Only the thread that made it is answered, and only for packages that are installed.
+    """
 
     def __init__(self, names: Sequence[str], known: Mapping[str, object]) -> None:
         self.names = tuple(names)
         self.known = known
+        self._thread = threading.get_ident()
+
+    def is_mine(self) -> bool:
+        """Whether the thread that asks is the one that made it."""
+        return self._thread == threading.get_ident()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not self.is_mine():
+            return None
         if not any(name == deferred or name.startswith(deferred + ".") for deferred in self.names):
+            return None
+        if "." not in name and PathFinder.find_spec(name) is None:
             return None
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Deferred(spec.name)
+        return _Deferred(spec.name, self)
 
     def exec_module(self, module: ModuleType) -> None:
         for name, value in self.known.items():
@@ -177,27 +204,28 @@ def deferred(names: Sequence[str], known: Mapping[str, object] | None = None) ->
     Modules that are imported already stay as they are. Once a placeholder is used inside the block, the rest of the
     block imports as usual.
     """
+    finder = _Finder(names, known or {})
     with _lock:
-        finder = _Finder(names, known or {})
         _finders.append(finder)
         sys.meta_path.insert(0, finder)
-        try:
-            yield
-        finally:
-            _stop(finder)
-            _dynamo.watch()
+    try:
+        yield
+    finally:
+        _stop(finder)
+        _dynamo.watch()
 
 
 def _stop(finder: _Finder) -> None:
-    if finder in _finders:
-        _finders.remove(finder)
-        sys.meta_path.remove(finder)
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, _Deferred):
-            del sys.modules[name]
-            parent, _, child = name.rpartition(".")
-            if vars(sys.modules.get(parent, module)).get(child) is module:
-                delattr(sys.modules[parent], child)
+    with _lock:
+        if finder in _finders:
+            _finders.remove(finder)
+            sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _Deferred):
+                del sys.modules[name]
+                parent, _, child = name.rpartition(".")
+                if vars(sys.modules.get(parent, module)).get(child) is module:
+                    delattr(sys.modules[parent], child)
 
 
 def _is_loaded(name: str) -> bool:
@@ -205,25 +233,27 @@ def _is_loaded(name: str) -> bool:
 
 
 def _import_really(name: str) -> ModuleType:
-    """The module itself. Ends every `deferred` block that runs, because what it imports must be real too."""
-    if _is_loaded(name):
-        return sys.modules[name]
-    with _lock:
+    """The module itself. Ends every `deferred` block that runs, because what it imports must be real too.
+
+    No lock is held while it is imported: other threads may wait for what this one imports.
+    """
+    if not _is_loaded(name):
         for finder in tuple(_finders):
             _stop(finder)
-        module = importlib.import_module(name)
-        if DYNAMO in sys.modules:
-            _replace_placeholders()
-        return module
+    module = importlib.import_module(name)  # waits where another thread is at it
+    if DYNAMO in sys.modules:
+        _replace_placeholders()
+    return module
 
 
 def _replace_placeholders() -> None:
     """Put the real objects where modules hold placeholders; those of a module that is half imported stay."""
     for user in list(sys.modules.values()):
-        for name, value in list(vars(user).items()):
+        names = getattr(user, "__dict__", None) or {}  # some programs put None there
+        for name, value in list(names.items()):
             if type(value) is Placeholder:
-                with contextlib.suppress(ImportError, AttributeError):
-                    vars(user)[name] = getattr(importlib.import_module(value._module), value._name)
+                with contextlib.suppress(Exception):
+                    names[name] = getattr(importlib.import_module(value._module), value._name)
 
 
 def _stand_in(module: str, name: str) -> type:
@@ -266,21 +296,29 @@ class _Package(ModuleType):
     """A package whose `__init__` runs when a name is asked for that is none of its submodules."""
 
     def __getattr__(self, name: str) -> Any:
-        with _lock:
-            package = self.__name__
-            if sys.modules.get(package) is not self:
-                return getattr(sys.modules[package], name)
-            if name.startswith("__") and name != "__all__":
-                raise AttributeError(name)
-            if PathFinder.find_spec(f"{package}.{name}", self.__path__) is not None:
-                return importlib.import_module(f"{package}.{name}")
-            self.__class__ = ModuleType  # type: ignore[assignment]  # its `__init__` is to see an ordinary module
-            self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
-            if sys.modules.get(package) is not self:
-                self.__class__ = (
-                    _Package  # it has put another in its place, which who holds this one is to find
-                )
+        package = self.__name__
+        if sys.modules.get(package) is not self:
             return getattr(sys.modules[package], name)
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
+        if PathFinder.find_spec(f"{package}.{name}", self.__path__) is not None:
+            return importlib.import_module(f"{package}.{name}")
+        if self.__dict__.get("_runs_in") == threading.get_ident():
+            raise AttributeError(name)  # its `__init__` is to see an ordinary module
+        with _package_lock:
+            if sys.modules.get(package) is self and "_has_run" not in self.__dict__:
+                self.__dict__["_runs_in"] = threading.get_ident()
+                try:
+                    self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+                    self.__dict__["_has_run"] = True
+                finally:
+                    del self.__dict__["_runs_in"]
+        if sys.modules.get(package) is self:
+            try:
+                return self.__dict__[name]
+            except KeyError:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        return getattr(sys.modules[package], name)
 
 
 def defer_package(name: str) -> None:

@@ -81,15 +81,30 @@ def unused_deferred() -> AbstractContextManager[None]:
     return deferred(_UNUSED, _KNOWN)
 
 
-class _RangesOnCpu(TorchFunctionMode):
-    """Makes ranges on the CPU where they were to be on the meta device, whose own arithmetic imports SymPy.
+_DRAWS = frozenset(
+    f"{name}_"
+    for name in (
+        *("normal", "uniform", "trunc_normal"),
+        *("kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform"),
+    )
+)
+"""Functions that fill a tensor with first numbers."""
 
-    Such ranges become frequencies and the like, which are computed again with the weights. Where one meets a tensor
-    that is on the meta device, it goes there too.
+
+class _Unnumbered(TorchFunctionMode):
+    """Makes models on the meta device without the compiler and SymPy, which its own arithmetic imports.
+
+    First numbers are not drawn: weights are read afterwards. Ranges are made on the CPU where they were to be on the
+    meta device; they become frequencies and the like, which are computed again with the weights. Where one meets a
+    tensor that is on the meta device, it goes there too. Other threads are not concerned.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
         if func is torch.arange and str(kwargs.get("device")) == "meta":
             kwargs = {**kwargs, "device": "cpu"}
         try:
@@ -118,14 +133,14 @@ def model_class(config: Any) -> Any:
 
 @contextmanager
 def creating_models(config: Any) -> Iterator[None]:
-    """A block in which Transformers makes models whose weights are read afterwards, so that they need no first numbers.
+    """A block in which Transformers makes a model whose weights are read afterwards, or never.
 
-    Drawing those is not free even on the meta device, where it imports PyTorch's compiler. Weights that are tied in the
-    configuration are not tied in here, but by `from_pretrained` or `tie_weights`.
+    Its file is imported before the block begins. Weights that are tied in the configuration are not tied in here, but
+    by `from_pretrained` or `tie_weights`.
     """
     with suppress(KeyError):  # code that a checkpoint brings
         model_class(config)
-    with unused_deferred(), no_init_weights(), _RangesOnCpu():
+    with unused_deferred(), _Unnumbered():
         yield
 
 
@@ -136,7 +151,6 @@ if "transformers" not in sys.modules:
 with unused_deferred():
     from transformers.cache_utils import DynamicCache
     from transformers.generation.configuration_utils import GenerationConfig
-    from transformers.initialization import no_init_weights
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
     from transformers.models.auto.configuration_auto import AutoConfig

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,44 @@ def test_a_package_runs_when_one_of_its_names_is_asked_for(kit: Path) -> None:
     assert heavy_kit.SIZES == {"small": 1}
     with pytest.raises(AttributeError, match="nothing"):
         _ = heavy_kit.nothing
+
+
+def test_other_threads_import_as_usual(kit: Path) -> None:
+    """Beside a block that has deferred a module already, and without waiting for its end."""
+    found: dict[str, Any] = {}
+
+    def other() -> None:
+        from heavy_kit.tensors import SIZES, Sharded
+
+        found.update(SIZES, type=type(Sharded))
+
+    with deferred(NAMES):
+        import heavy_kit.user  # noqa: F401
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+    assert found == {"small": 1, "type": type}
+
+
+def test_a_package_runs_once_for_all_threads(kit: Path) -> None:
+    (kit / "__init__.py").write_text("import time\ntime.sleep(0.2)\nfrom heavy_kit.tensors import SIZES\n")
+    defer_package("heavy_kit")
+    import heavy_kit
+
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(heavy_kit.SIZES)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == 4 * [{"small": 1}]
+
+
+def test_packages_that_are_not_installed_are_not_deferred() -> None:
+    with deferred(["a_package_of_nobody"]):
+        assert importlib.util.find_spec("a_package_of_nobody") is None
+
+
+def test_a_name_that_was_kept_is_true_or_false_as_the_real_one(user: Any) -> None:
+    assert bool(user.scale) is True
