@@ -329,8 +329,12 @@ def test_rotary_positions_are_those_of_the_file(tmp_path: Path) -> None:
         rope_of(tmp_path, {"rope.scaling.type": "longrope"}, {})
     del yarn["rope.scaling.original_context_length"]  # then it is the context length
     assert rope_of(tmp_path, yarn, {})["original_max_position_embeddings"] == 128
-    with pytest.raises(ModelError, match="a linear scaling of them as well"):
-        rope_of(tmp_path, theta | {"rope.scaling.factor": 2.0}, {"rope_freqs.weight": factors})
+    for kind in (None, "linear", "yarn", "longrope"):
+        keys = {"rope.scaling.factor": 2.0} | ({} if kind is None else {"rope.scaling.type": kind})
+        with pytest.raises(ModelError, match=f"a scaling of them of kind '{kind or 'linear'}' as well"):
+            rope_of(tmp_path, theta | keys, {"rope_freqs.weight": factors})
+    unscaled = theta | {"rope.scaling.type": "none", "rope.scaling.factor": 2.0}
+    assert rope_of(tmp_path, unscaled, {"rope_freqs.weight": factors}) == llama3
     for name, value in (("freq_base", "much"), ("scaling.factor", -1.0), ("scale_linear", float("nan"))):
         with pytest.raises(ModelError, match=f"llama.rope.{name} is .*; it must be a number from 0 on"):
             rope_of(tmp_path, {f"rope.{name}": value}, {})

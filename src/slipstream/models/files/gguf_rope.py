@@ -31,10 +31,11 @@ def rope_parameters(file: Gguf, head_dim: int) -> dict[str, Any]:
     factor = _number(file, "scaling.factor") or _number(file, "scale_linear") or 1.0
     of_tensors = _of_tensors(file, theta, head_dim)
     if of_tensors is not None:
-        if factor != 1 and kind == "linear":
+        is_longrope = kind == "longrope" and of_tensors["rope_type"] == "longrope"
+        if factor != 1 and kind != "none" and not is_longrope:
             raise ModelError(
-                f"{file.path!r} has factors of its rotary positions and a linear scaling of them as well, which "
-                "Transformers does not have together"
+                f"{file.path!r} has factors of its rotary positions and a scaling of them of kind {kind!r:.40} as "
+                "well, which Transformers does not have together"
             )
         return of_tensors
     if kind not in ("none", "linear", "yarn"):
