@@ -13,6 +13,7 @@ from test_gguf_models import tiny
 from torch import nn
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
 from slipstream.models import canary, load_model, loading
 from slipstream.models.cpu import native
 from slipstream.models.files.grouped import Grouped
@@ -120,6 +121,26 @@ def test_other_kernels_and_others_classes_have_no_verdict_of_this_model(gguf: Pa
     assert not others.is_kept()
     assert verdict_of(str(gguf), None, None, {}, "avx2 1", [Counts]) is None  # its code may change unseen
     assert verdict_of("no/such-model", None, None, {}, "avx2 1", []) is None
+
+
+def test_the_class_that_computes_the_model_is_part_of_its_verdict(
+    gguf: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counts(monkeypatch)
+    load_model(str(gguf))
+    assert counts.take()[0] == 1
+    own = type("LlamaForCausalLM", (type(model),), {"__module__": "own_code"})
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    monkeypatch.setitem(mapping._extra_content, type(model.config), own)  # as `AutoModelForCausalLM.register`
+    for _ in range(2):
+        load_model(str(gguf))
+        assert counts.take()[0] == 1  # its code may change unseen
+    other = type("OtherForCausalLM", (type(model),), {"__module__": "transformers.models.llama.other"})
+    monkeypatch.setitem(mapping._extra_content, type(model.config), other)
+    load_model(str(gguf))
+    assert counts.take()[0] == 1
+    load_model(str(gguf))
+    assert counts.take()[0] == 0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "\udcff"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.huggingface import model_class
 from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.registry import AUTO, cannot_run, choose_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
@@ -173,6 +174,10 @@ def _verdict(
     """Under what the checks of this checkpoint are kept; None where they are made at every start."""
     if source.trust_remote_code:
         return None  # its code may lie elsewhere
+    try:
+        classes = [*classes, type(source.config), model_class(source.config)]
+    except KeyError:
+        return None  # Transformers has no class for it
     model_type = source.config.model_type
     if native and model_type in FAMILIES.names():
         classes = [*classes, FAMILIES.load(model_type)]

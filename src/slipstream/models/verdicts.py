@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Raised when a file of another version could be misread."""
+_VERSIONED = ("slipstream.", "transformers.")
+"""Packages whose classes a verdict names: their versions are part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,11 @@ def verdict_of(
     """The verdict on a checkpoint that is loaded with these settings (plain JSON values), whether it is kept or not.
 
     `kernels` identifies those that compute, and `classes` are what the model is loaded and run by. None where that
-    cannot be told: of a checkpoint that is not on this machine yet, and of classes that are not Slipstream's own.
+    cannot be told: of a checkpoint that is not on this machine yet, and of classes that are neither Slipstream's nor
+    Transformers' own, whose code may change under the same name.
     """
     places = [_place(path, revision), *([] if adapter is None else [_place(adapter, None)])]
-    if None in places or any(not each.__module__.startswith("slipstream.") for each in classes):
+    if None in places or any(not each.__module__.startswith(_VERSIONED) for each in classes):
         return None
     return Verdict(
         {
