@@ -77,6 +77,13 @@ def test_the_tokenizer_is_what_it_poses_as() -> None:
     assert decode(bytes_of("日")[:2]) == REPLACEMENT * 2
 
 
+def test_a_lone_space_is_no_special_token_that_stops() -> None:
+    space = WORDS.index("▁")
+    assert decode([space]) == ""
+    answer = [space, *encode("he"), space, *encode("ab")]
+    assert stream_text(encode("a"), answer, stop=("▁",)) == stream_text(encode("a"), answer)
+
+
 PROMPTS = ["", "he", "he ", "日", "日本語日本語", "ab 👍", "👍👍👍👍", "👩‍👩‍👧", "é", "a é" * 6]
 
 

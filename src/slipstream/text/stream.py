@@ -123,11 +123,14 @@ class TextStream:
 
 def _hidden(backend: Any, stop: Sequence[str]) -> dict[int, str]:
     """The stop strings that are special tokens, by token id: decoding without special tokens never shows them."""
-    ids = {backend.token_to_id(text): text for text in stop}
+    if not stop:
+        return {}
+    # Not by what it decodes to: a lone space of SentencePiece decodes to nothing as well.
+    added = backend.get_added_tokens_decoder()
     return {
-        token_id: text
-        for token_id, text in ids.items()
-        if token_id is not None and not backend.decode([token_id], skip_special_tokens=True)
+        token_id: token.content
+        for token_id, token in added.items()
+        if token.special and token.content in stop
     }
 
 
