@@ -15,6 +15,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.model.tli import TliDrafter, TliOptions
 from slipstream.errors import ModelError, VocabularyMismatchError
+from slipstream.huggingface import AutoTokenizer
 from slipstream.models import load_draft_tokenizer, load_tokenizer
 from slipstream.models.files.folder import TOKENIZER_FILES
 from slipstream.testing.stub_drafters import draft_context
@@ -72,6 +73,25 @@ def test_roles_that_only_the_class_knows_are_kept(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 2)
     assert len(tokenizer) == said.get_vocab_size()  # a class adds no tokens to the file's
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_a_class_that_cannot_be_loaded_tells_no_roles(
+    trusts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    byte_level(specials=("<|pad|>", "<|end|>", "<|endoftext|>")).save_pretrained(tmp_path)
+    said = rewritten(tmp_path, "GPT2Tokenizer", {"eos_token": None, "pad_token": None})
+    asked: list[Any] = []
+
+    def refuse(path: str, **options: Any) -> Any:
+        asked.append(options["trust_remote_code"])
+        raise ValueError("it contains custom code")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=trusts)
+    assert asked == [trusts]
+    assert tokenizer.eos_token is None
+    assert [tokenizer(text).input_ids for text in TEXTS] == [said.encode(text).ids for text in TEXTS]
 
 
 def test_code_of_a_checkpoint_is_not_passed_over(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def _gguf_tokenizer(file: Gguf, trust_remote_code: bool) -> Any:
 def _folder_tokenizer(path: str, revision: str | None, trust_remote_code: bool) -> Any:
     with one_line(f"cannot load the tokenizer of {named(path)}"), silenced():
         if _is_described(path, revision):
-            tokenizer = _as_described(path, revision)
+            tokenizer = _as_described(path, revision, trust_remote_code)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
                 path, revision=revision, trust_remote_code=trust_remote_code
@@ -113,7 +113,7 @@ def _is_described(path: str, revision: str | None) -> bool:
     return settings is None or "auto_map" not in json.loads(Path(settings).read_text(encoding="utf-8"))
 
 
-def _as_described(path: str, revision: str | None) -> Any:
+def _as_described(path: str, revision: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer of `tokenizer.json`.
 
     `AutoTokenizer` would take the vocabulary out of the file and make the rest anew by the class that the settings
@@ -123,10 +123,24 @@ def _as_described(path: str, revision: str | None) -> Any:
     tokenizer = make(path, revision=revision)
     if tokenizer.eos_token is None:  # older checkpoints leave it to the class which tokens have a role
         known = tokenizer.get_vocab()
-        for role, token in AutoTokenizer.from_pretrained(path, revision=revision).special_tokens_map.items():
+        for role, token in _roles_of_class(path, revision, trust_remote_code).items():
             if getattr(tokenizer, role, None) is None and isinstance(token, str) and token in known:
                 setattr(tokenizer, role, token)
     return tokenizer
+
+
+def _roles_of_class(path: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """The tokens with a role in the class that the settings name; none where it cannot be loaded."""
+    try:
+        roles: dict[str, Any] = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        ).special_tokens_map
+    except (
+        Exception
+    ) as error:  # the file has said how text is cut, so the tokenizer is usable without the roles
+        log.info("%s: its tokenizer's class tells no roles of tokens: %s", named(path), error)
+        return {}
+    return roles
 
 
 def _file(path: str, name: str, revision: str | None) -> str | None:
