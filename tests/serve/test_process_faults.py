@@ -165,6 +165,39 @@ def test_an_abort_while_its_grammar_compiles_gets_a_last_update(
     assert compiling.cancelled()
 
 
+def test_a_pause_while_its_grammar_compiles_holds_once_the_engine_has_the_request(
+    drafting: LLM, hosts: Hosts, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(structured=StructuredOutput(choice=["yes", "no"]), seed=1)
+    grammar = drafting.engine.compile_grammar(params)
+    assert grammar is not None
+    compiling: Future[Any] = Future()
+    monkeypatch.setattr(drafting.engine, "compile_grammar", lambda *_: compiling)
+    hosts.start()
+    remote = hosts.made[0].remote
+    got: list[Item] = []
+
+    async def begin(put: Callable[[Item], None]) -> None:
+        def note(item: Item) -> None:
+            got.append(item)
+            put(item)
+
+        handle = await remote.begin(prompt, params, note, request_id="mine")
+        handle.set_paused(True)
+        await remote.stats()  # the engine's process has read both
+        compiling.set_result(grammar.result(60))
+        while not (stats := await remote.stats()).num_paused:
+            assert not got, "it goes on although it is paused"
+            await asyncio.sleep(0.002)
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        handle.set_paused(False)
+
+    last = asyncio.run(last_of(begin))
+    assert isinstance(last, Update)
+    assert last.output is not None
+    assert last.output.outputs[0].text in ("yes", "no")
+
+
 def test_an_answer_that_no_message_holds_ends_alone(
     plain: LLM, hosts: Hosts, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

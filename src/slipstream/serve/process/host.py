@@ -68,6 +68,8 @@ class _Served:
     """Until the engine has it."""
     is_known: bool = False
     """To the server: its first update must not wait."""
+    paused: bool = False
+    """As the server said last; the engine is told once it has the request."""
 
     @property
     def id(self) -> int:
@@ -303,6 +305,8 @@ class EngineHost:
                 grammar=grammar,
                 emitted=asked.emitted,
             )
+            if served.paused:  # meanwhile its grammar was compiled
+                self._engine.pause(asked.request_id)
         except Exception as error:
             self._forget(served)
             self._refuse(served.id, error)
@@ -333,6 +337,7 @@ class EngineHost:
     def _set_paused(self, asked: Flow) -> None:
         name = self._names.get(asked.id)
         if name is not None:
+            self._served[name].paused = asked.paused
             (self._engine.pause if asked.paused else self._engine.resume)(name)
             self._give_out()  # the next step may be long in coming
 
