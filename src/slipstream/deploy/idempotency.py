@@ -178,7 +178,8 @@ class Idempotency:
                 headers = {"Retry-After": "1"}
                 raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
         while sum(map(_num_bytes, self._recordings.values())) > self._max_total_bytes:
-            if not _drop_oldest(max(self._recordings.values(), key=_num_bytes)):
+            # The account that has most may have nothing but requests under way, which stay.
+            if not any(map(_drop_oldest, sorted(self._recordings.values(), key=_num_bytes, reverse=True))):
                 return
 
 
