@@ -16,6 +16,7 @@ from slipstream.models.linear.formats import checked_format, weight_format
 from slipstream.models.linear.int8 import Int8Linear
 from slipstream.models.linear.layers import NativeLinear, PackedLinear
 from slipstream.models.linear.packing import pack_linears
+from slipstream.models.weight_check import WeightCheck
 
 FLOAT32: dict[str, Callable[[nn.Linear], PackedLinear]] = {
     "onednn": lambda linear: weight_format("float32").pack(linear, native=False),
@@ -235,3 +236,18 @@ def test_quantization_says_where_it_cannot_be_used() -> None:
         checked_format("int8", torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match="leave dtype at auto, it is bfloat16"):
         checked_format("int8", torch.device("cpu"), torch.bfloat16)
+
+
+def test_products_of_a_layer_that_is_called_by_keyword_are_collected() -> None:
+    torch.manual_seed(0)
+    linear, rows, fmt = nn.Linear(32, 8), torch.randn(2, 3, 32), weight_format("float32")
+    check, by_keyword = WeightCheck(None, fmt), WeightCheck(None, fmt)
+    with torch.no_grad():
+        expected = linear(rows)
+        for each, call in ((check, lambda: linear(rows)), (by_keyword, lambda: linear(input=rows))):
+            with each.watching({"linear": linear}, lambda _: fmt):
+                assert torch.allclose(call(), expected, atol=1e-6)
+            each.take_head("linear")
+    assert check.head is not None
+    assert by_keyword.head is not None
+    assert torch.equal(by_keyword.head.products, check.head.products)

@@ -117,7 +117,7 @@ class WeightCheck:
         for name, module in modules.items():
             bound = _STORED if isinstance(module, GroupedLinear) else self._bound(fmt(module))
             watch = _Watch(self._of_modules, name, bound)
-            handles.append(module.register_forward_pre_hook(watch.before))
+            handles.append(module.register_forward_pre_hook(watch.before, with_kwargs=True))
             handles.append(module.register_forward_hook(watch.behind))
         try:
             yield
@@ -179,10 +179,12 @@ class _Watch:
         self._into, self._name, self._bound = into, name, bound
         self._shape: torch.Size = torch.Size()
 
-    def before(self, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        (rows,) = inputs
+    def before(
+        self, _: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        (rows,) = (*inputs, *keywords.values())  # some models name the input
         self._shape = rows.shape[:-1]
-        return (torch.cat([rows.reshape(-1, rows.shape[-1]), sign_rows(rows.shape[-1]).to(rows)]),)
+        return (torch.cat([rows.reshape(-1, rows.shape[-1]), sign_rows(rows.shape[-1]).to(rows)]),), {}
 
     def behind(self, _: nn.Module, __: object, output: Tensor) -> Tensor:
         self._into[self._name] = Expected(output[-NUM_SIGN_ROWS:].float().clone(), self._bound)
