@@ -271,6 +271,8 @@ class Sequence:
     """What the answer must satisfy, as `params.structured` says; None without a constraint."""
     expected: ExpectedText | None = None
     """The options' prediction in the target's tokens."""
+    has_account: bool = True
+    """False where tenants are names that clients choose: all such sequences are one account."""
     num_resumed_tokens: int = 0
     """Leading output tokens that were emitted elsewhere and came with the request."""
     scores_prompt: bool = True
@@ -300,7 +302,8 @@ class Sequence:
 
     @property
     def account(self) -> str:
-        return tenant_account(self.options.tenant)
+        """Among which places and steps are shared; '' is one of its own."""
+        return tenant_account(self.options.tenant) if self.has_account else ""
 
     @property
     def task(self) -> str:

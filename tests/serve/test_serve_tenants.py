@@ -9,7 +9,7 @@ from serve_cases import MESSAGES, MakeApp, counters
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
-from slipstream.core import RequestOptions
+from slipstream.core import RequestOptions, Sequence
 from slipstream.monitor.alarms import AlarmKind
 from slipstream.sampling.grammars import compiler
 from slipstream.sampling.grammars.compiler import GrammarCompiler
@@ -49,6 +49,26 @@ def test_without_keys_the_user_is_the_tenant(client: TestClient) -> None:
     assert num_cached(client, "any") == 0
     assert num_cached(client, "other") > 0
     assert num_cached(client, "any", "ann") == 0
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_names_of_users_get_no_more_places_than_one_account(
+    keys: tuple[str, ...], make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    add = drafting.engine.scheduler.add
+
+    def noting(sequence: Sequence) -> None:
+        seen.append(sequence.account)
+        add(sequence)
+
+    monkeypatch.setattr(drafting.engine.scheduler, "add", noting)
+    with TestClient(make_app(api_key=keys) if keys else make_app()) as client:
+        for name in KEYS:
+            for user in ("ann", "bob", "eve/1"):
+                num_cached(client, name, user)
+    assert len(seen) == 6
+    assert sorted(set(seen)) == sorted(map(digest, keys) if keys else [""])
 
 
 def test_drafters_get_the_account_first_and_never_the_key_itself(

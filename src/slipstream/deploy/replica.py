@@ -244,7 +244,7 @@ class ReplicaServer:
         with contextlib.suppress(EngineStoppedError):
             await self.engine.ask(counter.attach)
             while True:
-                counter.by_account = self.by_account
+                counter.by_account = self.engine.engine.shares_by_account = self.by_account
                 self.report, told = await self.engine.ask(counter.report)
                 if self._fronts:
                     beat = self._beat_frame(told)

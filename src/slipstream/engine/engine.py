@@ -185,6 +185,9 @@ class Engine:
         """Of writing steps of thinking while nothing else was to be done; the next step counts it."""
         self._aborted: list[Update] | None = None
         """While callbacks run: the updates of the requests that they abort."""
+        self.shares_by_account = True
+        """False where tenants are names that clients choose: all new requests are then of one account for the scheduler,
+        so that many names take no more than one."""
         self.on_begin: Callable[[], None] | None = None
         """Called at the begin of every step, for those who make way for it."""
         self.on_step: Callable[[StepReport], None] | None = None
@@ -341,6 +344,7 @@ class Engine:
             self._answers[sequence.id] = answer
             if self.reasoning is not None and sequence.options.reasoning is not None:
                 self.reasoning.open(sequence, answer.processor)
+            sequence.has_account = self.shares_by_account
             self.scheduler.add(sequence)
 
     def encode(

@@ -112,6 +112,7 @@ class LocalEngine:
         engine.on_step = lambda step: listener.on_step(step, ())
         engine.on_observe = on_observe
         engine.group_tasks_by(accounts.name_of, accounts.task)
+        engine.shares_by_account = accounts.are_kept_apart
 
     async def read(self, take: Take[T]) -> T:
         """As in `ServedEngine`; `take` is called in the engine's thread."""
