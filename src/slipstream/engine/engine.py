@@ -186,8 +186,8 @@ class Engine:
         self._aborted: list[Update] | None = None
         """While callbacks run: the updates of the requests that they abort."""
         self.shares_by_account = True
-        """False where tenants are names that clients choose: all new requests are then of one account for the scheduler,
-        so that many names take no more than one."""
+        """False where tenants are names that clients choose: new requests are then of one account for the scheduler, so
+        that many names take no more than one."""
         self.on_begin: Callable[[], None] | None = None
         """Called at the begin of every step, for those who make way for it."""
         self.on_step: Callable[[StepReport], None] | None = None
