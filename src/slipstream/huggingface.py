@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Unpack
 
 import torch
@@ -77,8 +77,11 @@ _KNOWN = {f"{_PROCESSORS}.Unpack": Unpack}
 
 
 def unused_deferred() -> AbstractContextManager[None]:
-    """A block in which what no decoder uses is not imported: for code that makes a model, and so imports its file."""
-    return deferred(_UNUSED, _KNOWN)
+    """A block in which what no decoder uses is not imported: for code that makes a model, and so imports its file.
+
+    Where PyTorch's compiler has been imported everything is, because it cannot trace placeholders.
+    """
+    return nullcontext() if "torch._dynamo" in sys.modules else deferred(_UNUSED, _KNOWN)
 
 
 _DRAWS = frozenset(

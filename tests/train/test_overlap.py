@@ -103,7 +103,8 @@ def test_training_on_evaluation_prompts_is_refused(
     monkeypatch.setattr("slipstream.train.runs.FrozenTarget", None)  # before any model is loaded
     refused = train(leaked[0], tmp_path / "out")
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: 1 of 7 evaluation prompts are in the training data (1 exact")
+    said = "error: 1 of 7 evaluation prompts are in the training data (1 exact"
+    assert refused.stderr.splitlines()[-1].startswith(said)
     assert "--overlap drop_training" in refused.stderr
     assert not (tmp_path / "out").exists()
 
