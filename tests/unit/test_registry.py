@@ -167,17 +167,13 @@ def test_only_the_coupled_verifier_judges_coupled_proposals(case: Case) -> None:
 
 
 def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Whole:
-        num_parameters = 1000
-        kv_bytes_per_token = 64
-
-    fits = registry.fits(dataclasses.replace(CONTEXT, target=Whole()))  # type: ignore[arg-type]
+    fits = registry.fits(CONTEXT)
     assert set(fits) == set(registry.drafter_names())
     assert fits["ngram"][1] == Fit(grows_with="an index of each running text")
     assert fits["draft_model"][1] == Fit("needs model", None, None, None)
-    assert fits["self"][1] == Fit("", 1000, 64, 0)
+    assert fits["self"][1] == Fit("", None, None, 0)
     int8 = dataclasses.replace(CONTEXT, engine_config=EngineConfig("stub", quantization="int8"))
-    assert "quantised already" in registry.fits(int8)["self"][1].missing
+    assert "the target is int8 already" in registry.fits(int8)["self"][1].missing
     broken = EntryPoints([EntryPoint("broken", "no.such.module:Class", "slipstream.drafters")])
     monkeypatch.setattr("slipstream.registry.entry_points", lambda group: broken.select(group=group))
     assert "no.such.module" in registry.fits(CONTEXT)["broken"][1].missing
