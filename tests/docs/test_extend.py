@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 from starlette.testclient import TestClient
-from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, MistralConfig, SeedOssConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
@@ -198,11 +206,21 @@ def test_the_weight_format_keeps_the_contract(install: Install) -> None:
     check_weight_format(WEIGHT_FORMATS.load(install("weight-format"))(), same_bits=False)
 
 
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class MineModel(LlamaForCausalLM):
+    config_class = MineConfig
+    __module__ = "my_package.families"
+
+
 @needs_kernels
-def test_the_family_is_fused(install: Install) -> None:
-    config = SeedOssConfig(**SMALL, num_key_value_heads=2, intermediate_size=96, head_dim=16)
+def test_the_family_is_fused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, MineConfig, MineModel)
+    config = MineConfig(**SMALL, num_key_value_heads=2, intermediate_size=96, head_dim=16)
     assert adapt(tiny(config)).kernels == "native", "layer by layer"
-    assert install("fused-family") == "seed_oss"
+    assert install("fused-family") == "mine"
     assert adapt(tiny(config)).kernels == "decoder"
 
 
