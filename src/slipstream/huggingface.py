@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slipstream.deferred import defer_package, deferred
 
@@ -113,7 +113,8 @@ class _Unnumbered(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            if not any(isinstance(each, torch.Tensor) and each.is_meta for each in (*args, *kwargs.values())):
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            if not any(each.is_meta for each in tensors):
                 raise
             args, kwargs = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
             return func(*args, **kwargs)
