@@ -60,6 +60,9 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusals(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        "logging.raiseExceptions", False
+    )  # of handlers that other tests have left, with closed streams
     args, error = REFUSALS[case]
     done = run(*args)
     assert done.exit_code == 2

@@ -58,4 +58,8 @@ def test_it_holds_the_weights_and_a_layer(tied: bool, options: dict[str, str], t
     assert found["held"] < (180 if options == {"dtype": "float32"} else 90) * 2**20
     layer = found["held"] / layers
     rest = 20 * 2**20  # what is widened at a time, and Python's own
+    if (
+        "quantization" in options
+    ):  # the check at load holds a layer as it was and as it is packed, both in float32
+        rest += 2 * 4 * (4 * 512 * 512 + 3 * 512 * 1536)
     assert found["peak"] < found["held"] + 2 * layer + rest, found
