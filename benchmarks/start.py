@@ -168,9 +168,15 @@ def start(
     """One process from its start to its first token: seconds by phase."""
     of_peer = cell["engine"] == "llama.cpp"
     python, program = (options.xllamacpp_python, LLAMA_CPP) if of_peer else (sys.executable, SLIPSTREAM)
-    environment = dict(os.environ)
-    if cell["kind"] == "first":
-        environment["SLIPSTREAM_CACHE"] = tempfile.mkdtemp(dir=scratch)
+    kept_between = scratch / f"{cell['model']}-cache"
+    is_first = cell["kind"] == "first"
+    if is_first and kept_between.exists():
+        kept_between = Path(tempfile.mkdtemp(dir=scratch))
+    if (
+        not is_first and not of_peer and not kept_between.exists()
+    ):  # the run goes on from one that was stopped
+        start({**cell, "kind": "first"}, places, options, scratch)
+    environment = {**os.environ, "SLIPSTREAM_CACHE": str(kept_between)}
     began_s = time.monotonic()
     done = subprocess.run(
         [python, "-c", program, places[cell["model"]]],
