@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.huggingface import unused_deferred
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
 from slipstream.models.attention.registry import choose_backend
@@ -210,7 +211,7 @@ def _stored_bytes_per_weight(config: Any) -> float:
 
 def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
     """What each layer stores and how it attends, and the width of the logits."""
-    with silenced():
+    with silenced(), unused_deferred():  # arithmetic without numbers would import PyTorch's compiler
         probed = probe_layers(model, backend)
     return probed.shapes, probed.variants, probed.vocab_size
 
