@@ -49,7 +49,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.models import loading
 from slipstream.models.attention.native import NativeBackend
 from slipstream.models.canary import StockPass
-from slipstream.models.verdicts import Verdict
+from slipstream.models.verdicts import LoadVerdict
 stamps["import"] = time.monotonic()
 spent = {"read": 0.0, "check": 0.0, "pack": 0.0}
 running = []
@@ -72,7 +72,7 @@ def timed(phase, owner, name):
 timed("read", loading, "load_weights")
 for name in ("probe_layers", "check_masks", "check_cache", "_verdict"):
     timed("check", loading, name)
-for owner, names in ((StockPass, ("run", "check_packed")), (Verdict, ("is_kept", "keep"))):
+for owner, names in ((StockPass, ("run", "check_packed")), (LoadVerdict, ("is_kept", "keep"))):
     for name in names:
         timed("check", owner, name)
 timed("pack", NativeBackend, "take_over")

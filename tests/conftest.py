@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -100,6 +101,14 @@ def engines_by_request() -> Iterator[dict[str, LLM]]:
 def own_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Profiles that the user has saved neither help nor harm a test, and tests leave none behind."""
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def own_log_level() -> Iterator[None]:
+    """A command that a test runs in this process sets the level of the log: the next test starts at the usual one."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
 
 
 @pytest.fixture

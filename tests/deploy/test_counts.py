@@ -160,6 +160,7 @@ def decoded(user: int, draw: random.Random, task: str = "", begins: bool = False
     return SimpleNamespace(
         sequence=sequence,
         method="ngram" if num_drafted else "off",
+        is_forced=False,
         num_emitted=num_accepted + 1,
         proposal=proposal,
         num_accepted=num_accepted,

@@ -19,7 +19,7 @@ from slipstream.models import adapt, load_model, loading
 from slipstream.models.attention import packed as attention
 from slipstream.models.attention.base import ATTENTION_NAME
 from slipstream.models.cpu import native
-from slipstream.models.verdicts import Verdict
+from slipstream.models.verdicts import LoadVerdict
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -54,7 +54,7 @@ def _llama4() -> Any:
 @pytest.fixture(autouse=True)
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that has passed is compared again."""
-    monkeypatch.setattr(Verdict, "is_kept", lambda self: False)
+    monkeypatch.setattr(LoadVerdict, "is_kept", lambda self: False)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -27,7 +27,7 @@ from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, Group
 from slipstream.models.linear.packing import pack_linears
 from slipstream.models.matrices import unread
 from slipstream.models.trial import sign_rows
-from slipstream.models.verdicts import Verdict
+from slipstream.models.verdicts import LoadVerdict
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 
@@ -121,7 +121,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that has passed is compared again."""
-    monkeypatch.setattr(Verdict, "is_kept", lambda self: False)
+    monkeypatch.setattr(LoadVerdict, "is_kept", lambda self: False)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -90,7 +90,7 @@ def test_any_verb_says_it_in_one_line(
 
     monkeypatch.setattr("slipstream.cli.tree.load", fails)
     done = CliRunner().invoke(app, ["tree"])
-    assert (done.exit_code, done.stderr) == (code, told)
+    assert (done.exit_code, done.stderr) == (code, f"loading the embedded pair\n{told}")
 
 
 def test_standard_output_on_a_full_disk() -> None:

@@ -46,7 +46,7 @@ from slipstream.models.settling import (
     settle_dtype,
 )
 from slipstream.models.support import check_config, context_length
-from slipstream.models.verdicts import Verdict, verdict_of
+from slipstream.models.verdicts import LoadVerdict, verdict_of
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def load_model(
 
 def _verdict(
     source: Checkpoint, settings: dict[str, Any], native: bool, classes: list[type]
-) -> Verdict | None:
+) -> LoadVerdict | None:
     """Under what the checks of this checkpoint are kept; None where they are made at every start."""
     if source.trust_remote_code:
         return None  # its code may lie elsewhere

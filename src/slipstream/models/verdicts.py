@@ -39,7 +39,7 @@ _VERSIONED = ("slipstream.", "transformers.")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LoadVerdict:
     """What has to be the same for a model to be taken for one that has passed."""
 
     fields: Mapping[str, Any]
@@ -86,7 +86,7 @@ def verdict_of(
     settings: Mapping[str, Any],
     kernels: str,
     classes: Sequence[type],
-) -> Verdict | None:
+) -> LoadVerdict | None:
     """The verdict on a checkpoint that is loaded with these settings (plain JSON values), whether it is kept or not.
 
     `kernels` identifies those that compute, and `classes` are what the model is loaded and run by. None where that
@@ -96,7 +96,7 @@ def verdict_of(
     places = [_place(path, revision), *([] if adapter is None else [_place(adapter, None)])]
     if None in places or any(not each.__module__.startswith(_VERSIONED) for each in classes):
         return None
-    return Verdict(
+    return LoadVerdict(
         {
             "files": [_state(place) for place in places if place is not None],
             "settings": dict(settings),
