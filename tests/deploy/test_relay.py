@@ -11,6 +11,7 @@ import pytest
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.deploy import protocol
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts
@@ -19,8 +20,11 @@ from slipstream.deploy.relay import Relay
 from slipstream.deploy.replica import ReplicaServer
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
+from slipstream.deploy.served import ServedFleet, engine_facts
+from slipstream.deploy.wire import request_to_json
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import RequestOutput, Update
+from slipstream.engine.unread import MAX_UNREAD_TOKENS
 from slipstream.errors import DeployError, OverloadedError, RequestError
 from slipstream.text.prompts import encode_chat
 
@@ -261,5 +265,188 @@ def test_tenants_travel_with_their_requests(lone: LLM, prompts: list[list[int]])
             output, _ = await house.whole(prompts[0], params=params, options=options)
             cached.append(output.num_cached_tokens > 0)
         assert cached == [False, True, False]
+
+    run(lone, scenario, num=1)
+
+
+# --- streams that are not read ---------------------------------------------------------------------------------
+
+FEW = 48
+"""Unread tokens in these tests, for which the real bound would take long to reach."""
+UNREAD = SamplingParams(max_tokens=300, ignore_eos=True, seed=3, temperature=0.9)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FEW < MAX_UNREAD_TOKENS
+    monkeypatch.setattr("slipstream.engine.unread.MAX_UNREAD_TOKENS", FEW)
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(120):
+        while not await holds():
+            await asyncio.sleep(0.01)
+
+
+async def num_paused(house: House) -> list[int]:
+    """By engine, whatever the router says."""
+    return [(await engine.stats()).num_paused for engine in house.engines]
+
+
+async def rest_of(updates: AsyncIterator[Update], read: list[Update]) -> tuple[RequestOutput, list[Update]]:
+    read += [update async for update in updates]
+    assert read[-1].output is not None
+    return read[-1].output, read
+
+
+def test_unread_streams_are_paused_and_leave_their_places_to_others(
+    lone: LLM, prompts: list[list[int]], few: None
+) -> None:
+    wanted = [lone.generate(prompt, UNREAD)[0] for prompt in prompts[:2]]
+    options = RequestOptions(tenant="one/reader")
+
+    async def scenario(house: House) -> None:
+        router = house.relay.router
+        streams = [
+            house.routed.stream(prompts[n % 2], UNREAD, options=options, request_id=str(n)) for n in range(16)
+        ]
+        read = [[await anext(stream)] for stream in streams]
+
+        async def all_paused() -> bool:
+            return await num_paused(house) == [16]
+
+        await until(all_paused)
+        assert (router.num_paused, router.fleet["r0"].load) == (16, 0)
+        made = []
+        for tenant in ("one/reader", "two"):  # the same key's other requests are not held up either
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            await house.whole(prompts[3], params=params, options=RequestOptions(tenant=tenant))
+            made.append([tokens_of(router, str(n)) for n in range(16)])  # all that was under way has come
+        assert made[0] == made[1], "nothing was made for them meanwhile"
+        assert max(made[0]) < 200
+        assert router.counts.moved == 0
+        for number in (0, 1):
+            check_same(*await rest_of(streams[number], read[number]), wanted[number])
+        for stream in streams:
+            await stream.aclose()
+
+    run(lone, scenario, num=1)
+
+
+@pytest.mark.parametrize("how", ["kill", "drain"])
+def test_a_paused_answer_whose_replica_goes_is_paused_elsewhere_and_has_its_text(
+    lone: LLM, prompts: list[list[int]], few: None, how: str
+) -> None:
+    params = SamplingParams(max_tokens=300, ignore_eos=True, seed=3, temperature=0.9, n=2, logprobs=1)
+    [wanted] = lone.generate([prompts[0]], params)
+
+    async def scenario(house: House) -> None:
+        inner, router = house.engines[0].engine, house.relay.router
+        fleet = ServedFleet(house.relay, inner.tokenizer, engine_facts(inner))
+        stream = fleet.stream(prompts[0], params, request_id="unread")
+        read = [await anext(stream)]
+
+        async def paused_at(number: int) -> bool:
+            return (await num_paused(house))[number] == 2
+
+        await until(lambda: paused_at(0))
+        assert (await fleet.stats()).num_paused == 2
+        if how == "kill":
+            await house.kill("r0")
+        else:
+            assert await house.servers["r0"].drain(30.0)
+        await until(lambda: paused_at(1))
+        ticket = router.ticket("unread")
+        assert ticket is not None
+        assert (ticket.replica, ticket.num_moves, router.num_paused) == ("r1", 1, 2)
+        check_same(*await rest_of(stream, read), wanted)
+        assert router.num_paused == 0
+
+    run(lone, scenario)
+
+
+def test_a_pause_that_comes_before_the_engine_has_the_request_is_kept(
+    lone: LLM, prompts: list[list[int]]
+) -> None:
+    async def scenario(house: House) -> None:
+        reader, writer = await asyncio.open_connection(*house.addresses[0])
+        payload = request_to_json(prompts[0], SamplingParams(max_tokens=5, ignore_eos=True), RequestOptions())
+        said = [protocol.hello("by hand", SECRET), protocol.start("1", 1, payload, ())]
+        said += [protocol.flow("1", 1, True), protocol.flow("1", 2, True)]
+        writer.write(b"".join(map(protocol.frame, said)))
+
+        async def is_paused() -> bool:
+            return await num_paused(house) == [1]
+
+        await until(is_paused)
+        writer.write(protocol.frame(protocol.flow("1", 1, False)))
+        num_tokens = 0
+        while True:
+            message = await protocol.read_frame(reader)
+            assert message is not None
+            if message["type"] == "update":
+                num_tokens += len(message["update"]["tokens"])
+                if message["update"]["output"] is not None:
+                    break
+        assert num_tokens == 5
+        writer.close()
+
+    run(lone, scenario, num=1)
+
+
+def test_another_accounts_request_does_not_wait_for_the_endless_ones_of_one(
+    lone: LLM, prompts: list[list[int]]
+) -> None:
+    """The replica is full, and its engine shares its places. Without accounts there is one line for all."""
+    endless = SamplingParams(max_tokens=1200, ignore_eos=True)
+    short = SamplingParams(max_tokens=3, ignore_eos=True)
+
+    async def scenario(house: House) -> None:
+        router = house.relay.router
+        first = RequestOptions(tenant="one/reader")
+        long = [
+            asyncio.create_task(house.whole(prompts[0], params=endless, options=first)) for _ in range(18)
+        ]
+
+        async def is_full() -> bool:
+            return (router.fleet["r0"].load, router.queue.num_answers) == (16, 2)
+
+        async def account_of(tenant: str) -> str:
+            """Once it is answered."""
+            got: asyncio.Queue[Any] = asyncio.Queue()
+            options = RequestOptions(tenant=tenant)
+            house.routed.begin(prompts[1], short, got.put_nowait, options=options, request_id="short")
+            ticket = router.ticket("short")
+            assert ticket is not None
+            while (await got.get()).output is None:
+                pass
+            return ticket.work.account
+
+        await until(is_full)
+        assert await account_of("two/someone") == "two"
+        assert not any(task.done() for task in long), "it did not wait for one of them"
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+        house.relay.by_account = False
+        assert await account_of("two/someone") == ""
+
+    run(lone, scenario, num=1)
+
+
+def test_a_handle_pauses_no_later_request_of_its_id(lone: LLM, prompts: list[list[int]]) -> None:
+    async def scenario(house: House) -> None:
+        got: asyncio.Queue[Any] = asyncio.Queue()
+        router, params = house.relay.router, SamplingParams(max_tokens=1)
+        before = house.routed.begin(prompts[0], params, got.put_nowait, request_id="one")
+        assert (await got.get()).output is not None
+        later = house.routed.begin(prompts[0], UNREAD, got.put_nowait, request_id="one")
+        before.set_paused(True)
+        assert router.num_paused == 0
+        later.set_paused(True)
+        before.set_paused(False)
+        assert router.num_paused == 1
+        later.leave()
+        assert router.num_under_way == 0
 
     run(lone, scenario, num=1)

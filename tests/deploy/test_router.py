@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from slipstream.core import tenant_account
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
 from slipstream.deploy.prefixes import FleetPrefixes, blocks_of
-from slipstream.deploy.router import Cancel, Fail, Order, Router, Start
+from slipstream.deploy.router import Cancel, Fail, Flow, Order, Router, Start
 from slipstream.deploy.work import Work
 from slipstream.errors import DeployError, OverloadedError
 
@@ -34,7 +35,8 @@ def router_of(*names: str, capacity: int = 4, **config: Any) -> Router:
 
 
 def work(name: str, text: str = "", tenant: str = "", **claims: Any) -> Work:
-    return Work(name, blocks_of([ord(c) for c in text], tenant, 4), tenant=tenant, **claims)
+    blocks = blocks_of([ord(c) for c in text], tenant, 4)
+    return Work(name, blocks, tenant=tenant, account=tenant_account(tenant), **claims)
 
 
 def start_of(orders: list[Order]) -> Start:
@@ -134,18 +136,168 @@ def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
     assert router.integrity() == []
 
 
-def test_tenants_take_turns() -> None:
-    router = router_of("a", capacity=1)
-    router.submit(work("running"), 0.0)
-    for n in range(5):
-        router.submit(work(f"loud {n}", tenant="loud"), 0.0)
-    router.submit(work("quiet 0", tenant="quiet"), 0.0)
-    order = []
-    running = "running"
+def test_accounts_take_turns_whatever_users_they_name() -> None:
+    router = router_of("a", capacity=2)
+    for account in ("loud", "quiet"):
+        assert submit(router, work(f"{account} running", tenant=account)) == "a"
+    for n in range(4):
+        assert router.submit(work(f"loud {n}", tenant=f"loud/user {n}"), 0.0) == []
+    for n in range(2):
+        assert router.submit(work(f"quiet {n}", tenant="quiet/one"), 0.0) == []
+    order, running = [], ["loud running", "quiet running"]
     for _ in range(6):
-        start = start_of(router.finish(running, 0.0))
-        order.append(running := start.request)
-    assert order == ["loud 0", "quiet 0", "loud 1", "loud 2", "loud 3", "loud 4"]
+        start = start_of(router.finish(running.pop(0), 0.0))
+        running.append(start.request)
+        order.append(start.request)
+    assert order == ["loud 0", "quiet 0", "loud 1", "quiet 1", "loud 2", "loud 3"]
+    assert router.integrity() == []
+
+
+def test_an_account_with_nothing_running_does_not_wait_for_another_ones_answers() -> None:
+    """The engine of a replica shares its places by account; it is given no more than that for long."""
+    router = router_of("a", "b", capacity=2)
+    for n in range(6):
+        router.submit(work(f"loud {n}", tenant="loud"), 0.0)
+    assert router.queue.num_answers == 2
+    given = Counter(submit(router, work(f"quiet {n}", tenant=f"quiet {n}")) for n in range(4))
+    assert given == {"a": 2, "b": 2}
+    assert router.submit(work("its second", tenant="quiet 0"), 0.0) == [], "it has one running"
+    assert router.submit(work("late", tenant="late"), 0.0) == [], "twice the capacity is enough"
+    assert start_of(router.abandon("quiet 1", 0.0)).request == "late", "before what the others have waiting"
+    assert router.integrity() == []
+
+
+def test_what_waits_for_its_turn_at_a_full_replica_has_not_stalled() -> None:
+    router = router_of("a", capacity=1, stall_timeout_s=5.0)
+    for account in ("one", "two"):
+        submit(router, work(account, tenant=account))
+    router.passed_on("two", 1, 1, 4.0)
+    router.hear("a", ReplicaReport(), 6.0)
+    assert router.tick(6.0) == []
+    assert router.join(facts("b", 1), 6.0) == []
+    assert router.tick(6.0) == [Cancel("one", "a", 1), Start("one", "b", 2)], "here it need not wait"
+    router.hear("a", ReplicaReport(), 10.0)
+    assert router.tick(10.0) == [Cancel("two", "a", 1), Start("two", "a", 2)], "this one was alone"
+    assert router.integrity() == []
+
+
+# --- answers that are not read ---------------------------------------------------------------------------------
+
+
+def test_a_paused_answer_leaves_its_place_to_others_and_takes_it_back() -> None:
+    router = router_of("a", capacity=2)
+    submit(router, work("unread", num_answers=2))
+    router.submit(work("1"), 0.0)
+    router.submit(work("2"), 0.0)
+    orders = router.set_paused("unread", True, 1.0)
+    assert orders == [Flow("unread", "a", 1, True), Start("1", "a", 1), Start("2", "a", 1)]
+    assert (router.fleet["a"].load, router.num_paused) == (2, 2)
+    assert router.set_paused("unread", True, 1.0) == []
+    assert router.passed_on("unread", 1, 1, 1.0), "it was under way"
+    assert router.set_paused("unread", False, 2.0) == [Flow("unread", "a", 1, False)]
+    assert (router.fleet["a"].load, router.num_paused) == (4, 0), "more than its capacity"
+    assert router.integrity() == []
+    assert router.submit(work("3"), 2.0) == []
+    assert router.finish("1", 3.0) == []
+    assert router.finish("2", 3.0) == []
+    router.set_paused("unread", True, 4.0)
+    assert router.abandon("unread", 4.0) == [Cancel("unread", "a", 1)]
+    assert (router.fleet["a"].load, router.num_paused) == (1, 0)
+    assert router.set_paused("unread", False, 4.0) == []
+    assert router.integrity() == []
+
+
+def test_a_paused_answer_does_not_stall_but_has_its_deadline() -> None:
+    router = router_of("a", "b", stall_timeout_s=5.0, hang_timeout_s=1e6)
+    name = submit(router, work("1", deadline_s=100.0))
+    router.set_paused("1", True, 1.0)
+    assert router.tick(60.0) == []
+    router.set_paused("1", False, 60.0)
+    assert router.tick(64.0) == []
+    assert router.tick(66.0)[0] == Cancel("1", name, 1)
+    router.set_paused("1", True, 67.0)
+    assert isinstance(router.tick(100.0)[1], Fail)
+    assert router.integrity() == []
+
+
+@pytest.mark.parametrize("how", ["lost", "drained", "given back"])
+def test_a_paused_answer_goes_on_elsewhere_paused_where_nobody_makes_room(how: str) -> None:
+    router = router_of("a", capacity=1, max_fruitless_attempts=1)
+    submit(router, work("unread"))
+    router.passed_on("unread", 1, 5, 0.0)
+    router.set_paused("unread", True, 0.0)
+    if how == "given back":
+        submit(router, work("other"))
+        orders, where = router.give_back("unread", 1, 1.0), "a"
+    else:
+        router.join(facts("b", 1), 0.0)
+        given = Counter(submit(router, work(tenant, tenant=tenant)) for tenant in "opqr")
+        assert given == {"a": 2, "b": 2}, "twice the capacity: they take nothing more that makes tokens"
+        orders, where = (router.leave if how == "lost" else router.drain)("a", 1.0), "b"
+    moved = [order for order in orders if order.request == "unread" and not isinstance(order, Cancel)]
+    assert moved == [Start("unread", where, 2), Flow("unread", where, 2, True)]
+    load = router.fleet[where].load
+    assert router.integrity() == []
+    assert router.set_paused("unread", False, 2.0) == [Flow("unread", where, 2, False)]
+    assert router.fleet[where].load == load + 1
+    assert router.integrity() == []
+
+
+def test_what_is_paused_while_it_waits_stays_so() -> None:
+    router = router_of("a", capacity=1)
+    submit(router, work("unread"))
+    router.leave("a", 0.0)
+    assert router.set_paused("unread", True, 1.0) == []
+    assert router.join(facts("b"), 2.0) == [Start("unread", "b", 2), Flow("unread", "b", 2, True)]
+    assert router.fleet["b"].load == 0
+
+
+def test_what_is_paused_before_it_has_begun_waits_and_holds_nobody_up() -> None:
+    """A request of several prompts has one reader, who may have enough to read from the first of them."""
+    router = router_of("a", capacity=2)
+    submit(router, work("1", num_answers=2))
+    for name in ("2", "3"):
+        router.submit(work(name), 0.0)
+    assert router.set_paused("2", True, 0.0) == []
+    assert router.finish("1", 1.0) == [Start("3", "a", 1)]
+    assert submit(router, work("4"), 2.0) == "a"
+    router.drain("a", 2.0)
+    moved = router.join(facts("b", 2), 2.0)
+    assert [order for order in moved if isinstance(order, Start)] == [Start("3", "b", 2), Start("4", "b", 2)]
+    assert router.set_paused("2", False, 3.0) == []
+    assert router.finish("4", 3.0) == [Start("2", "b", 1)]
+    assert router.integrity() == []
+
+
+def test_lost_paused_answers_are_spread_over_equal_replicas() -> None:
+    router = router_of("a")
+    for n in range(4):
+        submit(router, work(str(n)))
+        router.set_paused(str(n), True, 0.0)
+    for name in ("b", "c"):
+        router.join(facts(name), 0.0)
+    moved = Counter(order.replica for order in router.leave("a", 1.0) if isinstance(order, Start))
+    assert moved == {"b": 2, "c": 2}
+
+
+def test_paused_answers_are_bounded_as_waiting_ones_are() -> None:
+    router = router_of("a", capacity=2, max_waiting=3)
+    for n in range(4):
+        submit(router, work(str(n)))
+        router.set_paused(str(n), True, 0.0)
+    assert submit(router, work("4")) == "a"
+    with pytest.raises(OverloadedError, match="too many"):
+        router.submit(work("5"), 0.0)
+    router.abandon("0", 0.0)
+    assert submit(router, work("6")) == "a"
+    with pytest.raises(OverloadedError, match="too many"):
+        router.submit(work("7"), 0.0)
+    router.abandon("1", 0.0)
+    assert router.submit(work("8"), 0.0) == [], "it waits"
+    with pytest.raises(OverloadedError, match="too many"):
+        router.submit(work("9"), 0.0)
+    assert router.counts.refused == 3
+    assert router.integrity() == []
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_early_and_one_that_passes_ends_the_request() -> None:
@@ -330,6 +482,7 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
         )
     )
     running: dict[str, Start] = {}  # what replicas work on, as the orders say
+    paused: dict[str, bool] = {}  # what they were told last of each
     length, ended = {}, Counter[str]()
     now_s, names = 0.0, [f"r{n}" for n in range(rng.randint(1, 5))]
 
@@ -337,6 +490,11 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
         for order in orders:
             if isinstance(order, Start):
                 running[order.request] = order
+                paused[order.request] = False
+            elif isinstance(order, Flow):
+                assert running[order.request] == Start(order.request, order.replica, order.attempt)
+                assert paused[order.request] is not order.paused
+                paused[order.request] = order.paused
             elif isinstance(order, Cancel):
                 if running.get(order.request) == Start(order.request, order.replica, order.attempt):
                     del running[order.request]
@@ -366,7 +524,9 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
                 ended[start.request] += 1
                 del running[start.request]
                 obey(router.finish(start.request, now_s))
-        elif event < 0.63 and length:
+        elif event < 0.7 and length:
+            obey(router.set_paused(rng.choice(list(length)[-40:]), rng.random() < 0.6, now_s))
+        elif event < 0.73 and length:
             request = rng.choice(sorted(length))
             if router.ticket(request) is not None:
                 ended[request] += 1
@@ -374,16 +534,20 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
                 running.pop(request, None)
         else:
             deadline_s = now_s + rng.uniform(1, 100) if rng.random() < 0.2 else None
-            each = work(
-                str(number), "abcd" * rng.randint(0, 9), rng.choice("tuv"), num_answers=rng.choice([1, 1, 3]),
-                deadline_s=deadline_s,
-            )  # fmt: skip
+            text, tenant = "abcd" * rng.randint(0, 9), rng.choice(["t", "u/1", "u/2"])
+            num_answers = rng.choice([1, 1, 3])
+            each = work(str(number), text, tenant, num_answers=num_answers, deadline_s=deadline_s)
             length[each.id] = 1
             try:
                 obey(router.submit(each, now_s))
             except OverloadedError:
                 ended[each.id] += 1
         assert router.integrity() == []
+        for request in running:
+            ticket = router.ticket(request)
+            assert ticket is None or ticket.replica is None or ticket.is_paused is paused[request]
+    for request in sorted(length):
+        obey(router.set_paused(request, False, now_s))
     for name in names:
         obey(router.join(facts(f"new {name}"), now_s))
     while router.num_under_way:

@@ -67,6 +67,10 @@ class Chooser:
         """The replica for `work`; None where no ready replica that is `allowed` has room."""
         return self._affine(work, allowed) or self._practised(work, allowed) or self._shortest(work, allowed)
 
+    def least_loaded(self, allowed: Allowed) -> ReplicaState | None:
+        """The least loaded ready replica that is `allowed`, whether it has room or not."""
+        return next((state for state in self._fleet.ascending() if allowed(state)), None)
+
     def note(self, work: Work, replica: str) -> None:
         """`work` was given to a replica."""
         self.prefixes.use(replica, work.blocks)

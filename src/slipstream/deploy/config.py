@@ -15,7 +15,8 @@ class RouterConfig:
     """The router's bounds. Times are in seconds, lengths in tokens."""
 
     max_waiting: int = 1024
-    """Most answers that wait in front of the replicas; a request with more is refused with 429."""
+    """Most answers that wait in front of the replicas or are paused because they are not read; a request with more is
+    refused with 429. While replicas have places to spare, so many more may be paused."""
     max_imbalance: float = 0.25
     """How much more of its capacity a replica that knows a prompt's beginning may be using than the least loaded one,
     and still be chosen."""
@@ -25,7 +26,8 @@ class RouterConfig:
     """A replica that is not heard of for so long is taken for hung: its requests go on elsewhere. It must exceed the
     longest step."""
     stall_timeout_s: float = 120.0
-    """A request without a token for so long goes on elsewhere although its replica is heard of."""
+    """A request without a token for so long goes on elsewhere although its replica is heard of, unless it is paused, or
+    waits for its turn at a full replica and the others are full as well."""
     failover_timeout_s: float = 300.0
     """How long a request waits for a replica that can go on with it before it ends with an error."""
     max_fruitless_attempts: int = 8

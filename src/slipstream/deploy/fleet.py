@@ -78,7 +78,8 @@ class ReplicaState:
     health: Health = Health.READY
     report: ReplicaReport = ReplicaReport()
     load: int = 0
-    """Answers that it was given and has not finished."""
+    """Answers that it was given and has not finished, without paused ones. It may exceed the capacity: what has no
+    place waits in the replica's engine."""
     requests: dict[str, None] = field(default_factory=dict)
     """In the order in which they came."""
     num_given: int = 0

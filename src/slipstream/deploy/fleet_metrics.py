@@ -31,7 +31,7 @@ _COUNTERS = {
     "known_blocks": "Blocks of prompts that the chosen replica held.",
 }
 _GAUGES = {
-    "load": "Answers that the router has given to the replica.",
+    "load": "Answers that the router has given to the replica, without paused ones.",
     "running": "Answers that take part in the replica's steps.",
     "waiting": "Answers that wait at the replica.",
     "cache_usage": "Share of the replica's cache that running answers hold.",

@@ -4,6 +4,7 @@
     replica  -> welcome  protocol, replica, fingerprint, capacity, num_slots, about     or  refused  message
     front    -> start    id, attempt, request (prompt, params, options), emitted
     front    -> cancel   id, attempt
+    front    -> flow     id, attempt, paused           whether it gets no steps, because what it makes is not read
     front    -> queue    share, by_account             of the answers that wait at the front, for autoscaling; and
                                                        whether its statistics keep accounts apart
     replica  -> update   id, attempt, update (index, tokens, from_draft, pieces, logprobs,
@@ -29,7 +30,7 @@ from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import ReplicaFacts
 from slipstream.errors import DeployError
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH_BYTES = 4
 
@@ -121,3 +122,8 @@ def start(request: str, attempt: int, payload: Message, emitted: Seq[Message]) -
 def cancel(request: str, attempt: int) -> Message:
     """Do not go on with a request."""
     return {"type": "cancel", "id": request, "attempt": attempt}
+
+
+def flow(request: str, attempt: int, paused: bool) -> Message:
+    """Give a request no more steps while what it makes is not read, or go on with it."""
+    return {"type": "flow", "id": request, "attempt": attempt, "paused": paused}

@@ -20,9 +20,10 @@ from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard
 from slipstream.deploy.protocol import Message
-from slipstream.deploy.router import Cancel, Order, Router, Start
+from slipstream.deploy.router import Cancel, Flow, Order, Router, Start
 from slipstream.deploy.stepped import steps_from_json
 from slipstream.deploy.work import Work
+from slipstream.engine.client import RequestHandle
 from slipstream.errors import DeployError, OverloadedError, RequestError, SlipstreamError
 from slipstream.metrics.decoded import DecodedSteps
 
@@ -79,7 +80,8 @@ class Relay:
         self.on_steps: Callable[[DecodedSteps], None] | None = None
         """Told of the steps that a replica has made, a few times a second."""
         self.by_account = True
-        """Whether what `on_steps` is told must keep accounts apart."""
+        """Whether there is more than one account: what `on_steps` is told keeps them apart, and requests take turns by
+        account."""
         self._guard = FaultGuard("counting a replica's steps")
         self._secret = secret
         self._clock = clock
@@ -92,8 +94,8 @@ class Relay:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def begin(self, work: Work, payload: Message, put: Put) -> Callable[[], None]:
-        """Serve a request: `put` gets every update, or the error that ends it. Returns what abandons it.
+    def begin(self, work: Work, payload: Message, put: Put) -> RequestHandle:
+        """Serve a request: `put` gets every update, or the error that ends it.
 
         Raises `OverloadedError` where it is not taken.
         """
@@ -111,7 +113,11 @@ class Relay:
                 del self._passages[work.id]
                 self._obey(self.router.abandon(work.id, self._clock()))
 
-        return leave
+        def set_paused(paused: bool) -> None:
+            if self._passages.get(work.id) is passage:
+                self._obey(self.router.set_paused(work.id, paused, self._clock()))
+
+        return RequestHandle(leave, set_paused)
 
     def was_moved(self, request: str) -> tuple[int, bool]:
         """How often a request under way was moved, and whether to unlike arithmetic."""
@@ -276,6 +282,10 @@ class Relay:
                 connection = self._connections.get(order.replica)
                 if connection is not None:
                     connection.send(protocol.cancel(order.request, order.attempt))
+            elif isinstance(order, Flow):
+                connection = self._connections.get(order.replica)
+                if connection is not None:
+                    connection.send(protocol.flow(order.request, order.attempt, order.paused))
             else:
                 passage = self._passages.pop(order.request, None)
                 if passage is not None:

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
@@ -17,6 +16,7 @@ from slipstream.deploy.served import engine_facts
 from slipstream.deploy.stepped import StepCounter, steps_to_json
 from slipstream.deploy.wire import emitted_from_json, request_from_json, update_to_json
 from slipstream.engine.async_engine import AsyncEngine
+from slipstream.engine.client import RequestHandle
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, EngineStoppedError, RequestError
 from slipstream.metrics.decoded import DecodedSteps
@@ -31,10 +31,11 @@ MAX_UNREAD_BYTES = 64 * 2**20
 
 @dataclass(slots=True)
 class _Attempt:
-    """A request of one front: what aborts it, once the engine has it."""
+    """A request of one front: what aborts or pauses it, once the engine has it, and what was asked for before."""
 
-    leave: Callable[[], None] | None = None
+    handle: RequestHandle | None = None
     cancelled: bool = False
+    paused: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -171,6 +172,12 @@ class ReplicaServer:
             task.add_done_callback(self._tasks.discard)
         elif message["type"] == "cancel":
             self._cancel(front, (message["id"], message["attempt"]))
+        elif message["type"] == "flow":
+            attempt = front.attempts.get((message["id"], message["attempt"]))
+            if attempt is not None:
+                attempt.paused = bool(message["paused"])
+                if attempt.handle is not None:
+                    attempt.handle.set_paused(attempt.paused)
         elif message["type"] == "queue":
             self._queued[front.name] = float(message["share"])
             if message["by_account"]:
@@ -182,8 +189,8 @@ class ReplicaServer:
         attempt = front.attempts.pop(key, None)
         if attempt is not None:
             attempt.cancelled = True
-            if attempt.leave is not None:
-                attempt.leave()
+            if attempt.handle is not None:
+                attempt.handle.leave()
 
     async def _begin(self, front: _Front, key: tuple[str, int], message: Message) -> None:
         request, number = key
@@ -208,7 +215,7 @@ class ReplicaServer:
 
         try:
             prompt, params, options = request_from_json(message["request"])
-            begun = await self.engine.begin(
+            attempt.handle = await self.engine.begin(
                 prompt,
                 params,
                 put,
@@ -216,9 +223,10 @@ class ReplicaServer:
                 options=options,
                 emitted=emitted_from_json(message["emitted"]),
             )
-            attempt.leave = begun.leave
             if attempt.cancelled:
-                attempt.leave()
+                attempt.handle.leave()
+            elif attempt.paused:
+                attempt.handle.set_paused(True)
         except Exception as error:
             self._fail(front, key, error)
 

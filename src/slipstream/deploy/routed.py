@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 import uuid
@@ -10,15 +9,17 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.core import DEFAULT_OPTIONS, RequestOptions
+from slipstream.core import DEFAULT_OPTIONS, RequestOptions, tenant_account
 from slipstream.deploy.assembly import Assembly
 from slipstream.deploy.prefixes import blocks_of
 from slipstream.deploy.protocol import Message
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.wire import output_from_json, request_to_json, update_from_json
 from slipstream.deploy.work import Work
+from slipstream.engine.client import RequestHandle
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import Update
+from slipstream.engine.unread import UnreadUpdates
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.noise import draw_seed
 from slipstream.sampling.params import SamplingParams
@@ -46,9 +47,8 @@ class RoutedEngine:
         options: RequestOptions = DEFAULT_OPTIONS,
         timeout_s: float | None = None,
         on_seam: Callable[[int, bool], None] | None = None,
-    ) -> Callable[[], None]:
-        """`put` is called in this event loop with each update, or with the error that ends the request; returns what
-        aborts it.
+    ) -> RequestHandle:
+        """`put` is called in this event loop with each update, or with the error that ends the request.
 
         `timeout_s` is the request's deadline; `on_seam` is told at the end how often it was moved and whether to
         unlike arithmetic. Raises `OverloadedError` where the request is not taken.
@@ -79,17 +79,18 @@ class RoutedEngine:
             id=name,
             blocks=blocks_of(prompt, options.tenant, router.config.block_tokens),
             tenant=options.tenant,
+            account=tenant_account(options.tenant) if self.relay.by_account else "",
             task=options.task,
             num_answers=params.n,
             num_prompt_tokens=len(prompt),
             min_tokens=max(params.min_tokens, 1),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
-        abandon = self.relay.begin(work, request_to_json(prompt, params, options), receive)
+        begun = self.relay.begin(work, request_to_json(prompt, params, options), receive)
 
         def leave() -> None:
             self._aborts.pop(name, None)
-            abandon()
+            begun.leave()
 
         def abort() -> None:
             leave()
@@ -98,7 +99,7 @@ class RoutedEngine:
 
         if router.ticket(name) is not None:  # else it has ended already
             self._aborts[name] = abort
-        return leave
+        return RequestHandle(leave, begun.set_paused)
 
     def abort(self, request_id: str) -> None:
         """End a request: it gets a last update with `finish_reason` abort. Unknown ids are ignored."""
@@ -109,9 +110,15 @@ class RoutedEngine:
     async def stream(
         self, prompt: Seq[int], params: SamplingParams, **keywords: Any
     ) -> AsyncIterator[Update]:
-        """The request's updates as they come; keywords and errors as for `begin`. Leaving it early aborts it."""
-        updates: asyncio.Queue[Item] = asyncio.Queue()
-        leave = self.begin(prompt, params, updates.put_nowait, **keywords)
+        """The request's updates as they come; keywords and errors as for `begin`. Leaving it early aborts it, and where
+        it is not read no more are made beyond a bound (`unread`)."""
+        updates = UnreadUpdates[Item]()
+
+        def put(item: Item) -> None:
+            updates.put(item, 0 if isinstance(item, SlipstreamError) else len(item.token_ids))
+
+        request = self.begin(prompt, params, put, **keywords)
+        updates.of(request)
         try:
             while True:
                 item = await updates.get()
@@ -121,4 +128,4 @@ class RoutedEngine:
                 if item.output is not None:
                     return
         finally:
-            leave()
+            request.leave()

@@ -6,11 +6,12 @@ tests and in a simulation of a thousand replicas.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from slipstream.deploy.choice import Chooser
+from slipstream.deploy.choice import Allowed, Chooser
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.counts import Ledger
 from slipstream.deploy.fleet import Fleet, Health, ReplicaFacts, ReplicaReport, ReplicaState
@@ -20,6 +21,8 @@ from slipstream.deploy.work import Phase, Ticket, Work
 from slipstream.errors import OverloadedError
 
 MAX_TRIED = 16
+MAX_OVERLOAD = 2
+"""A replica whose load is so many times its capacity gets nothing more, whoever waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Flow:
+    """The replica makes no more tokens of the request, because they are not read, or goes on with it."""
+
+    request: str
+    replica: str
+    attempt: int
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The request ends with an error: it was over for the router when this was said."""
 
@@ -49,7 +62,7 @@ class Fail:
     is_deadline: bool = False
 
 
-Order = Start | Cancel | Fail
+Order = Start | Cancel | Flow | Fail
 
 
 @dataclass(slots=True)
@@ -83,7 +96,11 @@ class Router:
         self.pace = Pace()
         self.counts = RouterCounts()
         self.ledger = Ledger()
+        self.num_paused = 0
+        """Answers at replicas that are paused; they are no load."""
         self._tickets: dict[str, Ticket] = {}
+        self._running: Counter[str] = Counter()
+        """By account, answers at replicas that are not paused."""
 
     # --- replicas ---------------------------------------------------------------------------------------------
 
@@ -134,18 +151,19 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, work: Work, now_s: float) -> list[Order]:
-        """A new request. Raises `OverloadedError` where the queue is full or its deadline cannot be met."""
+        """A new request. Raises `OverloadedError` where too many wait or are paused, or its deadline cannot be met."""
         if work.id in self._tickets:
             raise ValueError(f"request {work.id!r} is under way")
         self.counts.submitted += 1
         self._check_deadline(work, now_s)
         ticket = Ticket(work, now_s, waiting_since_s=now_s)
         orders: list[Order] = []
-        if self.queue or not self._start(ticket, orders, now_s):
-            if self.queue.num_answers + work.num_answers > self.config.max_waiting:
-                self.counts.refused += 1
-                again_s = self.pace.retry_after_s(self.queue.num_answers + work.num_answers)
-                raise OverloadedError("too many requests are waiting; try again soon", again_s)
+        if self.num_paused:  # without paused answers there is always room for what can start at once
+            free = self.fleet.capacity - self._running.total()
+            self._check_room(work, self.num_paused - free)
+        is_next = next(self.queue.first(), None) is None or not self._running[work.account]
+        if not is_next or not self._start(ticket, orders, now_s):
+            self._check_room(work, self.num_paused + self.queue.num_answers)
             self.queue.add(ticket)
         self._tickets[work.id] = ticket
         return orders
@@ -181,6 +199,26 @@ class Router:
         self.counts.abandoned += 1
         return self._end(request, now_s, cancels=True)
 
+    def set_paused(self, request: str, paused: bool, now_s: float) -> list[Order]:
+        """What the request has made is not read, or is read again; ignored for one that is over.
+
+        A paused answer keeps its replica and its deadline and leaves its place to others. Where it goes on, the replica
+        may have more to do than it steps at once: its engine lets what has no place wait.
+        """
+        ticket = self._tickets.get(request)
+        if ticket is None or ticket.is_paused is paused:
+            return []
+        state, orders = self.fleet.get(ticket.replica), list[Order]()
+        if state is None:
+            ticket.is_paused = paused
+        else:
+            self._count(ticket, state, -1)
+            ticket.is_paused = paused
+            self._count(ticket, state, 1)
+            ticket.heard_s = now_s
+            orders.append(Flow(request, state.id, ticket.attempt, paused))
+        return [*orders, *self._dispatch(now_s)]
+
     def give_back(self, request: str, attempt: int, now_s: float) -> list[Order]:
         """The replica cannot go on with the request, though it lives."""
         ticket = self._tickets.get(request)
@@ -202,7 +240,7 @@ class Router:
                 self.counts.late += 1
                 orders += self._end(ticket.work.id, now_s, cancels=True)
                 orders.append(Fail(ticket.work.id, "the answer was not complete by its deadline", True))
-            elif ticket.phase is Phase.RUNNING and now_s - ticket.heard_s > self.config.stall_timeout_s:
+            elif self._stalls(ticket, now_s):
                 orders += self._take(ticket, now_s, cancels=True)
             elif self._waits_in_vain(ticket, now_s):
                 orders += self._give_up(ticket, now_s, "no replica was there to go on with the answer")
@@ -225,15 +263,29 @@ class Router:
             own = [t for t in running if t.replica == state.id]
             if {t.work.id for t in own} != set(state.requests):
                 faults.append(f"replica {state.id} has other requests than say that they run there")
-            if state.load != sum(t.work.num_answers for t in own):
+            if state.load != sum(t.work.num_answers for t in own if not t.is_paused):
                 faults.append(f"replica {state.id} has load {state.load}")
         if {t.work.id for t in self.queue} != {t.work.id for t in self._tickets.values() if t not in running}:
             faults.append("the queue holds other requests than wait")
         if self.queue.num_answers != sum(t.work.num_answers for t in self.queue):
             faults.append(f"the queue counts {self.queue.num_answers} answers")
+        if self.num_paused != sum(t.work.num_answers for t in running if t.is_paused):
+            faults.append(f"{self.num_paused} answers are counted as paused")
+        by_account: Counter[str] = Counter()
+        for ticket in running:
+            by_account[ticket.work.account] += ticket.work.num_answers * (not ticket.is_paused)
+        if self._running != by_account:
+            faults.append("accounts have other answers running than are counted")
         return faults
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _check_room(self, work: Work, num_answers: int) -> None:
+        """Raise `OverloadedError` where the request is too much beside so many answers that wait or are paused."""
+        if num_answers + work.num_answers > self.config.max_waiting:
+            self.counts.refused += 1
+            again_s = self.pace.retry_after_s(self.queue.num_answers + work.num_answers)
+            raise OverloadedError("too many requests are waiting; try again soon", again_s)
 
     def _check_deadline(self, work: Work, now_s: float) -> None:
         if work.deadline_s is None:
@@ -254,13 +306,27 @@ class Router:
         like = begun is None or begun.same_bits(state.facts.fingerprint)
         return like or self.config.unlike_replicas == "say"
 
-    def _start(self, ticket: Ticket, orders: list[Order], now_s: float) -> bool:
-        """Give the request to a replica, if one has room; those of equal arithmetic come first."""
-        choose, begun = self.chooser.choose, ticket.begun_on
-        state = None
+    def _replica_for(self, ticket: Ticket) -> ReplicaState | None:
+        """A replica that has room for the request, or takes it all the same; those of equal arithmetic come first."""
+        begun = ticket.begun_on
         if begun is not None and self.config.unlike_replicas == "say":
-            state = choose(ticket.work, lambda state: begun.same_bits(state.facts.fingerprint))
-        state = state or choose(ticket.work, partial(self._allowed, ticket))
+            state = self._find(ticket, lambda state: begun.same_bits(state.facts.fingerprint))
+            if state is not None:
+                return state
+        return self._find(ticket, partial(self._allowed, ticket))
+
+    def _find(self, ticket: Ticket, allowed: Allowed) -> ReplicaState | None:
+        found = self.chooser.choose(ticket.work, allowed)
+        if found is not None or (self._running[ticket.work.account] and not ticket.is_paused):
+            return found
+        # What is paused needs no room, and an account that has nothing running gets its share from a replica's engine.
+        least = self.chooser.least_loaded(allowed)
+        fits = least is not None and least.load < MAX_OVERLOAD * least.facts.capacity
+        return least if fits or ticket.is_paused else None
+
+    def _start(self, ticket: Ticket, orders: list[Order], now_s: float) -> bool:
+        """Give the request to a replica, if there is one for it."""
+        state, begun = self._replica_for(ticket), ticket.begun_on
         if state is None:
             return False
         if begun is not None and not begun.same_bits(state.facts.fingerprint):
@@ -270,20 +336,22 @@ class Router:
         self.counts.prompt_blocks += len(work.blocks)
         self.counts.known_blocks += self.chooser.prefixes.num_known(state.id, work.blocks)
         self.chooser.note(work, state.id)
-        self.fleet.add_load(state, work.num_answers)
+        self._count(ticket, state, 1)
         state.requests[work.id] = None
         state.num_given += 1
         ticket.phase, ticket.replica = Phase.RUNNING, state.id
         ticket.attempt += 1
         ticket.heard_s = now_s
         orders.append(Start(work.id, state.id, ticket.attempt))
+        if ticket.is_paused:
+            orders.append(Flow(work.id, state.id, ticket.attempt, True))
         return True
 
     def _dispatch(self, now_s: float) -> list[Order]:
         """Start what waits while there is room, then move what runs on draining replicas."""
         orders: list[Order] = []
-        while self.queue:
-            for ticket in self.queue.first():
+        while waiting := list(self.queue.first()):
+            for ticket in waiting:
                 if self._start(ticket, orders, now_s):
                     self.queue.remove(ticket)
                     break
@@ -296,7 +364,7 @@ class Router:
     def _hand_over(self, state: ReplicaState, now_s: float) -> Iterator[Order]:
         for request in list(state.requests):
             ticket = self._tickets[request]
-            if self.chooser.choose(ticket.work, partial(self._allowed, ticket)) is None:
+            if self._replica_for(ticket) is None:
                 continue
             cancel = Cancel(request, state.id, ticket.attempt)
             self._let_go(ticket, state)
@@ -319,7 +387,7 @@ class Router:
         orders: list[Order] = [Cancel(ticket.work.id, state.id, ticket.attempt)] if cancels else []
         self._let_go(ticket, state)
         self._note_move(ticket, state)
-        ticket.num_fruitless += 1
+        ticket.num_fruitless += not ticket.is_paused
         ticket.phase, ticket.replica, ticket.waiting_since_s = Phase.WAITING, None, now_s
         self.queue.add(ticket)
         if ticket.num_fruitless >= self.config.max_fruitless_attempts:
@@ -329,6 +397,15 @@ class Router:
                 *self._give_up(ticket, now_s, f"its replicas were lost one after another: {tried}"),
             ]
         return orders
+
+    def _stalls(self, ticket: Ticket, now_s: float) -> bool:
+        since_s = now_s - ticket.heard_s
+        if ticket.phase is not Phase.RUNNING or ticket.is_paused or since_s <= self.config.stall_timeout_s:
+            return False
+        state = self.fleet[ticket.replica or ""]
+        # Where others fill the replica it may be waiting for its turn there, which is better than to wait here.
+        is_alone = state.load - ticket.work.num_answers < state.facts.capacity
+        return is_alone or self._replica_for(ticket) is not None
 
     def _waits_in_vain(self, ticket: Ticket, now_s: float) -> bool:
         moved = ticket.phase is Phase.WAITING and ticket.num_moves > 0
@@ -341,7 +418,19 @@ class Router:
 
     def _let_go(self, ticket: Ticket, state: ReplicaState) -> None:
         del state.requests[ticket.work.id]
-        self.fleet.add_load(state, -ticket.work.num_answers)
+        self._count(ticket, state, -1)
+
+    def _count(self, ticket: Ticket, state: ReplicaState, sign: int) -> None:
+        """Count the request's answers at its replica, or count them no more: as load, or as paused."""
+        num_answers, account = sign * ticket.work.num_answers, ticket.work.account
+        if ticket.is_paused:
+            self.num_paused += num_answers
+            self.fleet.add_load(state, 0)  # the next paused one goes to another replica of this level
+            return
+        self.fleet.add_load(state, num_answers)
+        self._running[account] += num_answers
+        if not self._running[account]:
+            del self._running[account]
 
     def _give_up(self, ticket: Ticket, now_s: float, why: str) -> list[Order]:
         self.counts.failed += 1

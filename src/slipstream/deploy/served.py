@@ -112,10 +112,7 @@ class ServedFleet(EngineClient):
         options: RequestOptions | None = None,
         emitted: Seq[EmittedTokens] = (),
     ) -> RequestHandle:
-        """As in `EngineClient`, of token ids; raises `ApiError` 429 and 504 where the router does not take it.
-
-        Replicas are not told of readers that do not keep up: the router would move a request that makes no tokens.
-        """
+        """As in `EngineClient`, of token ids; raises `ApiError` 429 and 504 where the router does not take it."""
         if isinstance(prompt, str | Mapping):
             raise RequestError("a fleet takes token ids; the server encodes prompts")
         if emitted:
@@ -131,7 +128,7 @@ class ServedFleet(EngineClient):
                 claims.crossed_unlike |= crossed_unlike
 
         try:
-            leave = self.routed.begin(
+            return self.routed.begin(
                 prompt,
                 SamplingParams() if params is None else params,
                 receive,
@@ -142,7 +139,6 @@ class ServedFleet(EngineClient):
             )
         except DeployError as error:
             raise as_api_error(error) from None
-        return RequestHandle(leave, lambda paused: None)
 
     def encode_chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
         return encode_chat(self.tokenizer, messages)
@@ -171,6 +167,7 @@ class ServedFleet(EngineClient):
         return EngineStats(
             num_running=sum(state.report.num_running for state in states),
             num_waiting=sum(state.report.num_waiting for state in states) + router.queue.num_answers,
+            num_paused=router.num_paused,
             num_slots=slots,
             num_held_slots=round(sum(state.report.cache_usage * num_slots for state in states)),
             num_retained_slots=sum(state.report.num_retained_slots for state in states),

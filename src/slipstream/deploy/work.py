@@ -17,6 +17,8 @@ class Work:
     blocks: Seq[int] = ()
     """Hashes of the prompt's beginnings; see `prefixes.blocks_of`."""
     tenant: str = ""
+    account: str = ""
+    """Whom it counts for in the queue and where places are short; '' is one of its own."""
     task: str = ""
     num_answers: int = 1
     num_prompt_tokens: int = 0
@@ -42,6 +44,8 @@ class Ticket:
     arrived_s: float
     phase: Phase = Phase.WAITING
     replica: str | None = None
+    is_paused: bool = False
+    """It makes no tokens, because those that it has made are not read."""
     attempt: int = 0
     """Counts the replicas that it was given to. What comes from an earlier attempt is dropped: a replica that was taken
     for dead may wake up and go on talking."""
