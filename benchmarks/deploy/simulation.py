@@ -209,7 +209,9 @@ class Simulation:
         self.wanted[name] = 1 + int(rng.expovariate(1 / 99))
         shown = tuple(blocks) if self.world.affine else ()
         self.shown = tuple(blocks)
-        return Work(name, shown, tenant_name, num_prompt_tokens=BLOCK_TOKENS * len(blocks))
+        return Work(
+            name, shown, tenant_name, num_prompt_tokens=BLOCK_TOKENS * len(blocks), account=tenant_name
+        )
 
     def _finish(self, what: tuple[str, int]) -> None:
         request, attempt = what
