@@ -27,7 +27,7 @@ def check_model_path(path: str) -> None:
     folder = Path(path)
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if folder.is_file() or (looks_local and not folder.is_dir()):
-        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder or a hub id")
+        raise ModelError(f"{path!r} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
 
 
 def models_in(options: object) -> Iterator[str]:

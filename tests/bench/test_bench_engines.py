@@ -298,19 +298,23 @@ def test_later_turns_are_the_same_for_all() -> None:
     assert off_1.num_output_tokens == ngram_1.num_output_tokens
 
 
+def test_conversations_as_plain_text() -> None:
+    """As a model without a chat template has them, and `--raw` asks for."""
+    conversation = Question("a", "line 1", messages=({"role": "user", "content": "Once upon a time"},))
+    text = Question("a", "line 1", text="Once upon a time\n")
+
+    def num_prompt_tokens(question: Question, raw: bool) -> set[int]:
+        return {one.num_prompt_tokens for one in run(plan(NGRAM, raw=raw, questions=[question])).figures}
+
+    assert num_prompt_tokens(conversation, raw=True) == num_prompt_tokens(text, raw=True)
+    assert num_prompt_tokens(conversation, raw=True) != num_prompt_tokens(conversation, raw=False)
+
+
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(
         RequestError, match="4 concurrent requests need as many prompts, but the workload has 3"
     ):
         run(plan(NGRAM, concurrencies=(4,)))
-    with pytest.raises(RequestError, match="line 1: --raw is for plain prompts"):
-        run(
-            plan(
-                NGRAM,
-                raw=True,
-                questions=[Question("a", "line 1", messages=({"role": "user", "content": "x"},))],
-            )
-        )
     with pytest.raises(RequestError, match="none of the 3 prompts of w"):
         run(plan(NGRAM, engine_options={"kv_cache_bytes": KV, "max_model_len": 30}, max_tokens=20))
     with pytest.raises(ConfigError, match="2 concurrent requests need --max-num-seqs of at least 2, got 1"):

@@ -34,7 +34,7 @@ SETTINGS = DeploySettings(
     drain_s=30.0,
 )
 NUM_CASES = 6
-WAIT_S = 90.0
+WAIT_S = 600.0
 
 
 class Streams:
@@ -59,7 +59,7 @@ class Streams:
             "stream": True,
         }
         text, ended = "", False
-        with httpx2.stream("POST", f"{self.url}/v1/completions", json=asked, timeout=120) as answer:
+        with httpx2.stream("POST", f"{self.url}/v1/completions", json=asked, timeout=600) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"status {answer.status_code}: {answer.read()[:200]!r}")
             for line in answer.iter_lines():

@@ -104,7 +104,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     try:
         before = answers(client, 12)
         records = list[ServedRecord]()
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 280
         while (
             len(records) < len(before) and time.monotonic() < deadline_s
         ):  # they are written in the background
@@ -116,7 +116,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         version = VersionStore(LearnFolder(settings.folder)).add(about, learned.tensors).id
         by_hand.freeze(LearnFolder(settings.folder), True)  # no requests of the floor for comparison
         by_hand.promote(LearnFolder(settings.folder), version)
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 280
         while version not in session.lanes and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert session.facts().faults == {}
@@ -186,7 +186,7 @@ def test_a_version_waits_until_its_own_drafter_serves_again(tmp_path: Path) -> N
         about = Version("corrective", identity.model_hash, identity.template_hash, floor.digest())
         version = VersionStore(LearnFolder(tmp_path)).add(about, tensors).id
         by_hand.promote(LearnFolder(tmp_path), version)
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 280
         while version not in session.lanes and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert session.lanes == ["", version]

@@ -80,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[ServedRecord]
         version = VersionStore(LearnFolder(folder)).add(about, shaken(learner.tensors(head), 0.02)).id
         by_hand.freeze(LearnFolder(folder), True)  # no requests of the floor for comparison
         by_hand.promote(LearnFolder(folder), version)
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 280
         while version not in session.lanes and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert session.facts().faults == {}

@@ -350,7 +350,7 @@ def test_the_learner_hears_what_drafting_costs_and_tells_that_it_works(
     monkeypatch.setattr(learner_process.os, "_exit", ended.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("costs 0.2 0.5\n"))
     server = ServerPipe()
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 280
     while not ended and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert server.costs == (0.2, 0.5)
@@ -427,7 +427,7 @@ def add_version(session: LearnSession, folder: Path, tenant: str) -> str:
 
 
 def wait_until(what: Any) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 280
     while not what():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.02)

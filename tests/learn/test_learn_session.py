@@ -116,7 +116,7 @@ def add_version(session: LearnSession, folder: Path, noise: float, tenant: str |
     return VersionStore(LearnFolder(folder)).add(version, tensors).id
 
 
-def wait_until(what: Any, seconds: float = 120.0) -> None:
+def wait_until(what: Any, seconds: float = 1000.0) -> None:
     deadline_s = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline_s, "it did not happen"
@@ -222,7 +222,7 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
     worker = {"min_records": 96, "num_steps": 60, "poll_s": 0.2, "niceness": 0}
     session = LearnSession(client, SessionSettings(folder, 16 * 2**20, worker=worker, beside_share=0.6))
     try:
-        deadline_s = time.monotonic() + 400
+        deadline_s = time.monotonic() + 1100
         number = 0
         while not session.facts().num_promoted:
             facts = session.facts()

@@ -74,7 +74,7 @@ def started(
 
 
 def wait_until(what: Any) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 280
     while not what():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.01)

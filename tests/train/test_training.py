@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -18,6 +19,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
+from slipstream.text.prompts import encode_chat, encode_conversation
 from slipstream.train.batches import (
     Cursor,
     TrainingDocument,
@@ -44,6 +46,27 @@ def test_a_templates_answers_are_found(
     first = json.loads(data.read_text().splitlines()[0])["messages"]
     [document] = documents[:1]
     assert tokenizer.decode(document.tokens[document.is_answer]) == first[1]["content"] + "<|end|>"
+
+
+def test_a_base_models_answers_are_lines_of_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is learned is what is asked: the tokens before an answer are those of the conversation up to it."""
+    base = copy.deepcopy(tokenizer)
+    base.chat_template = None
+    said = ["Why?", "Because.", "And now?", "No more."]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    [document] = read_documents([file], base, LENGTH)
+    answered = document.tokens[document.is_answer]
+    assert base.decode(answered, skip_special_tokens=True) == "Because.\nNo more.\n"
+    for number in (1, 3):
+        asked = encode_conversation(base, messages[:number])
+        assert document.tokens[: len(asked)].tolist() == asked
+        assert document.is_answer[len(asked)] > document.is_answer[len(asked) - 1]
+    assert encode_conversation(tokenizer, messages[:1], raw=True) == encode_conversation(base, messages[:1])
+    assert encode_conversation(tokenizer, messages[:1]) == encode_chat(tokenizer, messages[:1])
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

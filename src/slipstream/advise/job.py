@@ -15,7 +15,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat, encode_prompt
+from slipstream.text.prompts import encode_chat, encode_conversation, encode_prompt
 from slipstream.workload.prompts import Lengths, Prompt, choose
 
 
@@ -107,9 +107,7 @@ def _no_turns(prompt: Prompt) -> str:
 def _token_ids(job: AdviceJob, engine: Engine, prompt: Prompt) -> list[int]:
     try:
         if prompt.messages:
-            if job.raw:
-                raise RequestError("--raw is for plain prompts: only the chat template can join messages")
-            return encode_chat(engine.tokenizer, prompt.messages)
+            return encode_conversation(engine.tokenizer, prompt.messages, job.raw)
         if engine.tokenizer.chat_template and not job.raw:
             return encode_chat(engine.tokenizer, [{"role": "user", "content": prompt.text}])
         return encode_prompt(

@@ -94,7 +94,10 @@ def audit(
         typer.Option(help="Nats: differences with smaller margins are near-ties. Measured by default."),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Do not wrap plain prompts in the chat template.")
+        bool,
+        typer.Option(
+            "--raw", help="Give prompts and conversations as plain text, without the chat template."
+        ),
     ] = False,
     output: Annotated[
         Path | None,

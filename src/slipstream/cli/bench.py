@@ -56,7 +56,10 @@ Repeats = Annotated[int, typer.Option(min=1, help="Number of times that everythi
 Concurrency = Annotated[
     str, typer.Option(metavar="N,N,…", help="Requests running at once; several are a sweep.")
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="Do not wrap plain prompts in the chat template.")]
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="Give prompts and conversations as plain text, without the chat template."),
+]
 Output = Annotated[
     Path | None, typer.Option(help="A folder for bench.json and bench.html; created if it does not exist.")
 ]

@@ -78,7 +78,9 @@ class _Group(TyperGroup):
             _drop_output()
         if message.startswith("Got unexpected extra argument"):
             verb = getattr(getattr(error, "ctx", None), "info_name", None)
-            message += "; put quotes around the prompt" if verb == "generate" else ""
+            message += (
+                "; put quotes around the prompt, and give several by --file" if verb == "generate" else ""
+            )
         text = " ".join(message.split()) or type(error).__name__
         if code == 1 and not self.debug:
             text = f"{type(error).__name__}: {text} (slipstream --debug … shows where)"

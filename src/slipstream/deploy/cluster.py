@@ -37,6 +37,8 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
     """
     require_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody unless it is asked for
+    # Serve ends an HTTP proxy that is not ready in 5 s, and asks for another: a busy machine would never have one.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
     ray = _quiet_ray()
     if address is not None:
         _check_there(address)

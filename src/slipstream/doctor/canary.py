@@ -21,7 +21,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat
+from slipstream.text.prompts import encode_conversation
 
 NUM_PROMPTS, MAX_TOKENS = 14, 32
 POOR = 0.15
@@ -46,10 +46,7 @@ def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
     engine = Engine(target.config, speculative, like=target)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     for number, row in enumerate(sample_prompts()[:NUM_PROMPTS]):
-        try:
-            prompt = encode_chat(engine.tokenizer, row["messages"])
-        except RequestError:  # no chat template
-            prompt = engine.tokenizer.encode(row["messages"][0]["content"])
+        prompt = encode_conversation(engine.tokenizer, row["messages"])
         with contextlib.suppress(RequestError):  # longer than the model's context
             engine.add_request(str(number), prompt, params)
     outputs = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.assets import sample_prompts
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import check_messages, read_rows
-from slipstream.text.prompts import encode_chat
+from slipstream.text.prompts import encode_conversation
 
 
 def read_texts(file: Path | None) -> list[Any]:
@@ -55,9 +55,7 @@ def as_rows(tokenizer: Any, texts: Seq[Any], num_rows: int, length: int, seed: i
 
 
 def _encoded(tokenizer: Any, text: Any) -> list[int]:
-    if not isinstance(text, str) and not tokenizer.chat_template:
-        text = "\n".join(str(message["content"]) for message in text)
     if isinstance(text, str):
         ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
         return ids
-    return encode_chat(tokenizer, text)
+    return encode_conversation(tokenizer, text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import logging
 import numbers
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -17,6 +19,9 @@ from slipstream.vllm_names import PROMPT, split_off
 
 if TYPE_CHECKING:
     from slipstream.text.expected import ExpectedText
+
+
+log = logging.getLogger(__name__)
 
 
 class TextPrompt(TypedDict):
@@ -130,7 +135,10 @@ def encode_chat(
             "set one of them to false"
         )
     if not tokenizer.chat_template and chat_template is None:
-        raise RequestError("this model's tokenizer has no chat template; use generate with a plain prompt")
+        raise RequestError(
+            "this model has no chat template, as base models do not: give it plain text "
+            "(a prompt on the command line and in Python, /v1/completions on a server)"
+        )
     if not isinstance(messages, Seq) or isinstance(messages, str):
         raise RequestError(f"a conversation is a list of messages, got {messages!r}")
     if not messages:
@@ -171,6 +179,35 @@ def encode_chat(
     check_text(text)
     # Templates write special tokens themselves. `verbose` as in `encode_prompt`.
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def encode_conversation(tokenizer: Any, messages: Seq[dict[str, Any]], raw: bool = False) -> list[int]:
+    """A conversation of a workload or of data, ready for the assistant's answer.
+
+    In the chat template; without one, or where `raw`, as the plain text that `plain_messages` makes of it. Raises
+    `RequestError`.
+    """
+    if tokenizer.chat_template and not raw:
+        return encode_chat(tokenizer, messages)
+    return [token for one in plain_messages(tokenizer, messages) for token in one]
+
+
+def plain_messages(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[list[int]]:
+    """The token ids of each message as a line of plain text, without its role: what a base model reads."""
+    if not tokenizer.chat_template:
+        _tell_of_plain_text()
+    texts = [f"{_readable(message, '')['content']}\n" for message in messages]
+    return [
+        list(tokenizer(text, add_special_tokens=number == 0, verbose=False).input_ids)
+        for number, text in enumerate(texts)
+    ]
+
+
+@functools.cache
+def _tell_of_plain_text() -> None:
+    log.warning(
+        "this model has no chat template: conversations are given to it as plain text, a line a message"
+    )
 
 
 def _readable(message: dict[str, Any], template: str) -> dict[str, Any]:

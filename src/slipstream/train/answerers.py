@@ -15,7 +15,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import RemoteError, RequestError
 from slipstream.jsonl import Message
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat, encode_prompt
+from slipstream.text.prompts import encode_conversation, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EngineAnswerer:
 
     def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         engine = self.engine
-        token_ids = encode_chat(engine.tokenizer, messages)
+        token_ids = encode_conversation(engine.tokenizer, messages)
         encode_prompt(engine.tokenizer, token_ids, engine.model.vocab_size, engine.max_model_len)
         room = engine.max_model_len - len(token_ids)
         engine.add_request(key, token_ids, replace(params, max_tokens=min(params.max_tokens or room, room)))

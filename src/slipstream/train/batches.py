@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import check_messages, read_rows
-from slipstream.text.prompts import encode_chat
+from slipstream.text.prompts import encode_chat, plain_messages
 from slipstream.train.attention import PADDING, block_diagonal_mask
 from slipstream.train.target import FrozenTarget
 
@@ -89,8 +90,8 @@ def read_documents(
     """The conversations of JSONL files, cut to `length` tokens, without the lines in `excluded` (`FILE, line N`).
 
     A line has `token_ids` and `answer_spans`, as written by `slipstream train regenerate`, or `messages`, which are
-    encoded with the chat template. Lines without an answer are skipped. Raises `RequestError` for an invalid line, and
-    when no line is left.
+    encoded with the chat template, or without one as plain text. Lines without an answer are skipped. Raises
+    `RequestError` for an invalid line, and when no line is left.
     """
     documents: list[TrainingDocument] = []
     vocab_size = len(tokenizer)
@@ -234,7 +235,17 @@ def _tokens(
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a whole conversation, and the [start, end] spans of its answers, end tokens included."""
+    """Token ids of a whole conversation, and the [start, end] spans of its answers, end tokens included.
+
+    Without a chat template an answer has no end token: it is a line of plain text.
+    """
+    if not tokenizer.chat_template:
+        parts = plain_messages(tokenizer, messages)
+        ends = list(itertools.accumulate(map(len, parts)))
+        answers = [number > 0 and message["role"] == "assistant" for number, message in enumerate(messages)]
+        places = zip(parts, ends, answers, strict=True)
+        whole = [token for part in parts for token in part]
+        return whole, [[end - len(part), end] for part, end, answer in places if answer]
     whole = list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
     spans: list[list[int]] = []
     for number, message in enumerate(messages):

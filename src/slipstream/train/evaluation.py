@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat
+from slipstream.text.prompts import encode_conversation
 from slipstream.workload.reading import read_workload
 
 
@@ -78,7 +78,7 @@ class Evaluator:
             if question.where in excluded or num_of_task.setdefault(question.task, 0) >= prompts_per_task:
                 continue
             messages = list(question.messages) or [{"role": "user", "content": question.text}]
-            prompt = encode_chat(self._engine.tokenizer, messages)
+            prompt = encode_conversation(self._engine.tokenizer, messages)
             if len(prompt) >= self._engine.max_model_len:
                 continue  # longer than the target's context
             num_of_task[question.task] += 1

@@ -24,7 +24,7 @@ from slipstream.errors import RequestError
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat, encode_prompt
+from slipstream.text.prompts import encode_chat, encode_conversation, encode_prompt
 from slipstream.verify.registry import VERIFIERS
 from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose
 
@@ -138,9 +138,7 @@ def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
     tokenizer = engine.tokenizer
     try:
         if prompt.messages:
-            if plan.settings.raw:
-                raise RequestError("--raw is for plain prompts: only the chat template can join messages")
-            return encode_chat(tokenizer, prompt.messages)
+            return encode_conversation(tokenizer, prompt.messages, plan.settings.raw)
         if tokenizer.chat_template and not plan.settings.raw:
             return encode_chat(tokenizer, [{"role": "user", "content": prompt.text}])
         return encode_prompt(tokenizer, prompt.text or "", engine.model.vocab_size, sys.maxsize)
