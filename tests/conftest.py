@@ -33,6 +33,10 @@ gc.disable()  # until all is collected: what is imported stays, and looking thro
 settings.register_profile("slipstream", deadline=None, print_blob=True)
 settings.load_profile("slipstream")
 
+typer.main.get_command = cache(
+    typer.main.get_command
+)  # else each command that a test runs makes all parsers anew
+
 
 for part in ("connect", "read", "write", "pool"):  # a busy machine may take more than the usual five seconds
     setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, part, 120.0)
@@ -102,14 +106,6 @@ def engines_by_request() -> Iterator[dict[str, LLM]]:
 def own_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Profiles that the user has saved neither help nor harm a test, and tests leave none behind."""
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def commands_made_once() -> Iterator[None]:
-    """Tests that run a command share the parsers, which typer would make anew each time, in 0.1 s."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("typer.testing._get_command", cache(typer.main.get_command))
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
 from slipstream.deploy.prefixes import FleetPrefixes, blocks_of
-from slipstream.deploy.router import Cancel, Fail, Flow, Order, Router, Start
+from slipstream.deploy.router import Cancel, Fail, Order, Router, SetPaused, Start
 from slipstream.deploy.work import Work
 from slipstream.errors import DeployError, OverloadedError
 
@@ -190,11 +190,11 @@ def test_a_paused_answer_leaves_its_place_to_others_and_takes_it_back() -> None:
     router.submit(work("1"), 0.0)
     router.submit(work("2"), 0.0)
     orders = router.set_paused("unread", True, 1.0)
-    assert orders == [Flow("unread", "a", 1, True), Start("1", "a", 1), Start("2", "a", 1)]
+    assert orders == [SetPaused("unread", "a", 1, True), Start("1", "a", 1), Start("2", "a", 1)]
     assert (router.fleet["a"].load, router.num_paused) == (2, 2)
     assert router.set_paused("unread", True, 1.0) == []
     assert router.passed_on("unread", 1, 1, 1.0), "it was under way"
-    assert router.set_paused("unread", False, 2.0) == [Flow("unread", "a", 1, False)]
+    assert router.set_paused("unread", False, 2.0) == [SetPaused("unread", "a", 1, False)]
     assert (router.fleet["a"].load, router.num_paused) == (4, 0), "more than its capacity"
     assert router.integrity() == []
     assert router.submit(work("3"), 2.0) == []
@@ -235,10 +235,10 @@ def test_a_paused_answer_goes_on_elsewhere_paused_where_nobody_makes_room(how: s
         assert given == {"a": 2, "b": 2}, "twice the capacity: they take nothing more that makes tokens"
         orders, where = (router.leave if how == "lost" else router.drain)("a", 1.0), "b"
     moved = [order for order in orders if order.request == "unread" and not isinstance(order, Cancel)]
-    assert moved == [Start("unread", where, 2), Flow("unread", where, 2, True)]
+    assert moved == [Start("unread", where, 2), SetPaused("unread", where, 2, True)]
     load = router.fleet[where].load
     assert router.integrity() == []
-    assert router.set_paused("unread", False, 2.0) == [Flow("unread", where, 2, False)]
+    assert router.set_paused("unread", False, 2.0) == [SetPaused("unread", where, 2, False)]
     assert router.fleet[where].load == load + 1
     assert router.integrity() == []
 
@@ -248,7 +248,7 @@ def test_what_is_paused_while_it_waits_stays_so() -> None:
     submit(router, work("unread"))
     router.leave("a", 0.0)
     assert router.set_paused("unread", True, 1.0) == []
-    assert router.join(facts("b"), 2.0) == [Start("unread", "b", 2), Flow("unread", "b", 2, True)]
+    assert router.join(facts("b"), 2.0) == [Start("unread", "b", 2), SetPaused("unread", "b", 2, True)]
     assert router.fleet["b"].load == 0
 
 
@@ -491,7 +491,7 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
             if isinstance(order, Start):
                 running[order.request] = order
                 paused[order.request] = False
-            elif isinstance(order, Flow):
+            elif isinstance(order, SetPaused):
                 assert running[order.request] == Start(order.request, order.replica, order.attempt)
                 assert paused[order.request] is not order.paused
                 paused[order.request] = order.paused

@@ -20,7 +20,7 @@ from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard
 from slipstream.deploy.protocol import Message
-from slipstream.deploy.router import Cancel, Flow, Order, Router, Start
+from slipstream.deploy.router import Cancel, Order, Router, SetPaused, Start
 from slipstream.deploy.stepped import steps_from_json
 from slipstream.deploy.work import Work
 from slipstream.engine.client import RequestHandle
@@ -282,7 +282,7 @@ class Relay:
                 connection = self._connections.get(order.replica)
                 if connection is not None:
                     connection.send(protocol.cancel(order.request, order.attempt))
-            elif isinstance(order, Flow):
+            elif isinstance(order, SetPaused):
                 connection = self._connections.get(order.replica)
                 if connection is not None:
                     connection.send(protocol.flow(order.request, order.attempt, order.paused))

@@ -44,7 +44,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class SetPaused:
     """The replica makes no more tokens of the request, because they are not read, or goes on with it."""
 
     request: str
@@ -62,7 +62,7 @@ class Fail:
     is_deadline: bool = False
 
 
-Order = Start | Cancel | Flow | Fail
+Order = Start | Cancel | SetPaused | Fail
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class Router:
             ticket.is_paused = paused
             self._count(ticket, state, 1)
             ticket.heard_s = now_s
-            orders.append(Flow(request, state.id, ticket.attempt, paused))
+            orders.append(SetPaused(request, state.id, ticket.attempt, paused))
         return [*orders, *self._dispatch(now_s)]
 
     def give_back(self, request: str, attempt: int, now_s: float) -> list[Order]:
@@ -344,7 +344,7 @@ class Router:
         ticket.heard_s = now_s
         orders.append(Start(work.id, state.id, ticket.attempt))
         if ticket.is_paused:
-            orders.append(Flow(work.id, state.id, ticket.attempt, True))
+            orders.append(SetPaused(work.id, state.id, ticket.attempt, True))
         return True
 
     def _dispatch(self, now_s: float) -> list[Order]:
