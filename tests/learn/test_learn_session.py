@@ -186,6 +186,7 @@ def test_a_version_that_broke_is_rolled_back_within_200_requests_and_no_text_cha
         found = answers(client, range(16), 24)
         by_hand.promote(LearnFolder(tmp_path), version)
         wait_until(lambda: session.facts().serving == version)
+        wait_until(lambda: version in session.lanes)  # it is loaded beside serving
         needed = 0
         while session.facts().serving == version and needed < 200:
             found += answers(client, range(16 + needed, 24 + needed), 24)
