@@ -33,9 +33,8 @@ gc.disable()  # until all is collected: what is imported stays, and looking thro
 settings.register_profile("slipstream", deadline=None, print_blob=True)
 settings.load_profile("slipstream")
 
-typer.main.get_command = cache(
-    typer.main.get_command
-)  # else each command that a test runs makes all parsers anew
+# Else each command that a test runs makes all parsers anew.
+typer.main.get_command = cache(typer.main.get_command)
 
 
 for part in ("connect", "read", "write", "pool"):  # a busy machine may take more than the usual five seconds

@@ -15,7 +15,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat, encode_conversation, encode_prompt
+from slipstream.text.prompts import encode_prompt, encode_question
 from slipstream.workload.prompts import Lengths, Prompt, choose
 
 
@@ -106,12 +106,9 @@ def _no_turns(prompt: Prompt) -> str:
 
 def _token_ids(job: AdviceJob, engine: Engine, prompt: Prompt) -> list[int]:
     try:
-        if prompt.messages:
-            return encode_conversation(engine.tokenizer, prompt.messages, job.raw)
-        if engine.tokenizer.chat_template and not job.raw:
-            return encode_chat(engine.tokenizer, [{"role": "user", "content": prompt.text}])
-        return encode_prompt(
-            engine.tokenizer, prompt.text or "", engine.model.vocab_size, engine.max_model_len
-        )
+        question = encode_question(engine.tokenizer, prompt.text, prompt.messages, job.raw)
+        if not isinstance(question, str):
+            return question
+        return encode_prompt(engine.tokenizer, question, engine.model.vocab_size, engine.max_model_len)
     except RequestError as error:
         raise RequestError(f"{prompt.where}: {error}") from None

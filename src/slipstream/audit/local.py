@@ -33,7 +33,7 @@ from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import ConfigError
 from slipstream.labels import engine_labels
 from slipstream.provenance import provenance, without_folders
-from slipstream.text.prompts import encode_chat, encode_conversation, encode_prompt
+from slipstream.text.prompts import encode_prompt, encode_question
 from slipstream.workload.prompts import Prompt
 
 ON, OFF = "on", "off"
@@ -270,11 +270,8 @@ def first_margin(
 def encode(engine: Engine, settings: AuditSettings, prompt: Prompt) -> list[int]:
     """A prompt's token ids, in the chat template where the model has one."""
     tokenizer = engine.tokenizer
-    if prompt.messages:
-        return encode_conversation(tokenizer, prompt.messages, settings.raw)
-    if tokenizer.chat_template and not settings.raw:
-        return encode_chat(tokenizer, [{"role": "user", "content": prompt.text}])
-    return encode_prompt(tokenizer, prompt.text or "", engine.model.vocab_size, sys.maxsize)
+    question = encode_question(tokenizer, prompt.text, prompt.messages, settings.raw)
+    return encode_prompt(tokenizer, question, engine.model.vocab_size, sys.maxsize)
 
 
 def audit_data(

@@ -22,7 +22,7 @@ from slipstream.errors import OverloadedError
 
 MAX_TRIED = 16
 MAX_OVERLOAD = 2
-"""A replica whose load is so many times its capacity gets nothing more, whoever waits."""
+"""A replica whose load is so many times its capacity gets nothing more."""
 
 
 @dataclass(frozen=True, slots=True)

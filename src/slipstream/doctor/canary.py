@@ -46,7 +46,10 @@ def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
     engine = Engine(target.config, speculative, like=target)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     for number, row in enumerate(sample_prompts()[:NUM_PROMPTS]):
-        prompt = encode_conversation(engine.tokenizer, row["messages"])
+        try:
+            prompt = encode_conversation(engine.tokenizer, row["messages"])
+        except RequestError:  # the template refuses it
+            prompt = encode_conversation(engine.tokenizer, row["messages"], raw=True)
         with contextlib.suppress(RequestError):  # longer than the model's context
             engine.add_request(str(number), prompt, params)
     outputs = []

@@ -116,7 +116,7 @@ class WeightCheck:
         handles = []
         for name, module in modules.items():
             bound = _STORED if isinstance(module, GroupedLinear) else self._bound(fmt(module))
-            watch = _SignsBeside(self._of_modules, name, bound)
+            watch = _AppendedSigns(self._of_modules, name, bound)
             handles.append(module.register_forward_pre_hook(watch.before, with_kwargs=True))
             handles.append(module.register_forward_hook(watch.behind))
         try:
@@ -172,7 +172,7 @@ class WeightCheck:
         return _EXACT if fmt.weight_error is None else fmt.weight_error
 
 
-class _SignsBeside:
+class _AppendedSigns:
     """Gives a linear layer rows of signs beside its own, and takes what it makes of them off its outputs."""
 
     def __init__(self, into: dict[str, Expected], name: str, bound: float) -> None:

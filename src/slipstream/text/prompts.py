@@ -192,10 +192,24 @@ def encode_conversation(tokenizer: Any, messages: Seq[dict[str, Any]], raw: bool
     return [token for one in plain_messages(tokenizer, messages) for token in one]
 
 
+def encode_question(
+    tokenizer: Any, text: str | None, messages: Seq[dict[str, Any]], raw: bool
+) -> str | list[int]:
+    """What a workload asks, `messages` or else `text`, as a prompt: text where there is no template for it, or `raw`.
+
+    Raises `RequestError`.
+    """
+    if messages:
+        return encode_conversation(tokenizer, messages, raw)
+    if tokenizer.chat_template and not raw:
+        return encode_chat(tokenizer, [{"role": "user", "content": text}])
+    return text or ""
+
+
 def plain_messages(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[list[int]]:
     """The token ids of each message as a line of plain text, without its role: what a base model reads."""
     if not tokenizer.chat_template:
-        _tell_of_plain_text()
+        _warn_of_plain_text()
     texts = [f"{_readable(message, '')['content']}\n" for message in messages]
     return [
         list(tokenizer(text, add_special_tokens=number == 0, verbose=False).input_ids)
@@ -204,7 +218,7 @@ def plain_messages(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[list[i
 
 
 @functools.cache
-def _tell_of_plain_text() -> None:
+def _warn_of_plain_text() -> None:
     log.warning(
         "this model has no chat template: conversations are given to it as plain text, a line a message"
     )

@@ -217,7 +217,7 @@ def _tokens(
     else:
         messages = check_messages(row.get("messages"), where)
         try:
-            token_ids, spans = _templated(tokenizer, messages)
+            token_ids, spans = _encoded(tokenizer, messages)
         except RequestError as error:
             raise RequestError(f"{where}: {error}") from None
     try:
@@ -234,7 +234,7 @@ def _tokens(
     return tokens, is_answer
 
 
-def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
+def _encoded(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
     """Token ids of a whole conversation, and the [start, end] spans of its answers, end tokens included.
 
     Without a chat template an answer has no end token: it is a line of plain text.

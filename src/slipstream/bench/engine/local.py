@@ -24,7 +24,7 @@ from slipstream.errors import RequestError
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat, encode_conversation, encode_prompt
+from slipstream.text.prompts import encode_prompt, encode_question
 from slipstream.verify.registry import VERIFIERS
 from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose
 
@@ -137,11 +137,8 @@ def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
     """Token ids of a prompt of any length; raises `RequestError` with its file and line."""
     tokenizer = engine.tokenizer
     try:
-        if prompt.messages:
-            return encode_conversation(tokenizer, prompt.messages, plan.settings.raw)
-        if tokenizer.chat_template and not plan.settings.raw:
-            return encode_chat(tokenizer, [{"role": "user", "content": prompt.text}])
-        return encode_prompt(tokenizer, prompt.text or "", engine.model.vocab_size, sys.maxsize)
+        question = encode_question(tokenizer, prompt.text, prompt.messages, plan.settings.raw)
+        return encode_prompt(tokenizer, question, engine.model.vocab_size, sys.maxsize)
     except RequestError as error:
         raise RequestError(f"{prompt.where}: {error}") from None
 
