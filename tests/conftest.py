@@ -80,16 +80,24 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Processes that a test starts find the compiled CPU kernels: compiling takes ten seconds."""
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user's cache holds neither helps nor harms a test, and tests leave nothing there.
+
+    But for the compiled CPU kernels, which take ten seconds, and for the downloaded models.
+    """
     from slipstream.config import cache_folder
     from slipstream.models.cpu import native
+    from slipstream.testing.real_models import models_folder
 
+    own = tmp_path_factory.getbasetemp() / "cache"
+    own.mkdir(exist_ok=True)
     if native.unavailable() is None:
-        own = tmp_path_factory.getbasetemp() / "cache"
-        own.mkdir(exist_ok=True)
         for built in cache_folder().glob(f"{native.build().stem}-*.so"):
             shutil.copy(built, own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_MODELS", str(models_folder()))
+        patch.setenv("SLIPSTREAM_CACHE", str(own))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -99,12 +107,6 @@ def engines_by_request() -> Iterator[dict[str, LLM]]:
     yield engines
     for llm in engines.values():
         assert llm.engine.integrity() == []
-
-
-@pytest.fixture(autouse=True)
-def own_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Profiles that the user has saved neither help nor harm a test, and tests leave none behind."""
-    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(autouse=True)

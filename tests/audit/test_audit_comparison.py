@@ -13,12 +13,12 @@ from slipstream.audit.decision import AuditDecision, Evidence, decide, level_of_
 from slipstream.audit.findings import AuditCheck, AuditTest
 from slipstream.audit.identity import AnswerComparison, compare
 from slipstream.audit.journal import AuditJournal
-from slipstream.audit.progress import AuditMeter, audit_meter
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.remote.asking import ask_all
 from slipstream.audit.remote.side import ServerSide
 from slipstream.audit.ties import Rounding
 from slipstream.client import ServerAddress
+from slipstream.meter import Meter, meter
 
 REQUESTS = [
     AuditRequest(number, 0, "chat", {"temperature": 0.8}, 8, seed=number, text="?") for number in range(12)
@@ -53,10 +53,10 @@ def test_replies_are_handed_over_in_the_order_of_the_requests(last: int) -> None
         seen.append(request.number)
         return request.number == last
 
-    async def ask(shown: AuditMeter) -> str:
+    async def ask(shown: Meter) -> str:
         return await ask_all(sides, REQUESTS, 4, journal, shown, on_replies)
 
-    with audit_meter(24) as shown:
+    with meter("audit", 24) as shown:
         assert asyncio.run(ask(shown)) == ""
     assert came != sorted(came), "else this shows nothing"
     assert seen == [number for number in range(12) if number != 3 and number <= last]

@@ -191,7 +191,7 @@ def test_an_interrupted_audit_is_resumed(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.audit.progress.AuditMeter.advance", advance)
+        patch.setattr("slipstream.meter.Meter.advance", advance)
         broken = certify(plan, on, off)
     assert not broken.complete
     assert broken.interrupted

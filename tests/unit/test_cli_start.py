@@ -89,6 +89,7 @@ SAYS = {
     "chat": (["chat"], "loading the embedded pair"),
     "info": (["info", "--json"], "loading the embedded pair"),
     "tree": (["tree"], "loading the embedded pair"),
+    "plan": (["plan", "--json"], "planning for the embedded pair"),
     "bench": (["bench"], "measuring the embedded pair"),
     "audit": (["audit"], "auditing the embedded pair"),
     "doctor": (["doctor", "embedded", "x/y"], "loading the embedded pair"),

@@ -161,6 +161,7 @@ def test_the_command(head: Path) -> None:
     assert result.exit_code == 2
     assert {row["check"]: row["verdict"] for row in json.loads(result.stdout)}["canary"] == "fault"
     assert "1 fault found" in result.stderr
+    assert "drafting for a few prompts …" in result.stderr
 
 
 def test_a_layer_numbering_that_is_one_too_low_is_found(tmp_path: Path) -> None:

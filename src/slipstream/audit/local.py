@@ -20,7 +20,6 @@ from slipstream.audit.hashes import file_hashes
 from slipstream.audit.identity import AnswerComparison, compare
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.mix import FULL, Profile
-from slipstream.audit.progress import AuditMeter, audit_meter
 from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.audit.replaying import Replayer
 from slipstream.audit.sampled import distribution_tests
@@ -32,6 +31,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import ConfigError
 from slipstream.labels import engine_labels
+from slipstream.meter import Meter, meter
 from slipstream.provenance import provenance, without_folders
 from slipstream.text.prompts import encode_prompt, encode_question
 from slipstream.workload.prompts import Prompt
@@ -102,7 +102,7 @@ def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
     compared = [request for request in requests if repeatable[request.number]]
     complete = True
     try:
-        with audit_meter(len(requests) + len(compared)) as shown:
+        with meter("audit", len(requests) + len(compared)) as shown:
             _ask(audit, on, ON, requests, settings.concurrency, streams, shown)
             # Another order and other batches: neither may change an answer.
             _ask(audit, off, OFF, compared[::-1], max(1, settings.concurrency // 2), _Streams(), shown)
@@ -309,7 +309,7 @@ def _ask(
     requests: Seq[AuditRequest],
     concurrency: int,
     streams: _Streams,
-    shown: AuditMeter,
+    shown: Meter,
 ) -> None:
     """Answer what the journal lacks."""
     missing = [request for request in requests if audit.journal.get(side, request.number) is None]

@@ -18,8 +18,10 @@ _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 @with_flags(engine=ENGINE)
 def doctor(
-    target: Annotated[str, typer.Argument(help="The target: a checkpoint folder, a hub id, or `embedded`.")],
-    draft: Annotated[str, typer.Argument(help="The draft model or head: a folder or a hub id.")],
+    target: Annotated[
+        str, typer.Argument(help="The target: a checkpoint folder, hub id or GGUF file, or `embedded`.")
+    ],
+    draft: Annotated[str, typer.Argument(help="The draft model or head: a folder, hub id or GGUF file.")],
     kind: Annotated[
         str | None,
         typer.Option(help="draft_model, eagle, eagle3, medusa or hydra; inferred by default."),
@@ -41,7 +43,8 @@ def doctor(
 
     findings = []
     console = results()
-    for finding in examine(EMBEDDED_TARGET if target == "embedded" else target, draft, kind, engine):
+    model = EMBEDDED_TARGET if target == "embedded" else target
+    for finding in examine(model, draft, kind, engine, lambda part: notes().print(f"{part} …")):
         findings.append(finding)
         if not json:
             console.print(f"{finding.verdict:<8}", style=_COLOURS[finding.verdict], end="")

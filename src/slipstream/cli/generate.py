@@ -33,7 +33,7 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.output.comparison import TimedComparison, time_pairs
 from slipstream.cli.output.console import Painter, notes, results
-from slipstream.cli.output.loading import loading
+from slipstream.cli.output.loading import loading, waiting
 from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
@@ -130,6 +130,9 @@ def generate(
     params = recommended(llm, params, sampling)
     params.check_vocabulary(llm.engine.model.vocab_size)
     prompts = [prepare(llm.engine, job, chat) for job in jobs]
+    if (compiling := llm.engine.compile_grammar(params)) is not None:
+        with waiting("compiling the constraint"):  # of a large vocabulary it takes seconds
+            compiling.result()
     announce(llm)
 
     transcript = Transcript()

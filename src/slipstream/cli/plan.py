@@ -18,6 +18,7 @@ from slipstream.cli.flags.options import (
     with_model,
 )
 from slipstream.cli.output.console import notes, print_rows, results
+from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.profile_plot import check_plot
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import EngineConfig, check_at_least
@@ -89,6 +90,7 @@ def plan(
     own_bytes = None if process_memory is None else _memory_size("--process-memory", process_memory)
     if plot is not None:
         check_plot(plot, overwrite)
+    say_loading(model, "planning for")
     speculative = chosen_speculation(speculation, model)
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.plan.picture import draw

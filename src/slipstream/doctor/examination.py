@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,16 @@ KINDS = ("draft_model", "eagle", "eagle3", "medusa", "hydra")
 
 
 def examine(
-    target: str, draft: str, kind: str | None = None, engine: Mapping[str, Any] | None = None
+    target: str,
+    draft: str,
+    kind: str | None = None,
+    engine: Mapping[str, Any] | None = None,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[Finding]:
     """Yield the finding of each check; checks that depend on a failed one are skipped.
 
-    `kind` is one of `KINDS`; None infers it. `engine` are fields of `EngineConfig`. Raises `ModelError` when the
+    `kind` is one of `KINDS`; None infers it. `engine` are fields of `EngineConfig`. `on_part` is called with what
+    is done next, where that takes long. Raises `ModelError` when the
     *target* cannot be loaded.
     """
     if kind is not None:
@@ -49,9 +54,11 @@ def examine(
     yield _context(loaded, drafter.context_length)
     if kind != "draft_model":
         yield from _conventions(loaded, draft, kind)
+    on_part("drafting for a few prompts")
     canary = run_canary(loaded, speculative)
     yield _canary(canary)
     if kind == "eagle3" and Path(draft).is_dir():
+        on_part("drafting the same with other conventions")
         yield from _variations(loaded, draft, canary)
 
 

@@ -63,7 +63,7 @@ class TokenBytes:
     def by_bytes(self) -> dict[bytes, int]:
         """Bytes to one token with them: pieces are preferred to byte tokens, then lower ids to higher."""
         best: dict[bytes, int] = {}
-        for number in sorted(self.ordinary, key=lambda number: (number in self.spelled, number)):
+        for number in (*sorted(self.ordinary.keys() - self.spelled), *sorted(self.spelled)):
             best.setdefault(self.ordinary[number], number)
         best.pop(b"", None)
         return best

@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack
 import httpx2
 
 from slipstream.audit.journal import AuditJournal
-from slipstream.audit.progress import AuditMeter
 from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.remote.side import ServerSide
 from slipstream.client import connect
+from slipstream.meter import Meter
 
 MAX_FAILURES_IN_A_ROW = 20
 """So many failures in a row end an audit: the server is gone."""
@@ -27,7 +27,7 @@ async def ask_all(
     requests: Seq[AuditRequest],
     concurrency: int,
     journal: AuditJournal,
-    shown: AuditMeter,
+    shown: Meter,
     on_replies: OnReplies,
 ) -> str:
     """Ask what the journal lacks; returns why not everything was asked, or an empty text.

@@ -13,7 +13,6 @@ from slipstream.audit.findings import AuditCheck
 from slipstream.audit.journal import AuditJournal
 from slipstream.audit.local import encode
 from slipstream.audit.mix import COMMON, FULL, PLAIN, SAMPLES, SERVED, Profile
-from slipstream.audit.progress import audit_meter
 from slipstream.audit.reference import draws_alike
 from slipstream.audit.remote.asking import ask_all
 from slipstream.audit.remote.counting import CounterWatch
@@ -28,6 +27,7 @@ from slipstream.audit.settings import AuditSettings, data_hash, make_requests
 from slipstream.client import connect
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError
+from slipstream.meter import meter
 from slipstream.workload.prompts import Prompt
 
 WITH_SEEDS, WITHOUT_SEEDS = 300, 2000
@@ -141,7 +141,7 @@ class _Run:
         try:
             watches = [CounterWatch(sides) for sides in self._by_metrics()]
             repeats = [measure_repeats(side, self._requests) for side in self._sides]
-            with audit_meter(len(self._requests) * len(self._sides)) as shown:
+            with meter("audit", len(self._requests) * len(self._sides)) as shown:
                 why = asyncio.run(
                     ask_all(
                         self._sides, self._requests, settings.concurrency, audit.journal, shown, pairs.add

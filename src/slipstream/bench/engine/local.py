@@ -15,12 +15,12 @@ from slipstream.bench.engine.configurations import Configuration
 from slipstream.bench.engine.engines import Engines
 from slipstream.bench.engine.measure import BenchJob, BenchRun, closed_loop, measure, num_answers
 from slipstream.bench.engine.summary import OFF, comparisons, summarise, timings
-from slipstream.bench.progress import meter
 from slipstream.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationSummary
 from slipstream.bench.settings import BenchSettings
 from slipstream.engine.engine import Engine
 from slipstream.engine.speculation import validate
 from slipstream.errors import RequestError
+from slipstream.meter import meter
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
@@ -91,11 +91,11 @@ def _measure(plan: BenchPlan, engines: Engines, jobs: Seq[BenchJob]) -> tuple[li
         len(jobs), len(plan.configurations), plan.settings.concurrencies, plan.settings.repeats
     )
     try:
-        with meter(total) as progress:
+        with meter("benchmark", total, refreshes=False) as progress:
             for one in measure(engines, jobs, plan.settings.concurrencies, plan.settings.repeats):
                 runs.append(one)
                 note = plan.configurations[one.turn.configuration].name
-                progress.advance(len(one.answers), one.num_tokens, f"{note}, {one.concurrency} at once")
+                progress.advance(f"{note}, {one.concurrency} at once", len(one.answers))
     except KeyboardInterrupt:
         return runs, False
     return runs, True

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from slipstream.bench.progress import LoadMeter
 from slipstream.bench.result import SCHEMA, PooledAcceptance, WorkloadSummary
 from slipstream.bench.server.counters import Counters, growth
+from slipstream.bench.server.load_meter import LoadMeter
 from slipstream.bench.server.load_result import Arrivals, LoadRequest, LoadResult
 from slipstream.bench.server.remote import read_counters, summarised
 from slipstream.bench.statistics import percentiles

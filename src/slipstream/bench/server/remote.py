@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.bench.progress import Meter, meter
 from slipstream.bench.result import (
     SCHEMA,
     ServerCounts,
@@ -22,6 +21,7 @@ from slipstream.bench.settings import BenchSettings
 from slipstream.bench.statistics import percentiles, ratio
 from slipstream.client import Exchange, ServerAddress, ask, connect, scrape
 from slipstream.errors import RemoteError
+from slipstream.meter import Meter, meter
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.workload.prompts import Count, Lengths, Prompt, choose, task_names
@@ -67,7 +67,7 @@ def run(plan: RemotePlan) -> ServerResult:
     total = len(chosen.prompts) * len(plan.settings.concurrencies) * plan.settings.repeats
     metrics = "not read"
     try:
-        with meter(total, auto_refresh=True) as progress:
+        with meter("benchmark", total) as progress:
             for concurrency in plan.settings.concurrencies:
                 levels.append(_Level(concurrency))
                 metrics = measure_level(plan, chosen.prompts, levels[-1], progress)
@@ -118,7 +118,7 @@ async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, pr
                 exchange = await ask(client, plan.server, number, prompt, plan.settings.raw, body)
                 level.exchanges.append(exchange)
                 level.wall_s = earlier_s + time.perf_counter() - started_s
-                progress.advance(1, exchange.num_output_tokens or 0, f"{level.concurrency} at once")
+                progress.advance(f"{level.concurrency} at once")
 
         await asyncio.gather(*(work() for _ in range(level.concurrency)))
 

@@ -1,10 +1,10 @@
-"""Says what is being loaded, before anything heavy is imported, and on a terminal for how long it has been."""
+"""Says what takes long, a model's load above all, before it begins, and on a terminal for how long it has been."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from slipstream.cli.output.console import notes
 from slipstream.model_path import describe
@@ -20,20 +20,25 @@ def say_loading(model: str | None, what: str = "loading") -> None:
     notes().print(f"{what} {loaded_name(model)}", markup=False)
 
 
+def loading(model: str | None) -> AbstractContextManager[None]:
+    """`waiting` for imports and the model's load."""
+    return waiting(f"loading {loaded_name(model)}")
+
+
 @contextmanager
-def loading(model: str | None) -> Iterator[None]:
-    """A block in which imports and the model's load take their time.
+def waiting(what: str) -> Iterator[None]:
+    """A block that takes its time.
 
     On a terminal a spinner with the seconds so far, which leaves no trace; elsewhere one plain line.
     """
     if not sys.stderr.isatty():
-        say_loading(model)
+        notes().print(what, markup=False)
         yield
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=notes(), transient=True) as progress:
-        progress.add_task(f"loading {loaded_name(model)}", total=None)
+        progress.add_task(what, total=None)
         progress.refresh()
         yield

@@ -93,7 +93,7 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
             special_tokens=[(name, tokens.index(name)) for name in dict.fromkeys(named) if name != "$A"],
         )
     made: Any = PreTrainedTokenizerFast
-    tokenizer = made(tokenizer_object=backend, **roles)
+    tokenizer = made(tokenizer_object=_Uncopied(backend), **roles)
     if any(tokenizer.convert_tokens_to_ids(token) != tokens.index(token) for token in roles.values()):
         raise ModelError(f"{path!r} holds a damaged tokenizer: a token with a role is none of its vocabulary")
     template = fields.get("tokenizer.chat_template")
@@ -101,6 +101,16 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
         raise ModelError(f"{path!r} has a chat template that is no text: {template!r:.40}")
     tokenizer.chat_template = template
     return tokenizer
+
+
+class _Uncopied:
+    """A backend whose deep copy is itself: Transformers would copy it by way of JSON, a second for 60,000 tokens."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Tokenizer:
+        return self._backend
 
 
 def has_the_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
@@ -312,17 +313,30 @@ def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> tu
     """The tokenizer for llguidance, and its tokens' bytes. llguidance's own reading of it is used where it agrees with
     those bytes."""
     from llguidance import LLTokenizer, TokenizerWrapper
-    from llguidance.hf import from_tokenizer
 
     token_bytes = TokenBytes(tokenizer, "this model")
     num_tokens = max(vocab_size, len(tokenizer))
     tokens = ByteTokens(token_bytes, num_tokens, end_token_ids or [tokenizer.eos_token_id])
-    vocabulary = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_token_ids or None)
+    vocabulary = LLTokenizer(_described(tokenizer), n_vocab=num_tokens, eos_token=tokens.ends)
     # llguidance marks special tokens with the byte 0xFF, which occurs in no text.
     ordinary = {token: text for token, text in token_bytes.ordinary.items() if text and b"\xff" not in text}
     if all(vocabulary.decode_bytes([token]) == text for token, text in ordinary.items()):
         return vocabulary, tokens
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=num_tokens, eos_token=tokens.ends), tokens
+
+
+def _described(tokenizer: Any) -> str:
+    """The tokenizer as JSON, for llguidance. Padding and truncation are for whole prompts.
+
+    `llguidance.hf.from_tokenizer` would import all of Transformers, and copy the tokenizer first.
+    """
+    backend = tokenizer.backend_tokenizer
+    if backend.padding is not None or backend.truncation is not None:
+        backend = copy.copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+    described: str = backend.to_str()
+    return described
 
 
 def check_followed(structured: StructuredOutput) -> None:

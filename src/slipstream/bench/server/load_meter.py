@@ -1,57 +1,17 @@
-"""Progress on standard error: answers so far, tokens a second, time left."""
+"""Progress of a load on standard error."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from slipstream.client import Exchange
-
-
-class Meter:
-    """A progress bar, drawn between the timed runs only, so that it does not slow them down."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-        self._num_tokens = 0
-        self._started_s = time.perf_counter()
-
-    def advance(self, num_answers: int, num_tokens: int, note: str) -> None:
-        """Count answers and tokens; `note` describes the current run."""
-        self._num_tokens += num_tokens
-        speed = self._num_tokens / (time.perf_counter() - self._started_s)
-        self._progress.update(
-            self._task, advance=num_answers, note=note, speed=f"{speed:.0f} tokens/s", refresh=True
-        )
-
-
-@contextmanager
-def meter(total: int, auto_refresh: bool = False) -> Iterator[Meter]:
-    """A bar over `total` answers, removed at the end. Set `auto_refresh` where the timed work runs in another
-    process."""
-    progress = Progress(
-        TextColumn("benchmark"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-        auto_refresh=auto_refresh,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with progress:
-        yield Meter(progress, progress.add_task("", total=total, speed="", note=""))
 
 
 class LoadMeter:

@@ -1,4 +1,4 @@
-"""Progress of an audit on standard error: a bar on a terminal, otherwise a line every ten seconds."""
+"""How far a long piece of work is, on standard error: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _LINE_EVERY_S = 10.0
 
 
-class AuditMeter:
-    """Counts answers, side by side."""
+class Meter:
+    """Counts answers."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, what: str, total: int, refreshes: bool) -> None:
+        self._what = what
         self._total = total
         self._done = 0
         self._line_s = time.perf_counter()
         self._bar: Progress | None = None
+        self._draws_at_once = not refreshes
         if sys.stderr.isatty():
             self._bar = Progress(
-                TextColumn("audit"),
+                TextColumn(what),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
                 console=Console(stderr=True),
+                auto_refresh=refreshes,
                 transient=True,
             )
             self._task = self._bar.add_task("", total=total, note="")
@@ -41,14 +44,15 @@ class AuditMeter:
             self._bar.update(self._task, total=self._total)
 
     def advance(self, note: str, num: int = 1) -> None:
-        """Count answers; `note` says of what."""
+        """Count `num` answers; `note` says of what."""
         self._done += num
         now_s = time.perf_counter()
         if self._bar is not None:
-            self._bar.update(self._task, advance=num, note=note)
+            self._bar.update(self._task, advance=num, note=note, refresh=self._draws_at_once)
         elif now_s - self._line_s >= _LINE_EVERY_S:
             self._line_s = now_s
-            print(f"audit: {self._done:,} of {self._total:,} answers, {note}", file=sys.stderr, flush=True)
+            line = f"{self._what}: {self._done:,} of {self._total:,} answers, {note}"
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -57,9 +61,13 @@ class AuditMeter:
 
 
 @contextmanager
-def audit_meter(total: int) -> Iterator[AuditMeter]:
-    """A meter that is removed at the end."""
-    shown = AuditMeter(total)
+def meter(what: str, total: int, *, refreshes: bool = True) -> Iterator[Meter]:
+    """A meter of `total` answers, which is removed at the end.
+
+    `refreshes` False draws it only when it advances, so that the drawing does not slow down what is timed in this
+    process.
+    """
+    shown = Meter(what, total, refreshes)
     try:
         yield shown
     finally:
