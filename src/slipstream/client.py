@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 
 from slipstream.errors import RemoteError
+from slipstream.text.prompts import plain_lines
 from slipstream.workload.prompts import Prompt
 
 _BODY_SHOWN = 200
@@ -108,11 +109,12 @@ async def ask(
 def request_body(
     model: str, prompt: Prompt, raw: bool, extra: Mapping[str, Any], stream: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """(path below `/v1`, body): a chat, or a completion for plain prompts with `raw`."""
+    """(path below `/v1`, body): a chat, or with `raw` a completion, of a conversation as plain text."""
     streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     common = {"model": model, "max_tokens": prompt.max_tokens, **streamed, **extra}
-    if prompt.text is not None and raw:
-        return "completions", {**common, "prompt": prompt.text}
+    if raw:
+        text = "".join(plain_lines(prompt.messages)) if prompt.messages else prompt.text
+        return "completions", {**common, "prompt": text}
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
     return "chat/completions", {**common, "messages": messages}
 

@@ -22,7 +22,7 @@ class Meter:
         self._done = 0
         self._line_s = time.perf_counter()
         self._bar: Progress | None = None
-        self._draws_at_once = not refreshes
+        self._refreshes = refreshes
         if sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn(what),
@@ -48,7 +48,7 @@ class Meter:
         self._done += num
         now_s = time.perf_counter()
         if self._bar is not None:
-            self._bar.update(self._task, advance=num, note=note, refresh=self._draws_at_once)
+            self._bar.update(self._task, advance=num, note=note, refresh=not self._refreshes)
         elif now_s - self._line_s >= _LINE_EVERY_S:
             self._line_s = now_s
             line = f"{self._what}: {self._done:,} of {self._total:,} answers, {note}"

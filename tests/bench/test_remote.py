@@ -15,6 +15,8 @@ from fake_server import MODEL, PIECES, FakeServer, serve
 from typer.testing import CliRunner
 
 from slipstream import client
+from slipstream.audit.records import AuditRequest
+from slipstream.audit.remote.side import ServerSide
 from slipstream.bench.report.server_report import render_server
 from slipstream.bench.report.server_tables import server_remarks
 from slipstream.bench.result import ServerFigures, ServerResult
@@ -22,9 +24,10 @@ from slipstream.bench.server import remote
 from slipstream.bench.server.remote import RemotePlan
 from slipstream.bench.settings import BenchSettings
 from slipstream.cli.main import app
-from slipstream.client import ServerAddress
+from slipstream.client import ServerAddress, request_body
 from slipstream.errors import RemoteError
 from slipstream.sampling.params import SamplingParams
+from slipstream.workload.prompts import Prompt
 from slipstream.workload.reading import Question, Workload
 
 TOKENS = 8
@@ -127,6 +130,18 @@ def test_raw_prompts_are_completions(fake: FakeServer) -> None:
     assert {request["path"] for request in fake.requests} == {"/v1/completions"}
     assert fake.requests[0]["prompt"] == "one"
     assert whole(result).num_output_tokens == 3 * TOKENS
+
+
+def test_raw_conversations_are_completions_of_their_lines() -> None:
+    messages = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
+    asked = Prompt("a", "line 1", max_tokens=5, messages=messages)
+    assert request_body(MODEL, asked, True, {}, stream=False) == (
+        "completions",
+        {"model": MODEL, "max_tokens": 5, "prompt": "one\ntwo\n"},
+    )
+    side = ServerSide("audited", ServerAddress("http://127.0.0.1:9/v1", MODEL, "", timeout_s=1), raw=True)
+    path, body = side.body(AuditRequest(0, 0, "a", {}, 5, seed=1, messages=messages), stream=False)
+    assert (path, body["prompt"]) == ("completions", "one\ntwo\n")
 
 
 def test_lengths_from_the_data_are_exact(fake: FakeServer) -> None:

@@ -154,16 +154,49 @@ def test_accounts_take_turns_whatever_users_they_name() -> None:
 
 
 def test_an_account_with_nothing_running_does_not_wait_for_another_ones_answers() -> None:
-    """The engine of a replica shares its places by account; it is given no more than that for long."""
+    """The engine of a replica shares its places by account; it is given answers of so many accounts and no more."""
     router = router_of("a", "b", capacity=2)
     for n in range(6):
         router.submit(work(f"loud {n}", tenant="loud"), 0.0)
     assert router.queue.num_answers == 2
-    given = Counter(submit(router, work(f"quiet {n}", tenant=f"quiet {n}")) for n in range(4))
-    assert given == {"a": 2, "b": 2}
+    given = Counter(submit(router, work(f"quiet {n}", tenant=f"quiet {n}")) for n in range(6))
+    assert given == {"a": 3, "b": 3}
     assert router.submit(work("its second", tenant="quiet 0"), 0.0) == [], "it has one running"
-    assert router.submit(work("late", tenant="late"), 0.0) == [], "twice the capacity is enough"
+    assert router.submit(work("late", tenant="late"), 0.0) == [], (
+        "twice as many accounts as places are enough"
+    )
     assert start_of(router.abandon("quiet 1", 0.0)).request == "late", "before what the others have waiting"
+    assert router.integrity() == []
+
+
+@pytest.mark.parametrize("how", ["many", "resumed"])
+def test_however_much_one_account_has_at_a_replica_another_one_gets_its_share(how: str) -> None:
+    router = router_of("a", capacity=2)
+    if how == "many":
+        submit(router, work("loud", tenant="loud", num_answers=40))
+    else:
+        for n in range(20):
+            submit(router, work(str(n), tenant="loud"))
+            router.set_paused(str(n), True, 0.0)
+        for n in range(20):
+            router.set_paused(str(n), False, 0.0)
+    assert router.fleet["a"].load >= 20
+    assert submit(router, work("quiet", tenant="quiet", num_answers=3)) == "a"
+    assert router.submit(work("more", tenant="loud"), 0.0) == []
+    assert router.integrity() == []
+
+
+def test_what_goes_on_is_not_overtaken_by_new_accounts_without_end() -> None:
+    router = router_of("a", "b", capacity=1, hang_timeout_s=1e6)
+    for name in ("1", "2", "3", "4"):
+        submit(router, work(name, tenant=name))
+    assert router.leave("b", 0.0) == [], "a has twice its capacity"
+    assert [ticket.work.id for ticket in router.queue] == ["2", "4"]
+    for n in range(3):
+        assert router.submit(work(f"new {n}", tenant=f"new {n}"), 1.0) == []
+    assert router.finish("1", 2.0) == []
+    assert router.finish("3", 3.0) == [Start("2", "a", 2)]
+    assert router.finish("2", 4.0) == [Start("4", "a", 2), Start("new 0", "a", 1)]
     assert router.integrity() == []
 
 
@@ -178,6 +211,18 @@ def test_what_waits_for_its_turn_at_a_full_replica_has_not_stalled() -> None:
     assert router.tick(6.0) == [Cancel("one", "a", 1), Start("one", "b", 2)], "here it need not wait"
     router.hear("a", ReplicaReport(), 10.0)
     assert router.tick(10.0) == [Cancel("two", "a", 1), Start("two", "a", 2)], "this one was alone"
+    assert router.integrity() == []
+
+
+def test_of_stalled_answers_only_those_move_for_which_a_place_is_free() -> None:
+    router = router_of("a", capacity=2, stall_timeout_s=5.0)
+    for n in range(4):
+        submit(router, work(str(n), tenant=str(n)))
+    router.join(facts("b", 1), 1.0)
+    for name in ("a", "b"):
+        router.hear(name, ReplicaReport(), 6.0)
+    assert router.tick(6.0) == [Cancel("0", "a", 1), Start("0", "b", 2)]
+    assert router.fleet["a"].load == 3
     assert router.integrity() == []
 
 
@@ -220,8 +265,19 @@ def test_a_paused_answer_does_not_stall_but_has_its_deadline() -> None:
     assert router.integrity() == []
 
 
+def test_a_paused_answer_bars_no_new_ones_while_another_replica_drains() -> None:
+    router = router_of("a", "b", capacity=4, max_waiting=3)
+    for n in range(8):
+        submit(router, work(str(n)))
+    router.drain("a", 0.0)
+    router.set_paused(next(iter(router.fleet["b"].requests)), True, 0.0)
+    assert (router.fleet["a"].load, router.fleet["b"].load, router.num_paused) == (3, 4, 1)
+    assert router.submit(work("new"), 0.0) == [], "it waits"
+    assert router.integrity() == []
+
+
 @pytest.mark.parametrize("how", ["lost", "drained", "given back"])
-def test_a_paused_answer_goes_on_elsewhere_paused_where_nobody_makes_room(how: str) -> None:
+def test_a_paused_answer_goes_on_elsewhere_paused_without_free_places(how: str) -> None:
     router = router_of("a", capacity=1, max_fruitless_attempts=1)
     submit(router, work("unread"))
     router.passed_on("unread", 1, 5, 0.0)
@@ -252,7 +308,7 @@ def test_what_is_paused_while_it_waits_stays_so() -> None:
     assert router.fleet["b"].load == 0
 
 
-def test_what_is_paused_before_it_has_begun_waits_and_holds_nobody_up() -> None:
+def test_what_is_paused_before_it_has_begun_waits_and_others_go_before_it() -> None:
     """A request of several prompts has one reader, who may have enough to read from the first of them."""
     router = router_of("a", capacity=2)
     submit(router, work("1", num_answers=2))
@@ -314,6 +370,9 @@ def test_a_deadline_that_cannot_be_met_is_refused_early_and_one_that_passes_ends
         router.submit(work("tight", deadline_s=35.0), 30.0)
     assert refused.value.is_deadline
     router.submit(work("fits", deadline_s=60.0), 30.0)
+    assert submit(router, work("of another account", tenant="new", deadline_s=42.0), 30.0) == "a", (
+        "it need not wait"
+    )
     orders = router.tick(60.0)
     assert Fail("fits", "the answer was not complete by its deadline", True) in orders
     assert router.integrity() == []
@@ -461,9 +520,9 @@ def test_like_replicas_come_first_where_it_may_cross() -> None:
     router.passed_on("1", 1, 1, 0.0)
     other = ({"a", "b"} - {name}).pop()
     submit(router, work("2"))
-    router.fleet.add_load(router.fleet[other], 2)  # more than z has
+    router.fleet.add_load(router.fleet[other], "", 2)  # more than z has
     assert start_of(router.leave(name, 1.0)[:1]).replica == other
-    router.fleet.add_load(router.fleet[other], -2)
+    router.fleet.add_load(router.fleet[other], "", -2)
 
 
 # --- random histories ------------------------------------------------------------------------------------------

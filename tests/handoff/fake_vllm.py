@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--fake-error", help="print this and end before serving")
     parser.add_argument("--fake-silence", action="store_true", help="never serve")
     parser.add_argument("--fake-child", help="start a process that sleeps, and write its id to this file")
+    parser.add_argument("--fake-load", type=Path, help="serve once this file is there")
     parser.add_argument("--fake-stubborn", action="store_true", help="ignore SIGTERM")
     options = parser.parse_args()
     print(f"INFO loading {options.model}", flush=True)
@@ -215,6 +216,8 @@ def main() -> None:
         sys.exit(1)
     if options.fake_silence:
         time.sleep(600)
+    while options.fake_load and not options.fake_load.exists():
+        time.sleep(0.01)
     Handler.engine = Engine(options)
     Quiet((options.host, options.port), Handler).serve_forever()
 

@@ -19,6 +19,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
+from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.text.prompts import encode_chat, encode_conversation
 from slipstream.train.batches import (
     Cursor,
@@ -67,6 +68,35 @@ def test_a_base_models_answers_are_lines_of_text(
         assert document.is_answer[len(asked)] > document.is_answer[len(asked) - 1]
     assert encode_conversation(tokenizer, messages[:1], raw=True) == encode_conversation(base, messages[:1])
     assert encode_conversation(tokenizer, messages[:1]) == encode_chat(tokenizer, messages[:1])
+
+
+def test_lines_of_sentencepiece_are_those_of_one_text() -> None:
+    """They have no space in front of each, and not the end token that the file wants behind a text."""
+    letters = sorted(set("Why?Because."))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [0.0] * len(pieces),
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(letters) + 1)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    tokenizer = read_tokenizer(fields, "model.gguf")
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    whole = tokenizer("Why?\nBecause.\n").input_ids
+    assert (whole[0], whole[-1]) == (1, 2)
+    assert encode_conversation(tokenizer, messages) == whole[:-1]
+    assert encode_conversation(tokenizer, messages[:1]) == tokenizer("Why?\n").input_ids[:-1]
+
+
+def test_what_plain_text_cannot_hold_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    with pytest.raises(RequestError, match="tool calls, which plain text cannot hold"):
+        encode_conversation(tokenizer, [{"role": "assistant", "content": "", "tool_calls": calls}], raw=True)
+    with pytest.raises(RequestError, match="got half of a surrogate pair"):
+        encode_conversation(tokenizer, [{"role": "user", "content": "W\ud800"}], raw=True)
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

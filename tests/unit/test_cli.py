@@ -127,10 +127,6 @@ REFUSALS_AFTER_LOADING = {
         "ids.jsonl, line 1: token id 999999 in the prompt is outside the vocabulary",
     ),
     "stop id out of range": (["hi", "--stop-token-ids", "4096"], "this model's ids are 0 to 4095"),
-    "messages without template": (
-        ["--file", "{files}/messages.jsonl", "--raw"],
-        "messages.jsonl, line 1: --raw cannot be",
-    ),
 }
 
 
@@ -486,6 +482,15 @@ def test_raw_leaves_the_chat_template_out() -> None:
         for flag in ("--raw", "--chat")
     )
     assert len(raw) < len(chat)
+
+
+def test_raw_messages_are_lines_of_text(files: Path) -> None:
+    ways = (["--file", str(files / "messages.jsonl")], ["hi\n"])
+    whole, text = (
+        json.loads(run("generate", *way, "--max-tokens", "1", "--raw", "--json").stdout)["requests"][0]
+        for way in ways
+    )
+    assert whole["prompt_token_ids"] == text["prompt_token_ids"]
 
 
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "eagle3", f"draft:{EMBEDDED_DRAFT}"])

@@ -40,8 +40,6 @@ auto = {{"method": "auto", "drafters": [{{"method": "suffix"}}, drafter]}}
 llm = LLM(speculative_config=auto, max_num_seqs=2, num_threads=1)
 text = llm.generate("Once", SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
 found["answered"] = imported()
-llm.engine.drafter_fits()
-found["planned"] = imported()
 from starlette.testclient import TestClient
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
@@ -49,6 +47,8 @@ with TestClient(create_app(AsyncEngine(engine=llm.engine), ServeConfig(), "embed
     body = {{"model": "embedded", "prompt": "Once", "max_tokens": 24, "temperature": 0}}
     assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
 found["served"] = imported()
+llm.engine.drafter_fits()
+found["planned"] = imported()
 print(json.dumps(found))
 """
 
@@ -64,12 +64,12 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("step", "most"),
-    [("imported", 1900), ("answered", 1950), ("planned", 2500), ("served", 2700)],
-    ids=["imported", "answered", "planned", "served"],
+    [("imported", 1900), ("answered", 1950), ("served", 2250), ("planned", 2700)],
+    ids=["imported", "answered", "served", "planned"],
 )
 def test_a_start_imports_only_what_it_uses(found: dict[str, Any], step: str, most: int) -> None:
     """With all that `from transformers import AutoModelForCausalLM` brings there are over 3,000 modules."""
-    allowed = {"planned": {"sympy"}, "served": {"sympy", "fastapi"}}  # SymPy by arithmetic without numbers
+    allowed = {"served": {"fastapi"}, "planned": {"fastapi", "sympy"}}  # SymPy by arithmetic without numbers
     unused = set(found[step]["unused"]) - allowed.get(step, set())
     assert not unused
     assert found[step]["all"] <= most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -80,6 +81,8 @@ class ReplicaState:
     load: int = 0
     """Answers that it was given and has not finished, without paused ones. It may exceed the capacity: what has no
     place waits in the replica's engine."""
+    accounts: Counter[str] = field(default_factory=Counter)
+    """The load by account."""
     requests: dict[str, None] = field(default_factory=dict)
     """In the order in which they came."""
     num_given: int = 0
@@ -152,11 +155,20 @@ class Fleet:
         if health is Health.READY:
             self._place(state)
 
-    def add_load(self, state: ReplicaState, num_answers: int) -> None:
-        """Give a replica more to do, or less."""
+    def add_load(self, state: ReplicaState, account: str, num_answers: int) -> None:
+        """Give a replica more to do for an account, or less."""
         self._unplace(state)
         state.load += num_answers
+        state.accounts[account] += num_answers
+        if not state.accounts[account]:
+            del state.accounts[account]
         if state.health is Health.READY:
+            self._place(state)
+
+    def put_last(self, state: ReplicaState) -> None:
+        """The replica comes after all others of its level."""
+        if state.health is Health.READY:
+            self._unplace(state)
             self._place(state)
 
     @property
@@ -188,9 +200,10 @@ class Fleet:
         return sum(map(len, self._levels.values()))
 
     @property
-    def capacity(self) -> int:
-        """Answers that the ready replicas step at once."""
-        return sum(state.facts.capacity for state in self if state.health is Health.READY)
+    def num_free(self) -> int:
+        """Answers that the ready replicas would step besides what they have."""
+        ready = (state for state in self if state.health is Health.READY)
+        return sum(max(state.facts.capacity - state.load, 0) for state in ready)
 
     def _place(self, state: ReplicaState) -> None:
         self._levels.setdefault(state.level, {})[state.id] = None

@@ -24,8 +24,13 @@ class FrontQueue:
     def __bool__(self) -> bool:
         return bool(self._begun or self._accounts)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an answer that has begun, and is not paused, waits to go on."""
+        return any(not ticket.is_paused for ticket in self._begun)
+
     def __iter__(self) -> Iterator[Ticket]:
-        """In the order in which they would go."""
+        """Those that have begun, then the others in the order in which their accounts take turns."""
         yield from self._begun
         rows = [iter(waiting) for waiting in self._accounts.values()]
         while rows:
@@ -46,8 +51,8 @@ class FrontQueue:
             self._accounts.setdefault(ticket.work.account, deque()).append(ticket)
 
     def first(self) -> Iterator[Ticket]:
-        """Those that may go next: all that have begun, else the first of each account in turn, leaving out those that
-        are paused: they would make nothing."""
+        """Those that may go next: all that have begun, then the first of each account in turn that is not paused. A
+        paused one would make no tokens."""
         yield from list(self._begun)
         for waiting in list(self._accounts.values()):
             yield from islice((ticket for ticket in waiting if not ticket.is_paused), 1)

@@ -22,7 +22,8 @@ from slipstream.errors import OverloadedError
 
 MAX_TRIED = 16
 MAX_OVERLOAD = 2
-"""A replica whose load is so many times its capacity gets nothing more."""
+"""A full replica takes an answer of an account with nothing running, until it has answers of so many times as many
+accounts as it has places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,7 @@ class Router:
         ticket = Ticket(work, now_s, waiting_since_s=now_s)
         orders: list[Order] = []
         if self.num_paused:  # without paused answers there is always room for what can start at once
-            free = self.fleet.capacity - self._running.total()
-            self._check_room(work, self.num_paused - free)
+            self._check_room(work, self.num_paused - self.fleet.num_free)
         is_next = next(self.queue.first(), None) is None or not self._running[work.account]
         if not is_next or not self._start(ticket, orders, now_s):
             self._check_room(work, self.num_paused + self.queue.num_answers)
@@ -242,6 +242,7 @@ class Router:
                 orders.append(Fail(ticket.work.id, "the answer was not complete by its deadline", True))
             elif self._stalls(ticket, now_s):
                 orders += self._take(ticket, now_s, cancels=True)
+                orders += self._dispatch(now_s)  # else the next one would go by a place that this one takes
             elif self._waits_in_vain(ticket, now_s):
                 orders += self._give_up(ticket, now_s, "no replica was there to go on with the answer")
         return [*orders, *self._dispatch(now_s)]
@@ -263,8 +264,11 @@ class Router:
             own = [t for t in running if t.replica == state.id]
             if {t.work.id for t in own} != set(state.requests):
                 faults.append(f"replica {state.id} has other requests than say that they run there")
-            if state.load != sum(t.work.num_answers for t in own if not t.is_paused):
-                faults.append(f"replica {state.id} has load {state.load}")
+            loads: Counter[str] = Counter()
+            for one in own:
+                loads[one.work.account] += one.work.num_answers * (not one.is_paused)
+            if state.load != loads.total() or state.accounts != +loads:
+                faults.append(f"replica {state.id} has load {state.load}, by account {state.accounts}")
         if {t.work.id for t in self.queue} != {t.work.id for t in self._tickets.values() if t not in running}:
             faults.append("the queue holds other requests than wait")
         if self.queue.num_answers != sum(t.work.num_answers for t in self.queue):
@@ -281,7 +285,7 @@ class Router:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _check_room(self, work: Work, num_answers: int) -> None:
-        """Raise `OverloadedError` where the request is too much beside so many answers that wait or are paused."""
+        """Raise `OverloadedError` where so many answers wait or are paused that the request is one too many."""
         if num_answers + work.num_answers > self.config.max_waiting:
             self.counts.refused += 1
             again_s = self.pace.retry_after_s(self.queue.num_answers + work.num_answers)
@@ -290,7 +294,8 @@ class Router:
     def _check_deadline(self, work: Work, now_s: float) -> None:
         if work.deadline_s is None:
             return
-        waiting = self.queue.num_answers + work.num_answers if self.queue else 0
+        waits = self.queue and self._running[work.account]
+        waiting = self.queue.num_answers + work.num_answers if waits else 0
         # What was measured is believed while it is being measured: else one slow answer could bar all others.
         needed_s = self.pace.wait_s(waiting) + self.pace.needs_s(work.min_tokens) if self._tickets else 0.0
         if now_s + needed_s > work.deadline_s or now_s >= work.deadline_s:
@@ -317,12 +322,17 @@ class Router:
 
     def _find(self, ticket: Ticket, allowed: Allowed) -> ReplicaState | None:
         found = self.chooser.choose(ticket.work, allowed)
-        if found is not None or (self._running[ticket.work.account] and not ticket.is_paused):
+        least = self.chooser.least_loaded(allowed) if found is None else None
+        if least is None:
             return found
-        # What is paused needs no room, and an account that has nothing running gets its share from a replica's engine.
-        least = self.chooser.least_loaded(allowed)
-        fits = least is not None and least.load < MAX_OVERLOAD * least.facts.capacity
-        return least if fits or ticket.is_paused else None
+        # What is paused needs no room. An account that has nothing running gets its share from a full replica's engine,
+        # but not before answers that have begun and wait for room to go on.
+        gets_share = (
+            not self._running[ticket.work.account]
+            and not self.queue.has_begun
+            and len(least.accounts) < MAX_OVERLOAD * least.facts.capacity
+        )
+        return least if ticket.is_paused or gets_share else None
 
     def _start(self, ticket: Ticket, orders: list[Order], now_s: float) -> bool:
         """Give the request to a replica, if there is one for it."""
@@ -404,8 +414,8 @@ class Router:
             return False
         state = self.fleet[ticket.replica or ""]
         # Where others fill the replica it may be waiting for its turn there, which is better than to wait here.
-        is_alone = state.load - ticket.work.num_answers < state.facts.capacity
-        return is_alone or self._replica_for(ticket) is not None
+        has_place = state.load - ticket.work.num_answers < state.facts.capacity
+        return has_place or self._replica_for(ticket) is not None
 
     def _waits_in_vain(self, ticket: Ticket, now_s: float) -> bool:
         moved = ticket.phase is Phase.WAITING and ticket.num_moves > 0
@@ -425,9 +435,9 @@ class Router:
         num_answers, account = sign * ticket.work.num_answers, ticket.work.account
         if ticket.is_paused:
             self.num_paused += num_answers
-            self.fleet.add_load(state, 0)  # the next paused one goes to another replica of this level
+            self.fleet.put_last(state)  # the next paused one goes to another replica of this level
             return
-        self.fleet.add_load(state, num_answers)
+        self.fleet.add_load(state, account, num_answers)
         self._running[account] += num_answers
         if not self._running[account]:
             del self._running[account]

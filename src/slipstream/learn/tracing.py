@@ -19,7 +19,7 @@ from slipstream.learn.records import ServedRecord
 from slipstream.learn.ring import MemoryRing
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_chat
+from slipstream.text.prompts import encode_conversation
 from slipstream.workload.reading import read_workload
 
 _AT_ONCE = 32
@@ -53,7 +53,7 @@ def asked_trace(
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
                 number, (task, messages) = waiting.pop()
-                prompt = encode_chat(engine.tokenizer, list(messages))
+                prompt = encode_conversation(engine.tokenizer, list(messages))
                 if len(prompt) + (params.max_tokens or 1) > engine.max_model_len:
                     done += 1
                     continue

@@ -207,14 +207,43 @@ def encode_question(
 
 
 def plain_messages(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[list[int]]:
-    """The token ids of each message as a line of plain text, without its role: what a base model reads."""
+    """The token ids of each of `plain_lines`; joined they begin as a prompt does, and have no end token.
+
+    Each line is tokenised for itself, so that those before an answer do not depend on it.
+    """
     if not tokenizer.chat_template:
         _warn_of_plain_text()
-    texts = [f"{_readable(message, '')['content']}\n" for message in messages]
+    first, *others = plain_lines(messages)
+    begun = tokenizer(first, return_special_tokens_mask=True, verbose=False)
+    num_ends = len(begun.input_ids) - bytes(begun.special_tokens_mask).rfind(0) - 1
     return [
-        list(tokenizer(text, add_special_tokens=number == 0, verbose=False).input_ids)
-        for number, text in enumerate(texts)
+        list(begun.input_ids[: len(begun.input_ids) - num_ends]),
+        *(_line(tokenizer, one) for one in others),
     ]
+
+
+def _line(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that follows a line: SentencePiece would put a space in front of it if it stood alone."""
+    line_end, both = (
+        list(tokenizer(part, add_special_tokens=False, verbose=False).input_ids)
+        for part in ("\n", f"\n{text}")
+    )
+    if both[: len(line_end)] == line_end:
+        return both[len(line_end) :]
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def plain_lines(messages: Seq[dict[str, Any]]) -> list[str]:
+    """Each message as a line of plain text, without its role: what a base model reads. Raises `RequestError` for tool
+    calls, which are no text."""
+    check_characters("the conversation", messages)
+    if not messages:
+        raise RequestError("the conversation is empty; give at least one message")
+    if any(message.get("tool_calls") for message in messages):
+        raise RequestError(
+            "a message has tool calls, which plain text cannot hold; use a model with a chat template"
+        )
+    return [f"{_readable(message, '')['content']}\n" for message in messages]
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from slipstream.audit.mix import NEUTRAL, NEUTRAL_FILTERS
 from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.remote.reading import ReplyReader
 from slipstream.client import ServerAddress, error_of
+from slipstream.text.prompts import plain_lines
 
 NUM_TOPS = 5
 """Alternatives asked for at each token."""
@@ -100,13 +101,14 @@ class ServerSide:
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= self.extra
-        is_text = request.token_ids is not None or (request.text is not None and self.raw)
+        is_text = request.token_ids is not None or self.raw
         if facts.asks_logprobs:
             body |= {"logprobs": NUM_TOPS} if is_text else {"logprobs": True, "top_logprobs": NUM_TOPS}
         if request.token_ids is not None:
             return "completions", {**body, "prompt": list(request.token_ids)}
         if is_text:
-            return "completions", {**body, "prompt": request.text}
+            text = "".join(plain_lines(request.messages)) if request.messages else request.text
+            return "completions", {**body, "prompt": text}
         messages = list(request.messages) or [{"role": "user", "content": request.text}]
         return "chat/completions", {**body, "messages": messages}
 

@@ -67,19 +67,13 @@ def prepare(engine: Engine, job: PromptJob, chat: bool | None) -> list[int]:
 
 
 def _encode(tokenizer: Any, job: PromptJob, chat: bool | None) -> str | list[int]:
-    from slipstream.text.prompts import encode_chat
+    from slipstream.text.prompts import encode_question
 
     if job.token_ids is not None:
         return job.token_ids
-    if job.messages is not None:
-        if chat is False:
-            raise RequestError("--raw cannot be used with messages: only the chat template can join them")
-        return encode_chat(tokenizer, job.messages)
     if chat and not tokenizer.chat_template:
         raise RequestError("this model's tokenizer has no chat template, which --chat needs; use --raw")
-    if chat or (chat is None and tokenizer.chat_template):
-        return encode_chat(tokenizer, [{"role": "user", "content": job.text}])
-    return job.text or ""
+    return encode_question(tokenizer, job.text, job.messages or [], raw=chat is False)
 
 
 def _read_text(file: Path | None) -> str:
