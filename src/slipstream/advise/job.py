@@ -15,7 +15,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_prompt, encode_question
+from slipstream.text.prompts import encode_question
 from slipstream.workload.prompts import Lengths, Prompt, choose
 
 
@@ -106,9 +106,8 @@ def _no_turns(prompt: Prompt) -> str:
 
 def _token_ids(job: AdviceJob, engine: Engine, prompt: Prompt) -> list[int]:
     try:
-        question = encode_question(engine.tokenizer, prompt.text, prompt.messages, job.raw)
-        if not isinstance(question, str):
-            return question
-        return encode_prompt(engine.tokenizer, question, engine.model.vocab_size, engine.max_model_len)
+        return encode_question(
+            engine.tokenizer, prompt.text, prompt.messages, job.raw, engine.model.vocab_size
+        )
     except RequestError as error:
         raise RequestError(f"{prompt.where}: {error}") from None

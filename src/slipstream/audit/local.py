@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -33,7 +32,7 @@ from slipstream.errors import ConfigError
 from slipstream.labels import engine_labels
 from slipstream.meter import Meter, meter
 from slipstream.provenance import provenance, without_folders
-from slipstream.text.prompts import encode_prompt, encode_question
+from slipstream.text.prompts import encode_question
 from slipstream.workload.prompts import Prompt
 
 ON, OFF = "on", "off"
@@ -269,9 +268,9 @@ def first_margin(
 
 def encode(engine: Engine, settings: AuditSettings, prompt: Prompt) -> list[int]:
     """A prompt's token ids, in the chat template where the model has one."""
-    tokenizer = engine.tokenizer
-    question = encode_question(tokenizer, prompt.text, prompt.messages, settings.raw)
-    return encode_prompt(tokenizer, question, engine.model.vocab_size, sys.maxsize)
+    return encode_question(
+        engine.tokenizer, prompt.text, prompt.messages, settings.raw, engine.model.vocab_size
+    )
 
 
 def audit_data(

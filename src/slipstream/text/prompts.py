@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import numbers
+import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -193,17 +194,23 @@ def encode_conversation(tokenizer: Any, messages: Seq[dict[str, Any]], raw: bool
 
 
 def encode_question(
-    tokenizer: Any, text: str | None, messages: Seq[dict[str, Any]], raw: bool
-) -> str | list[int]:
-    """What a workload asks, `messages` or else `text`, as a prompt: text where there is no template for it, or `raw`.
+    tokenizer: Any,
+    text: str | None,
+    messages: Seq[dict[str, Any]],
+    raw: bool,
+    vocab_size: int,
+    max_model_len: int = sys.maxsize,
+) -> list[int]:
+    """Token ids of what is asked, `messages` or else `text`: in the chat template, without one or where `raw` plain.
 
-    Raises `RequestError`.
+    Raises `RequestError` as `encode_prompt` does.
     """
+    prompt: str | list[int] = text or ""
     if messages:
-        return encode_conversation(tokenizer, messages, raw)
-    if tokenizer.chat_template and not raw:
-        return encode_chat(tokenizer, [{"role": "user", "content": text}])
-    return text or ""
+        prompt = encode_conversation(tokenizer, messages, raw)
+    elif tokenizer.chat_template and not raw:
+        prompt = encode_chat(tokenizer, [{"role": "user", "content": text}])
+    return encode_prompt(tokenizer, prompt, vocab_size, max_model_len)
 
 
 def plain_messages(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[list[int]]:

@@ -24,7 +24,7 @@ from slipstream.meter import meter
 from slipstream.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_prompt, encode_question
+from slipstream.text.prompts import encode_question
 from slipstream.verify.registry import VERIFIERS
 from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose
 
@@ -137,8 +137,9 @@ def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
     """Token ids of a prompt of any length; raises `RequestError` with its file and line."""
     tokenizer = engine.tokenizer
     try:
-        question = encode_question(tokenizer, prompt.text, prompt.messages, plan.settings.raw)
-        return encode_prompt(tokenizer, question, engine.model.vocab_size, sys.maxsize)
+        return encode_question(
+            tokenizer, prompt.text, prompt.messages, plan.settings.raw, engine.model.vocab_size
+        )
     except RequestError as error:
         raise RequestError(f"{prompt.where}: {error}") from None
 

@@ -57,23 +57,17 @@ def prepare(engine: Engine, job: PromptJob, chat: bool | None) -> list[int]:
 
     `chat` wraps a text in the chat template; None does so if the model has one.
     """
-    from slipstream.text.prompts import encode_prompt
+    from slipstream.text.prompts import encode_prompt, encode_question
 
+    tokenizer, vocab_size, longest = engine.tokenizer, engine.model.vocab_size, engine.max_model_len
     try:
-        prompt = _encode(engine.tokenizer, job, chat)
-        return encode_prompt(engine.tokenizer, prompt, engine.model.vocab_size, engine.max_model_len)
+        if job.token_ids is not None:
+            return encode_prompt(tokenizer, job.token_ids, vocab_size, longest)
+        if chat and not tokenizer.chat_template:
+            raise RequestError("this model's tokenizer has no chat template, which --chat needs; use --raw")
+        return encode_question(tokenizer, job.text, job.messages or [], chat is False, vocab_size, longest)
     except RequestError as error:
         raise RequestError(f"{job.where}: {error}" if job.where else str(error)) from None
-
-
-def _encode(tokenizer: Any, job: PromptJob, chat: bool | None) -> str | list[int]:
-    from slipstream.text.prompts import encode_question
-
-    if job.token_ids is not None:
-        return job.token_ids
-    if chat and not tokenizer.chat_template:
-        raise RequestError("this model's tokenizer has no chat template, which --chat needs; use --raw")
-    return encode_question(tokenizer, job.text, job.messages or [], raw=chat is False)
 
 
 def _read_text(file: Path | None) -> str:
