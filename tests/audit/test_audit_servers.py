@@ -255,11 +255,13 @@ def test_a_server_that_dies_leaves_doubt_and_can_be_resumed(tmp_path: Path) -> N
         assert kept > 10
         assert f"{kept} replies are from an earlier run" in whole.notes
         assert one.num_requests - asked < 40 + 80
-        chat = ServerSide("audited", side("audited", one).address, raw=True)
+        raw = [
+            ServerSide(name, side(name, server).address, raw=True)
+            for name, server in (("audited", one), ("against", other))
+        ]
         plan = RemoteAudit(
             settings(),
-            chat,
-            side("against", other),
+            *raw,
             has_own_size=True,
             journal=AuditJournal(file, resume=True),
         )
