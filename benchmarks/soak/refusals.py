@@ -59,7 +59,7 @@ REFUSALS = (
     _chat("min_tokens above max_tokens", min_tokens=9),
     _chat("too many stops", stop=["x"] * 65),
     _chat("stop a number", stop=5),
-    _chat("seed below 0", seed=-1),
+    _chat("seed a text", seed="7"),
     _chat("token that is not there", logit_bias={"99999999": 1.0}),
     _chat("bias of a word", logit_bias={"word": 1.0}),
     _chat("top_logprobs too many", logprobs=True, top_logprobs=1000),
