@@ -60,6 +60,10 @@ def page(result: dict[str, Any], raw: Path) -> str:
         "categories, with a 95 % interval by bootstrap over categories and prompts. Where texts differ, ratios compare "
         "answers of different lengths.",
         "",
+        "*Texts as off*: token for token those of Slipstream without speculation. Another engine's arithmetic rounds "
+        "otherwise, so its greedy text turns off at the first near-tie; one that returns no token ids is not compared. "
+        "*First token* is from the call to the first token that the caller has, the prompt included.",
+        "",
         f"{origin['cpu']}, {origin['instructions']}, {origin['threads']} threads, {origin['date']}, commit "
         f"{str(origin['commit'])[:12]}. Other programs used {origin['cores_in_use_before']:.2f} cores as it began.",
         "",
@@ -67,7 +71,11 @@ def page(result: dict[str, Any], raw: Path) -> str:
     ]
     for name, model in result["models"].items():
         lines += ["", *_of_model(name, model)]
-    command = ["", "## Run it again", "", "```sh", origin["command"], "```"]
+    command = [
+        *("", "## Run it again", "", "```sh", origin["command"], "```", ""),
+        "`--prompts` is FastChat's `question.jsonl` of MT-bench; `--environments` names virtual environments in which",
+        "`xllamacpp` and `openvino-genai` are installed.",
+    ]
     return wrapped("\n".join(lines)) + "\n" + "\n".join(command) + "\n"
 
 
@@ -107,7 +115,7 @@ def _row(model: dict[str, Any], way: str, rows: Seq[Sample], off: Seq[Sample]) -
     expected = {row.cell: row.token_ids for row in off}
     told = way.startswith("slipstream/") or any(any(row["token_ids"]) for row in mine)
     equal = sum(row.token_ids == expected.get(row.cell) for row in rows)
-    texts = f"{equal} of {len(rows)}" if told else "not told as tokens"
+    texts = f"{equal} of {len(rows)}" if told else "not compared"
     speed = statistics.median(row.tokens_per_s for row in rows)
     return f"| {way} | {speed:.1f} | {ratio} | {tokens_a_pass} | {first} | {texts} |"
 

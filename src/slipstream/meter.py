@@ -60,6 +60,11 @@ class Meter:
             self._bar.stop()
 
 
+def say(what: str) -> None:
+    """One line, before a part that has no count of its own."""
+    print(f"{what} …", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def meter(what: str, total: int, *, refreshes: bool = True) -> Iterator[Meter]:
     """A meter of `total` answers, which is removed at the end.

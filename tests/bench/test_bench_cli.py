@@ -152,6 +152,6 @@ def test_commands_name_no_more_of_a_path_than_a_reader_can_use() -> None:
     assert told == "python -m benchmarks.control --rounds 3"
     assert (
         command([str(ROOT / "benchmarks/trees.py"), "--prompts", "5"])
-        == "python benchmarks/trees.py --prompts 5"
+        == "python -m benchmarks.trees --prompts 5"
     )
     assert command(["/elsewhere/run.py"]) == "python run.py"

@@ -179,10 +179,10 @@ def test_a_full_disk_keeps_what_was_whole(tmp_path: Path) -> None:
 def test_another_question_needs_another_output(data: Path, tmp_path: Path, llm: LLM) -> None:
     output = tmp_path / "out.jsonl"
     run(data, output, llm)
-    with pytest.raises(ConfigError, match="begun with another options"):
+    with pytest.raises(ConfigError, match="begun with other settings: temperature, max_tokens;"):
         regenerate(data, output, RegenerateOptions(max_tokens=9), EngineAnswerer(llm.engine), {"model": "m"})
     data.write_text(data.read_text() + '{"prompt": "more"}\n')
-    with pytest.raises(ConfigError, match="begun with another data_sha256"):
+    with pytest.raises(ConfigError, match="begun with other settings: data_sha256;"):
         run(data, output, llm)
 
 
@@ -344,7 +344,7 @@ def test_the_command(data: Path, tmp_path: Path, shared_engines: None) -> None:
     assert len(made(output)) == 3
     refused = CliRunner().invoke(app, [*command, "--max-tokens", "5"])
     assert refused.exit_code == 2
-    assert "begun with another options" in refused.output
+    assert "begun with other settings: num_prompts, max_tokens;" in refused.output.replace("\n", " ")
     refused = CliRunner().invoke(app, [*command, "--temperature", "warm"])
     assert refused.exit_code == 2
     assert "--temperature takes numbers" in refused.output

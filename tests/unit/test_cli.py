@@ -298,6 +298,15 @@ def test_generate_refuses_bad_constraints_in_one_line(args: list[str], says: str
     assert result.exit_code != 0
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+    assert "loading" not in result.stderr
+
+
+def test_generate_says_where_the_context_cut_the_answer() -> None:
+    limits = ("--max-model-len", "40", "--ignore-eos")
+    cut = run("generate", "hi", *GREEDY, *limits, "--raw", "--max-tokens", "1000")
+    assert re.search(r"note: the answer was cut after 3\d tokens, where the context is full", cut.stderr)
+    whole = run("generate", "hi", *GREEDY, *limits, "--raw", "--max-tokens", "8")
+    assert "the answer was cut" not in whole.stderr
 
 
 def test_generate_prints_the_answer_alone_on_standard_output() -> None:

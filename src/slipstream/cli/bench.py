@@ -218,14 +218,15 @@ def _bench_server(
 ) -> ServerResult:
     """Benchmark a server. Of the `engine` flags only those of the tokenizer are allowed; raises `ConfigError`."""
     from slipstream.bench.server.remote import RemotePlan, run
-    from slipstream.client import ServerAddress, find_model
+    from slipstream.client import ServerAddress, find_model, find_url
 
     others = {name: value for name, value in engine.items() if name not in _TOKENIZER_FLAGS}
     _refuse(
         {f"--{name.replace('_', '-')}": value for name, value in others.items()}, "cannot be used with --url"
     )
     api_key = api_key_of(flags.api_key_env)
-    url = (flags.url or "").rstrip("/")
+    notes().print(f"measuring {flags.url}", markup=False)
+    url = find_url(flags.url or "", api_key, flags.timeout_s)
     name = flags.served_model or find_model(url, api_key, flags.timeout_s)
     server = ServerAddress(url, name, flags.metrics_url or metrics_url_of(url), api_key, flags.timeout_s)
     return run(RemotePlan(settings, server, sampling, _counter(engine)))

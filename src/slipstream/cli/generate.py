@@ -40,6 +40,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.jsonl import read_text
 from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.structured import StructuredOutput
 from slipstream.text.prediction import parse_prediction
 
 if TYPE_CHECKING:
@@ -120,6 +121,10 @@ def generate(
         raise ConfigError("--compare measures speculation without loss; leave --reasoning out, or --compare")
     if compare and expected is not None:
         raise ConfigError("--compare measures drafters; leave --prediction out, or --compare")
+    if isinstance(params.structured, StructuredOutput):
+        from slipstream.sampling.grammars.compiler import check_followed
+
+        check_followed(params.structured)  # before the model is loaded
     with loading(model):
         speculative = chosen_speculation(speculation, model)
         if compare and speculative.method == "off":
@@ -279,7 +284,12 @@ def _print_answers(
 
 
 def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
-    """Print a note if an answer under a constraint ended before it was complete."""
+    """Print a note if an answer ended at the end of the context, or under a constraint before it was complete."""
+    if answer.finish_reason == "length" and len(answer.token_ids) < (params.max_tokens or sys.maxsize):
+        notes().print(
+            f"note: the answer was cut after {len(answer.token_ids)} tokens, where the context is full"
+        )
+        return
     if params.structured is None or answer.finish_reason not in ("length", "error"):
         return
     why = (

@@ -58,8 +58,7 @@ def examine(
     canary = run_canary(loaded, speculative)
     yield _canary(canary)
     if kind == "eagle3" and Path(draft).is_dir():
-        on_part("drafting the same with other conventions")
-        yield from _variations(loaded, draft, canary)
+        yield from _variations(loaded, draft, canary, on_part)
 
 
 def kind_of(draft: str) -> str:
@@ -149,11 +148,14 @@ def _canary(canary: Canary) -> Finding:
     return ok("canary", text)
 
 
-def _variations(target: Engine, draft: str, canary: Canary) -> Iterator[Finding]:
+def _variations(
+    target: Engine, draft: str, canary: Canary, on_part: Callable[[str], object]
+) -> Iterator[Finding]:
     """Compare the acceptance with variations of the configuration."""
     better: list[tuple[float, str]] = []
     tried: list[str] = []
     for sentence, config in variations(Path(draft), target.model.num_layers):
+        on_part(f"drafting the same with {sentence}")
         with with_config(Path(draft), config) as folder:
             other = run_canary(target, SpeculativeConfig("eagle3", options={"model": folder}))
         tried.append(sentence)

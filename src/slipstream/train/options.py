@@ -212,7 +212,7 @@ class EagleTrainOptions:
     layout: str | None = None
     """eagle3 or speculators for EAGLE-3; eagle for EAGLE-1."""
     num_speculative_tokens: int = 4
-    """Draft depth in evaluations, and the depth that the checkpoint recommends."""
+    """Draft depth in evaluations, and the depth that the checkpoint recommends to other engines."""
 
     def __post_init__(self) -> None:
         check_types(self, "eagle")

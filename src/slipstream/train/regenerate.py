@@ -194,6 +194,12 @@ def _tokens(answers: Seq[TargetAnswer]) -> dict[str, Any]:
     return {"token_ids": token_ids, "answer_spans": spans}
 
 
+def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What an output was made with, the options one by one."""
+    options: Mapping[str, Any] = identity.get("options", {})
+    return {**{name: value for name, value in identity.items() if name != "options"}, **options}
+
+
 def _keep_provenance(
     data: Path, output: Path, options: RegenerateOptions, model_identity: Mapping[str, Any]
 ) -> None:
@@ -208,10 +214,12 @@ def _keep_provenance(
     try:
         if output.exists() and output.stat().st_size:
             before = json.loads(file.read_text(encoding="utf-8"))["made_with"] if file.exists() else {}
-            changed = [name for name, value in identity.items() if before.get(name) != value]
+            were, are = _settings(before), _settings(identity)
+            changed = [name for name, value in are.items() if were.get(name) != value]
             if changed:
                 raise ConfigError(
-                    f"{str(output)!r} was begun with another {changed[0]}; give that again, or another --output"
+                    f"{str(output)!r} was begun with other settings: {', '.join(changed)}; give those again, or "
+                    "another --output"
                 )
             return
         output.parent.mkdir(parents=True, exist_ok=True)

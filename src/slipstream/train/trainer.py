@@ -260,6 +260,7 @@ class Trainer:
             folder = self.output / f"{self.student.name}.evaluated"
             self._export(folder, progress)
             student = self.student
+            self.say(f"step {progress.step}: evaluating …")
             figures = self.evaluate(student.speculative_config(folder), student.target_path(folder))
             tau = figures.greedy.tau
             self._log.append({"event": "evaluation", **_where(progress), **figures.as_json()})

@@ -27,7 +27,7 @@ from slipstream.audit.settings import AuditSettings, data_hash, make_requests
 from slipstream.client import connect
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError
-from slipstream.meter import meter
+from slipstream.meter import meter, say
 from slipstream.workload.prompts import Prompt
 
 WITH_SEEDS, WITHOUT_SEEDS = 300, 2000
@@ -113,6 +113,7 @@ class _Run:
         self._settings = audit.settings
         prompts, ids = self._prompts(self._settings)
         trial = make_requests(self._settings, prompts, ids, PLAIN, UNKNOWN_VOCABULARY)
+        say("audit: finding out what the server answers")
         for side in sides:
             find_abilities(side, trial[0])
         self._check_sides()
@@ -140,6 +141,7 @@ class _Run:
         pairs = SampledPairs(settings, enabled=len(self._sides) > 1 and not self._shares_seeds)
         try:
             watches = [CounterWatch(sides) for sides in self._by_metrics()]
+            say("audit: asking the same again")
             repeats = [measure_repeats(side, self._requests) for side in self._sides]
             with meter("audit", len(self._requests) * len(self._sides)) as shown:
                 why = asyncio.run(
@@ -148,6 +150,7 @@ class _Run:
                     )
                 )
             if not why:
+                say("audit: streams, counters and stop strings")
                 extras.append(asyncio.run(self._ask_again(repeats[0], check_streams)))
             for watch in watches:
                 check, said = watch.check()
