@@ -46,6 +46,8 @@ def models_in(options: object) -> Iterator[str]:
 def describe(path: str) -> str:
     """The name as messages of progress have it, with the size of what is on disk: 'x.gguf (94 MiB)'."""
     place = Path(path)
+    if not place.exists():
+        return f"{path} (no file or folder here, so looked for on the hub)"
     files: list[Any] = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("*.bin")]
     num_bytes = sum(file.stat().st_size for file in files)
     return f"{path} ({num_bytes / 2**20:,.0f} MiB)" if num_bytes else path

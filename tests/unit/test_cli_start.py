@@ -161,6 +161,20 @@ def test_serve_first_logs_what_it_loads_in_the_form_of_its_logs() -> None:
     assert json.loads(line)["message"] == "loading the embedded pair"
 
 
+def test_a_name_that_leads_nowhere_here_is_said_to_be_one_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    hub = "(no file or folder here, so looked for on the hub)"
+    draft = CliRunner().invoke(app, ["generate", "hi", "--draft", "nope", "--max-tokens", "2"])
+    assert f"with the draft nope {hub}\n" in draft.stderr
+    model = CliRunner().invoke(app, ["generate", "hi", "--model", "no/pe", "--max-tokens", "2"])
+    assert f"loading no/pe {hub}\n" in model.stderr
+    assert draft.exit_code == model.exit_code == 2
+
+
 def test_results_are_alone_on_standard_output() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--json", "--max-tokens", "2"])
     assert json.loads(result.stdout)["model"] == "embedded pair"
@@ -197,7 +211,7 @@ def test_names_that_lead_nowhere_are_told_from_ids_of_the_hub(tmp_path: Path) ->
     with pytest.raises(ModelError, match="is not a folder"):
         check_model_path(str(tmp_path / "plain.txt"))
     assert describe(str(file)) == f"{file} (3 MiB)"
-    assert describe("org/model") == "org/model"
+    assert describe("org/model") == "org/model (no file or folder here, so looked for on the hub)"
 
 
 def test_models_of_inner_drafters_are_found() -> None:

@@ -18,7 +18,7 @@ from slipstream.cli.output.console import notes
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.labels import engine_labels
-from slipstream.model_path import check_model_path
+from slipstream.model_path import check_model_path, describe, models_in
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeCon
 
 def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> LLM:
     """Load the engine. Call `announce` after all other checks."""
+    for path in models_in(speculative.options):
+        if not Path(path).exists():
+            notes().print(f"with the draft {describe(path)}", markup=False)
     from slipstream.engine.llm import LLM
 
     return LLM(model, speculative_config=speculative, **engine)
