@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from slipstream.errors import RemoteError
-from slipstream.text.prompts import plain_lines
+from slipstream.text.prompts import plain_text
 from slipstream.workload.prompts import Prompt
 
 _BODY_SHOWN = 200
@@ -113,8 +113,7 @@ def request_body(
     streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     common = {"model": model, "max_tokens": prompt.max_tokens, **streamed, **extra}
     if raw:
-        text = "".join(plain_lines(prompt.messages)) if prompt.messages else prompt.text
-        return "completions", {**common, "prompt": text}
+        return "completions", {**common, "prompt": plain_text(prompt.text, prompt.messages)}
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
     return "chat/completions", {**common, "messages": messages}
 

@@ -44,7 +44,7 @@ def doctor(
     findings = []
     console = results()
     model = EMBEDDED_TARGET if target == "embedded" else target
-    for finding in examine(model, draft, kind, engine, lambda part: notes().print(f"{part} …")):
+    for finding in examine(model, draft, kind, engine, lambda part: notes().print(f"{part} …", markup=False)):
         findings.append(finding)
         if not json:
             console.print(f"{finding.verdict:<8}", style=_COLOURS[finding.verdict], end="")

@@ -13,6 +13,7 @@ from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.errors import DeployError
 
+MAX_ACCOUNTS_A_PLACE = 2
 NUM_LEVELS = 64
 """Loads are compared in this many parts of a replica's capacity."""
 
@@ -95,6 +96,11 @@ class ReplicaState:
     def level(self) -> int:
         """Load over capacity, in parts of `NUM_LEVELS`."""
         return self.load * NUM_LEVELS // self.facts.capacity
+
+    @property
+    def is_open_to_accounts(self) -> bool:
+        """True where, even if it is full, it takes an answer of an account that has nothing running."""
+        return len(self.accounts) < MAX_ACCOUNTS_A_PLACE * self.facts.capacity
 
     def has_room(self, num_answers: int) -> bool:
         """True where it would step them at once; a request larger than the replica gets an empty one."""

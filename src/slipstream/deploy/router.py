@@ -21,9 +21,6 @@ from slipstream.deploy.work import Phase, Ticket, Work
 from slipstream.errors import OverloadedError
 
 MAX_TRIED = 16
-MAX_OVERLOAD = 2
-"""A full replica takes an answer of an account with nothing running, until it has answers of so many times as many
-accounts as it has places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,17 +319,15 @@ class Router:
 
     def _find(self, ticket: Ticket, allowed: Allowed) -> ReplicaState | None:
         found = self.chooser.choose(ticket.work, allowed)
-        least = self.chooser.least_loaded(allowed) if found is None else None
-        if least is None:
+        if found is not None:
             return found
-        # What is paused needs no room. An account that has nothing running gets its share from a full replica's engine,
-        # but not before answers that have begun and wait for room to go on.
-        gets_share = (
-            not self._running[ticket.work.account]
-            and not self.queue.has_begun
-            and len(least.accounts) < MAX_OVERLOAD * least.facts.capacity
-        )
-        return least if ticket.is_paused or gets_share else None
+        if ticket.is_paused:  # it needs no room
+            return self.chooser.least_loaded(allowed)
+        # An account that has nothing running gets its share from a full replica's engine, but not before answers that
+        # have begun and wait for room to go on.
+        if self._running[ticket.work.account] or self.queue.has_begun:
+            return None
+        return self.chooser.least_loaded(lambda state: state.is_open_to_accounts and allowed(state))
 
     def _start(self, ticket: Ticket, orders: list[Order], now_s: float) -> bool:
         """Give the request to a replica, if there is one for it."""

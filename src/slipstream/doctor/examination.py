@@ -28,8 +28,7 @@ def examine(
     """Yield the finding of each check; checks that depend on a failed one are skipped.
 
     `kind` is one of `KINDS`; None infers it. `engine` are fields of `EngineConfig`. `on_part` is called with what
-    is done next, where that takes long. Raises `ModelError` when the
-    *target* cannot be loaded.
+    is done next, where that takes long. Raises `ModelError` when the *target* cannot be loaded.
     """
     if kind is not None:
         reject_unknown([kind], KINDS, "kind of draft")

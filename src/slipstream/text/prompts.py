@@ -222,15 +222,12 @@ def plain_messages(tokenizer: Any, messages: Seq[dict[str, Any]]) -> list[list[i
         _warn_of_plain_text()
     first, *others = plain_lines(messages)
     begun = tokenizer(first, return_special_tokens_mask=True, verbose=False)
-    num_ends = len(begun.input_ids) - bytes(begun.special_tokens_mask).rfind(0) - 1
-    return [
-        list(begun.input_ids[: len(begun.input_ids) - num_ends]),
-        *(_line(tokenizer, one) for one in others),
-    ]
+    last = bytes(begun.special_tokens_mask).rfind(0)
+    return [list(begun.input_ids[: last + 1]), *(_line(tokenizer, one) for one in others)]
 
 
 def _line(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that follows a line: SentencePiece would put a space in front of it if it stood alone."""
+    """The tokens of a text that follows a line. SentencePiece puts a space in front of a text without one before it."""
     line_end, both = (
         list(tokenizer(part, add_special_tokens=False, verbose=False).input_ids)
         for part in ("\n", f"\n{text}")
@@ -251,6 +248,11 @@ def plain_lines(messages: Seq[dict[str, Any]]) -> list[str]:
             "a message has tool calls, which plain text cannot hold; use a model with a chat template"
         )
     return [f"{_readable(message, '')['content']}\n" for message in messages]
+
+
+def plain_text(text: str | None, messages: Seq[dict[str, Any]]) -> str:
+    """What is asked, `messages` or else `text`, without a chat template; raises `RequestError` as `plain_lines` does."""
+    return "".join(plain_lines(messages)) if messages else text or ""
 
 
 @functools.cache

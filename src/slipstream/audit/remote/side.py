@@ -13,7 +13,7 @@ from slipstream.audit.mix import NEUTRAL, NEUTRAL_FILTERS
 from slipstream.audit.records import AuditReply, AuditRequest
 from slipstream.audit.remote.reading import ReplyReader
 from slipstream.client import ServerAddress, error_of
-from slipstream.text.prompts import plain_lines
+from slipstream.text.prompts import plain_text
 
 NUM_TOPS = 5
 """Alternatives asked for at each token."""
@@ -107,8 +107,7 @@ class ServerSide:
         if request.token_ids is not None:
             return "completions", {**body, "prompt": list(request.token_ids)}
         if is_text:
-            text = "".join(plain_lines(request.messages)) if request.messages else request.text
-            return "completions", {**body, "prompt": text}
+            return "completions", {**body, "prompt": plain_text(request.text, request.messages)}
         messages = list(request.messages) or [{"role": "user", "content": request.text}]
         return "chat/completions", {**body, "messages": messages}
 
