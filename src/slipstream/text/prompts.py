@@ -251,7 +251,7 @@ def plain_lines(messages: Seq[dict[str, Any]]) -> list[str]:
 
 
 def plain_text(text: str | None, messages: Seq[dict[str, Any]]) -> str:
-    """What is asked, `messages` or else `text`, without a chat template; raises `RequestError` as `plain_lines` does."""
+    """What is asked, `messages` or else `text`, without a chat template. Raises `RequestError`."""
     return "".join(plain_lines(messages)) if messages else text or ""
 
 
