@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,20 @@ def test_the_index_says_which_weights_count(checkpoint: Path, suffix: str, index
     read = load_model(str(checkpoint), pack=False, canary=False).model.get_input_embeddings().weight
     assert torch.equal(read, newer)
     assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == files
+
+
+@pytest.mark.parametrize("index", [{}, {"metadata": {"total_size": 1}}])
+def test_the_index_of_a_hub_id_says_which_weights_count(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: dict[str, Any]
+) -> None:
+    newer = sharded(checkpoint, **index)
+    repository, commit = tmp_path / "hub/models--org--tiny", "0123456789" * 4
+    shutil.copytree(checkpoint, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    read = load_model("org/tiny", pack=False, canary=False).model.get_input_embeddings().weight
+    assert torch.equal(read, newer)
 
 
 def test_pickled_shards_do_not_count_beside_safetensors(checkpoint: Path) -> None:

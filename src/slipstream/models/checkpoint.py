@@ -212,7 +212,7 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
         one_line(f"cannot load the weights of {path!r}"),
         silenced(),
         creating_models(source.config),
-        as_transformers_reads(path) as folder,
+        as_transformers_reads(path, source.revision) as folder,
     ):
         try:
             model, loaded = from_pretrained(

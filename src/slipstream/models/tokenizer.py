@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError, VocabularyMismatchError
-from slipstream.huggingface import AutoTokenizer, PreTrainedTokenizerFast, cached_file
+from slipstream.huggingface import AutoTokenizer, PreTrainedTokenizerFast
 from slipstream.models.configuration import load_config, named
 from slipstream.models.files.folder import (
     chat_template_beside,
     check_folder,
     check_tokenizer_files,
+    find_file,
     has_tokenizer_files,
     is_tokenizer_folder,
 )
@@ -107,9 +108,9 @@ def _folder_tokenizer(path: str, revision: str | None, trust_remote_code: bool) 
 
 def _is_described(path: str, revision: str | None) -> bool:
     """Whether a checkpoint says with a `tokenizer.json`, and not in code of its own, how text is cut."""
-    if _file(path, "tokenizer.json", revision) is None:
+    if find_file(path, "tokenizer.json", revision) is None:
         return False
-    settings = _file(path, "tokenizer_config.json", revision)
+    settings = find_file(path, "tokenizer_config.json", revision)
     return settings is None or "auto_map" not in json.loads(Path(settings).read_text(encoding="utf-8"))
 
 
@@ -141,19 +142,3 @@ def _roles_of_class(path: str, revision: str | None, trust_remote_code: bool) ->
         log.info("%s: its tokenizer's class tells no roles of tokens: %s", named(path), error)
         return {}
     return roles
-
-
-def _file(path: str, name: str, revision: str | None) -> str | None:
-    """A file of a folder or of the hub; None where there is none."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return str(file) if file.is_file() else None
-    found: str | None = cached_file(
-        path,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return found

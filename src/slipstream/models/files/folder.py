@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from slipstream.errors import ModelError
+from slipstream.huggingface import cached_file
 from slipstream.model_path import check_model_path
 from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
-from slipstream.models.files.shards import mended_index, weight_files
+from slipstream.models.files.shards import SAFETENSORS_INDEX, mended_index, read_index, weight_files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,18 +101,47 @@ def chat_template_beside(path: str) -> str | None:
     return str(template)
 
 
+def _hub_shards(path: str, revision: str | None) -> Path | None:
+    """The folder of a hub id with the weights that its index names, downloaded; None where it has no index."""
+    index = find_file(path, SAFETENSORS_INDEX, revision)
+    if index is None:
+        return None
+    named = read_index(Path(index))["weight_map"].values()
+    patterns = ["*.json", "*.py", *(str(name) for name in named)]
+    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+
+
+def find_file(path: str, name: str, revision: str | None) -> str | None:
+    """A file of a folder or of the hub; None where there is none."""
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return str(file) if file.is_file() else None
+    found: str | None = cached_file(
+        path,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return found
+
+
 @contextlib.contextmanager
-def as_transformers_reads(path: str) -> Iterator[str]:
+def as_transformers_reads(path: str, revision: str | None = None) -> Iterator[str]:
     """The folder as Transformers reads it rightly: without its adapter, and of weights only those that count.
 
     Transformers would merge an adapter by itself, and not report whether the model's own weights were complete. It
     would take a `model.safetensors` before shards with an index, and refuse an index without `metadata`.
     """
-    folder = Path(path)
-    index = mended_index(folder) if folder.is_dir() else None
+    folder = Path(path) if Path(path).is_dir() else _hub_shards(path, revision)
+    if folder is None:
+        yield path
+        return
+    index = mended_index(folder)
     others = set() if index is None else _not_named(folder, index.files)
     if not has_adapter(folder) and not others and (index is None or not index.is_mended):
-        yield path
+        yield str(folder)
         return
     with tempfile.TemporaryDirectory(prefix="slipstream-") as view:
         for file in folder.iterdir():

@@ -14,7 +14,8 @@ from typing import Any
 from slipstream.errors import ModelError
 
 _WHOLE = "model.safetensors"
-_INDEXES = (f"{_WHOLE}.index.json", "pytorch_model.bin.index.json")
+SAFETENSORS_INDEX = f"{_WHOLE}.index.json"
+_INDEXES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -61,15 +62,18 @@ def _index(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         index = folder / name
         if not index.is_file() or (index.name != _INDEXES[0] and (folder / _WHOLE).is_file()):
             continue  # what is in safetensors comes before what is pickled
-        try:
-            content = json.loads(index.read_text(encoding="utf-8"))
-            list(content["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ModelError(
-                f"cannot read {str(index)!r}: it must be a JSON object with weight_map"
-            ) from None
-        return index, content
+        return index, read_index(index)
     return None
+
+
+def read_index(index: Path) -> dict[str, Any]:
+    """The content of an index; raises `ModelError` where it is none."""
+    try:
+        content: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
+        list(content["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ModelError(f"cannot read {str(index)!r}: it must be a JSON object with weight_map") from None
+    return content
 
 
 def _names(folder: Path, index: Path, content: dict[str, Any]) -> list[str]:
