@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
-    from slipstream.models import CausalLM
-
+    from slipstream.models.identity import ModelIdentity
 
 LOSSY_ALLOWED = (
     "step-level speculation is allowed: answers marked lossy, which asked for it, are not the target's own"
 )
 
 
-def is_cost_expanded(model: CausalLM) -> bool:
+def is_cost_expanded(model: ModelIdentity) -> bool:
     """True for a checkpoint that was enlarged without changing its function (`slipstream.testing.expand`)."""
     return bool(getattr(model.config, "cost_expanded", None))
 

@@ -10,6 +10,7 @@ from tiny_models import FAMILIES, save_tiny
 
 from slipstream.models import load_model
 from slipstream.models.outline import outline_model
+from slipstream.profiling.floors import profile_key
 
 CASES = [(name, None) for name in FAMILIES] + [(name, "int8") for name in ("llama-gqa", "gemma2", "gpt-neox")]
 CASES += [
@@ -29,9 +30,13 @@ def test_weights_and_entries_are_planned_to_the_byte(
     model = load_model(str(tmp_path), quantization=quantization)
     for path in (tmp_path, tmp_path / "config.json"):
         planned = outline_model(str(path), quantization=quantization)
-        assert planned.held.total_bytes == model.weight_bytes
+        assert planned.weight_bytes == model.weight_bytes
+        assert planned.runs_as == model.runs_as
+        assert (planned.weight_type, planned.quantization) == (model.weight_type, model.quantization)
+        assert (planned.dtype, planned.cache_dtype) == (model.dtype, model.cache_dtype)
         assert planned.kernels == model.kernels
         assert planned.shapes == model.shapes
+        assert profile_key(planned) == profile_key(model)
         assert planned.kv_unit == model.kv_unit
         assert (planned.vocab_size, planned.context_length) == (model.vocab_size, model.context_length)
         assert planned.num_parameters == model.num_parameters

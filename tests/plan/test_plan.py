@@ -16,6 +16,8 @@ import torch
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.engine import memory
+from slipstream.engine.description import describe
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
@@ -25,6 +27,7 @@ from slipstream.plan.deployment import PartKind
 from slipstream.plan.fitting import largest_batch, longest_context
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
+from slipstream.profiling.floors import profile_key
 
 PROCESS = ProcessMemory(400 * 2**20, 410 * 2**20)
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
@@ -93,6 +96,40 @@ def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
     assert sizes["weights, float16"] + sizes["other weights"] == held.target_bytes
     assert sizes["logits"] == held.logit_bytes
     assert sizes["drafter's tables"] == held.table_bytes
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_an_engine_is_described_without_its_weights_as_it_is_with_them(target: LLM, name: str) -> None:
+    spec = DRAFTERS[name]
+    options = {
+        "max_num_seqs": 3,
+        "max_model_len": 96,
+        "kv_cache_bytes": 2**22,
+        "allow_lossy": "reasoning" in spec,
+    }
+    engine = make_engine(None, spec, options, like=target.engine)
+    described = describe(engine.config, engine.speculative)
+    held, planned = engine.memory_plan, described.memory_plan
+    assert planned.draft_bytes == pytest.approx(held.draft_bytes, rel=0.02, abs=1000)
+    assert replace(planned, draft_bytes=0) == replace(held, draft_bytes=0)
+    assert described.end_token_ids == engine.end_token_ids == {1}
+    assert described.tokenizer.get_vocab() == engine.tokenizer.get_vocab()
+    assert (described.draft_model is not None) == (
+        name in ("draft", "draft tree", "self", "steps beside the same draft")
+    )
+    if described.draft_model is not None:
+        assert engine.draft_model is not None
+        assert profile_key(described.draft_model) == profile_key(engine.draft_model)
+    assert described.drafter_fits[engine.speculative.method][1] == described.draft_fit
+
+
+def test_what_models_will_hold_is_not_taken_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**26)
+    config = EngineConfig(EMBEDDED_TARGET)
+    described = describe(config, SpeculativeConfig.from_mapping(DRAFT))
+    plan = described.memory_plan
+    free = 2**26 - plan.target_bytes - plan.draft_bytes
+    assert plan.num_slots == int(free * config.kv_memory_fraction) // plan.kv_bytes_per_token
 
 
 def test_the_engines_own_plan_counts_the_passes(target: LLM) -> None:

@@ -63,12 +63,6 @@ def loaded(folder: Path, threads: int, quantization: str | None = None) -> Causa
     return lm
 
 
-def sizes_of(lm: CausalLM) -> PassSizes:
-    return PassSizes.of(
-        lm.config, lm.shapes, lm.vocab_size, lm.dtype, lm.kernels, lm.rounds_rows, lm.fast_prompts
-    )
-
-
 def logits(lm: CausalLM, num_past: int, num_rows: int) -> torch.Tensor:
     """Of rows behind random entries."""
     torch.manual_seed(1)
@@ -91,7 +85,7 @@ def test_passes_take_what_is_planned(
     lm = loaded(stored, threads) if quantization == "gptq" else loaded(folder, threads, quantization)
     assert lm.decoder is not None
     logits(lm, num_past, num_rows)
-    sizes = sizes_of(lm)
+    sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
     planned = rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
     if num_rows < 300:
@@ -110,7 +104,7 @@ def test_passes_over_experts_take_what_is_planned(
     lm = loaded(mixture, threads, quantization)
     assert lm.decoder is not None
     logits(lm, num_past, num_rows)
-    sizes = sizes_of(lm)
+    sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
     assert lm.decoder.scratch_bytes == rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
 
@@ -125,7 +119,7 @@ def test_fast_prompts_take_no_more_than_is_planned(folder: Path) -> None:
         pool = KVPool(lm.shapes, num_rows, lm.dtype, lm.device)
         text = [(5 * i + 3) % 96 for i in range(num_rows)]
         lm.forward([RowGroup(range(num_rows), 0, text, [num_rows - 1], num_fast=num_rows * fast)], pool)
-        sizes = sizes_of(lm)
+        sizes = PassSizes.of(lm)
         planned = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES) + sizes.score_bytes(num_rows, num_rows, 2)
         bytes_of.append((lm.decoder.scratch_bytes, planned))
     (held, planned), (held_fast, planned_fast) = bytes_of
@@ -145,8 +139,8 @@ def test_long_texts_are_taken_in_waves(folder: Path) -> None:
         assert lm.decoder is not None
         assert torch.equal(logits(lm, num_past, num_rows), alone)
         long = lm.decoder.scratch_bytes
-        planned = sizes_of(lm).score_bytes(num_rows, num_past + num_rows, threads)
-        assert planned == sizes_of(lm).score_bytes(num_rows, 2 * num_past, threads), "it is bounded"
+        planned = PassSizes.of(lm).score_bytes(num_rows, num_past + num_rows, threads)
+        assert planned == PassSizes.of(lm).score_bytes(num_rows, 2 * num_past, threads), "it is bounded"
         short = loaded(folder, threads)
         assert short.decoder is not None
         logits(short, 0, num_rows)

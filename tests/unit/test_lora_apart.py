@@ -253,12 +253,11 @@ def test_a_plan_counts_the_adapter_of_layers_in_one(tmp_path: Path) -> None:
 @native
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Model has `tie_word_embeddings")
 def test_a_plan_counts_the_adapter_of_layers_that_run_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     path = in_gguf(tmp_path, True)
     folder = adapter(tmp_path, tiny(True), target_modules=[*ALL, "lm_head"])
-    monkeypatch.setattr("slipstream.models.unloaded.fuses_whole_passes", lambda model, variants: False)
-    held = outline_model(str(path), lora=folder).held
+    held = outline_model(str(path), lora=folder, attention_backend="packed").held
     lm = load_model(str(path), lora=folder, attention_backend="packed")
     assert lm.kernels == "native"
     assert held.total_bytes == lm.weight_bytes

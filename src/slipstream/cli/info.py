@@ -34,7 +34,8 @@ from slipstream.profiling.store import prepare_folder
 
 if TYPE_CHECKING:
     from slipstream.draft.base import Fit
-    from slipstream.engine.llm import LLM
+    from slipstream.engine.description import EngineDescription
+    from slipstream.models.identity import ModelIdentity
 
 
 @with_model
@@ -64,8 +65,9 @@ def info(
     *,
     engine: Values,
 ) -> None:
-    """Load a model as the other verbs do, and print its properties, its memory and the drafters that can run with
-    it."""
+    """Print a model's properties, its memory and the drafters that can run with it, from its configuration and its
+    tokenizer: weights are read with `--measure` only, and of a hub id not downloaded. `doctor` checks what they
+    compute."""
     _check_measuring(measure, quick, plot, overwrite)
     for path in (draft, draft_for):
         if path is not None:
@@ -79,25 +81,29 @@ def info(
         if draft is not None:
             drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
             speculative = SpeculativeConfig.from_mapping(drafts)
-        llm = load(model, speculative, engine)
-    details = _details(llm, model_name(model))
+        from slipstream.engine.description import describe
+        from slipstream.engine.factory import engine_config
+
+        described = describe(engine_config(model, engine), speculative)
+        llm = load(model, speculative, engine) if measure else None
+    details = _details(described, model_name(model))
     if draft is not None:
         details["drafters"]["draft_model"] = f"{draft}: {can_draft}"
     elif model is None:
         details["drafters"]["draft_model"] = (
             "the embedded draft, which runs by default and is in the memory plan: "
-            + _costs(llm.engine.draft_fit)
+            + _costs(described.draft_fit)
         )
     if model is None:
         about = details["drafters"]["eagle3"].partition(": ")[2]
         details["drafters"]["eagle3"] = f"the embedded target's own head: {about}"
     if draft_for is not None:
         details["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
-    measurement = None if measure else Measurement.find(llm)
+    measurement = None if measure else Measurement.find(described.model, described.draft_model)
     usable = draft if can_draft == "yes" else None
     if not json:
         print_rows(results(), [*_lines(details), *([] if measurement is None else measurement.lines())])
-    if measure:
+    if llm is not None:
         measurement = Measurement.take(llm, quick)
         if not quick and measurement.fault is not None and not json:
             measurement.print_tables(wide_results())  # also when saving is refused
@@ -105,7 +111,7 @@ def info(
         if plot is not None:
             plot_profiles(measurement.profiles(), plot)
     copy_pays = not details["drafter_costs"]["self"]["missing"]
-    details["try"] = _first_try(llm, model is None, copy_pays, usable, measurement)
+    details["try"] = _first_try(described.model, model is None, copy_pays, usable, measurement)
     if json:
         print_json({**details, "measured": None if measurement is None else measurement.as_json()})
     elif measure and measurement is not None:
@@ -127,7 +133,11 @@ def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: b
 
 
 def _first_try(
-    llm: LLM, is_embedded: bool, copy_pays: bool, draft: str | None, measurement: Measurement | None
+    model: ModelIdentity,
+    is_embedded: bool,
+    copy_pays: bool,
+    draft: str | None,
+    measurement: Measurement | None,
 ) -> str:
     """The line with which a description ends."""
     from slipstream.cli.first_try import CHAIN, KnownModel, first_try
@@ -137,19 +147,14 @@ def _first_try(
         verify = measurement.target.verify_cost(CHAIN + 1, measurement.context)
         if measurement.draft is not None:
             rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
-    model = llm.engine.model
-    return first_try(
-        KnownModel(
-            is_embedded, model.stored_as if model.stored_bits else "", copy_pays, draft, verify, rounds
-        )
-    )
+    return first_try(KnownModel(is_embedded, model.stored_as, copy_pays, draft, verify, rounds))
 
 
-def _details(llm: LLM, name: str) -> dict[str, Any]:
+def _details(described: EngineDescription, name: str) -> dict[str, Any]:
     from slipstream.models.cpu.quota import cpu_quota
 
-    model, tokenizer, plan = llm.engine.model, llm.engine.tokenizer, llm.engine.memory_plan
-    fitting = llm.engine.drafter_fits()
+    model, tokenizer, plan = described.model, described.tokenizer, described.memory_plan
+    fitting = described.drafter_fits
     return {
         "model": name,
         "family": model.family,
@@ -171,7 +176,7 @@ def _details(llm: LLM, name: str) -> dict[str, Any]:
         "logits_width": model.vocab_size,
         "chat_template": bool(tokenizer.chat_template),
         "end_tokens": {
-            str(tokenizer.convert_ids_to_tokens(token)): token for token in sorted(llm.engine.end_token_ids)
+            str(tokenizer.convert_ids_to_tokens(token)): token for token in sorted(described.end_token_ids)
         },
         "memory_plan": {**asdict(plan), "kv_bytes": plan.kv_bytes},
         "memory_plan_text": str(plan),

@@ -1,4 +1,4 @@
-"""The `slipstream` command. Each verb is one file; PyTorch is imported only when it is needed."""
+"""The `slipstream` command. Each verb is one file, imported when it is called; so is PyTorch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -13,31 +15,58 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from slipstream import __version__
-from slipstream.cli import (
-    advise,
-    audit,
-    bench,
-    chat,
-    deploy,
-    doctor,
-    draft_worker,
-    export,
-    generate,
-    handoff,
-    importing,
-    info,
-    learn,
-    load,
-    plan,
-    quantize,
-    reasoning,
-    serve,
-    train,
-    tree,
-)
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.output.writing import unwritable
 from slipstream.errors import SlipstreamError
+
+VERBS = {
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
+    "deploy": "deploy",
+    "info": "info",
+    "plan": "plan",
+    "bench": "bench",
+    "load": "load",
+    "audit": "audit",
+    "advise": "advise",
+    "tree": "tree",
+    "doctor": "doctor",
+    "export": "export",
+    "import": "importing:import_",
+    "quantize": "quantize",
+    "draft-worker": "draft_worker",
+    "train": "train:app",
+    "handoff": "handoff:app",
+    "learn": "learn:app",
+    "reasoning": "reasoning:app",
+}
+"""Verb to its file, and to the name in it where that is another."""
+
+
+class _Verbs(Mapping[str, Any]):
+    """The verbs' commands, each made when it is first asked for: making the flags of all takes half a second."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            module, _, attribute = VERBS[name].partition(":")
+            verb = getattr(import_module(f"slipstream.cli.{module}"), attribute or module)
+            group = typer.Typer(rich_markup_mode=None)
+            if isinstance(verb, typer.Typer):
+                group.add_typer(verb, name=name)
+            else:
+                group.command(name=name, cls=PlainHelp)(verb)
+            self._made[name] = typer.main.get_group(group).commands[name]
+        return self._made[name]
 
 
 class _Group(TyperGroup):
@@ -47,6 +76,10 @@ class _Group(TyperGroup):
     """
 
     debug = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands = _Verbs()  # type: ignore[assignment]
 
     def invoke(self, ctx: Any) -> Any:
         self.debug = bool(ctx.params.get("debug"))
@@ -97,26 +130,6 @@ def _drop_output() -> None:
 
 
 app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command(cls=PlainHelp)(generate.generate)
-app.command(cls=PlainHelp)(chat.chat)
-app.command(cls=PlainHelp)(serve.serve)
-app.command(cls=PlainHelp)(deploy.deploy)
-app.command(cls=PlainHelp)(info.info)
-app.command(cls=PlainHelp)(plan.plan)
-app.command(cls=PlainHelp)(bench.bench)
-app.command(cls=PlainHelp)(load.load)
-app.command(cls=PlainHelp)(audit.audit)
-app.command(cls=PlainHelp)(advise.advise)
-app.command(cls=PlainHelp)(tree.tree)
-app.command(cls=PlainHelp)(doctor.doctor)
-app.command(cls=PlainHelp)(export.export)
-app.command(cls=PlainHelp, name="import")(importing.import_)
-app.command(cls=PlainHelp)(quantize.quantize)
-app.command(cls=PlainHelp, name="draft-worker")(draft_worker.draft_worker)
-app.add_typer(train.app, name="train")
-app.add_typer(handoff.app, name="handoff")
-app.add_typer(learn.app, name="learn")
-app.add_typer(reasoning.app, name="reasoning")
 
 
 @app.callback(invoke_without_command=True)

@@ -19,6 +19,7 @@ from slipstream.profiling.profile import CostProfile, StepTime
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
+    from slipstream.models.identity import ModelIdentity
 
 USUAL_CONTEXT = 256
 """The context of conclusions, if it was measured."""
@@ -58,15 +59,15 @@ class Measurement:
         return cls(profiles[0], profiles[1] if len(profiles) > 1 else None)
 
     @classmethod
-    def find(cls, llm: LLM) -> Measurement | None:
+    def find(cls, model: ModelIdentity, draft_model: ModelIdentity | None) -> Measurement | None:
         """The saved profiles of these models on this machine; None without a profile of the target."""
         from slipstream.profiling.floors import profile_key
         from slipstream.profiling.store import find
 
-        target, model = find(profile_key(llm.engine.model)), llm.engine.draft_model
+        target = find(profile_key(model))
         if target is None:
             return None
-        return cls(target, None if model is None else find(profile_key(model)))
+        return cls(target, None if draft_model is None else find(profile_key(draft_model)))
 
     @property
     def fault(self) -> str | None:

@@ -111,7 +111,7 @@ def _embedded(per_task: int) -> list[PromptJob]:
 
 
 def _step_times(llm: LLM) -> Measurement:
-    found = Measurement.find(llm)
+    found = Measurement.find(llm.engine.model, llm.engine.draft_model)
     if found is None or found.draft is None:
         raise ConfigError(
             "--fastest needs the step times of target and draft model; "

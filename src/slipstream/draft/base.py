@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slipstream.kv.cache import KVCache
     from slipstream.metrics.worker import WorkerStats
     from slipstream.models.causal_lm import CausalLM
+    from slipstream.models.identity import ModelIdentity
     from slipstream.models.outline import ModelOutline
 
 
@@ -39,7 +40,7 @@ class DraftContext:
     target_layers: tuple[int, ...] | None = None
     """The layers that `target` runs: those of whose tokens it keeps keys and values. None is all."""
     target_outline: ModelOutline | None = None
-    """What is known of a target that is not loaded, for `Drafter.outline`."""
+    """What is known of a target that is not loaded, for `Drafter.outline` and `fit`."""
     draft_timeout_s: float = 30.0
     """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
     lender: Drafter | None = None
@@ -47,6 +48,11 @@ class DraftContext:
     is_priced: bool = False
     """True where a policy measures what its calls cost and leaves it out where it does not pay, as `auto` does. A
     drafter must not spare it what it cannot use: one that costs nothing looks as if it could stay."""
+
+    @property
+    def known_target(self) -> ModelIdentity | None:
+        """The target, loaded or not."""
+        return self.target or self.target_outline
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig, SpeculativeConfig
@@ -31,9 +32,9 @@ from slipstream.core import (
     StepPlan,
     Verdict,
 )
-from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
+from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.lookup.prediction import PredictionDrafter, PredictionOptions
-from slipstream.draft.registry import create_drafter, fits
+from slipstream.draft.registry import create_drafter
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
@@ -132,7 +133,16 @@ class Engine:
             self.drafter.max_nodes(),
         )
         writer = None if self.reasoning is None else self.reasoning.writer
-        self.memory_plan = with_passes(planned, config, self.model, self.drafter, drafter_options, writer)
+        drafters = [self.drafter] if writer is None else [self.drafter, writer]
+        drafting = [model for each in drafters for model in each.drafting_models()]
+        models = {id(model): model for model in (self.model, *drafting)}  # one that several use counts once
+        self.memory_plan = with_passes(
+            planned,
+            config,
+            list(models.values()),
+            self.drafter.max_nodes(),
+            partial(self.drafter.table_bytes, drafter_options),
+        )
         logger.info("memory: %s", self.memory_plan)
         self.max_model_len = self.memory_plan.max_model_len
         self.drafter.allocate(self.memory_plan.num_slots)
@@ -250,25 +260,6 @@ class Engine:
         if not isinstance(self.drafter, kind):
             raise TypeError(f"the engine's drafter is a {type(self.drafter).__name__}, no {kind.__name__}")
         return self.drafter
-
-    @property
-    def draft_fit(self) -> Fit:
-        """What the loaded drafter holds in memory, by purpose."""
-        feature_width = len(self.drafter.feature_layers()) * self.model.hidden_size
-        return Fit(
-            "",
-            self.memory_plan.draft_bytes,
-            self.drafter.kv_bytes_per_token(),
-            feature_width * self.model.dtype.itemsize,
-        )
-
-    def drafter_fits(self) -> dict[str, tuple[str, Fit]]:
-        """Every installed drafter by name: what it is, in a line, and how it fits this target."""
-        found = fits(self.drafter.context)
-        method = self.speculative.method
-        if method in found:
-            found[method] = found[method][0], self.draft_fit
-        return found
 
     def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
         """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""

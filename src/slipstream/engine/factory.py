@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig, options_from
 from slipstream.engine.engine import Engine
+from slipstream.garbage import uncollected
 from slipstream.vllm_names import own_engine_keys
 
 
@@ -37,4 +38,5 @@ def make_engine(
     config = engine_config(model, engine_options)
     if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)
-    return Engine(config, speculative_config, like=like)
+    with uncollected():
+        return Engine(config, speculative_config, like=like)

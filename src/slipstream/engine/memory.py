@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from slipstream.config import EngineConfig
-from slipstream.draft.base import Drafter
 from slipstream.errors import CapacityError, ConfigError
-from slipstream.models import CausalLM
-from slipstream.models.support import text_config
+from slipstream.models.identity import ModelIdentity
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
 from slipstream.plan.sizes import format_bytes
 from slipstream.profiling.memory import available_bytes, total_bytes
 
 logger = logging.getLogger(__name__)
+
+TableBytes = Callable[[int, int, int], int]
+"""(width of the logits, texts, their tokens together) to the most that a drafter's tables come to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,15 @@ class MemoryPlan:
 
 def plan_memory(
     config: EngineConfig,
-    model: CausalLM,
+    model: ModelIdentity,
     draft_bytes: int,
     draft_kv_bytes_per_token: int,
     max_draft_tokens: int,
+    is_loaded: bool = True,
 ) -> MemoryPlan:
     """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
+
+    Where models are not loaded, what they will hold is not free.
 
     Raises `CapacityError` when not even a short request would fit, and where nobody has set `max_model_len` and the
     drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter. Where
@@ -85,13 +89,16 @@ def plan_memory(
         )
     unit = model.kv_unit
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
-    allowed = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes + draft_bytes)
+    free = available_bytes(model.device) - (0 if is_loaded else model.weight_bytes + draft_bytes)
+    allowed = config.kv_cache_bytes or _allowed_bytes(
+        config, model.device, free, model.weight_bytes + draft_bytes
+    )
     useful = config.max_num_seqs * (
         max_model_len + max_draft_tokens + unit
     )  # what a request holds is rounded to units
     num_slots = min(useful, allowed // per_token)
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
-    without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, model.weight_bytes)
+    without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, free, model.weight_bytes)
     alone = min(without_draft // model.kv_bytes_per_token - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
@@ -123,9 +130,8 @@ def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
     return math.ceil(num_tokens * bytes_per_token / 2**20)
 
 
-def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int) -> int:
+def _allowed_bytes(config: EngineConfig, device: torch.device, free: int, weight_bytes: int) -> int:
     """For keys and values, where `kv_cache_bytes` is not set."""
-    free = available_bytes(device)
     if config.gpu_memory_utilization is None:
         return int(free * config.kv_memory_fraction)
     share = int(total_bytes(device) * config.gpu_memory_utilization)
@@ -140,34 +146,18 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, weight_bytes: int
 def with_passes(
     plan: MemoryPlan,
     config: EngineConfig,
-    model: CausalLM,
-    drafter: Drafter,
-    options: Any,
-    further: Drafter | None = None,
+    models: Sequence[ModelIdentity],
+    max_draft_tokens: int,
+    table_bytes: TableBytes,
 ) -> MemoryPlan:
-    """The plan with what passes compute with and what the tables of a drafter with these `options` come to hold.
-
-    `further` is another drafter beside it; a model that both use is counted once."""
-    limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, drafter.max_nodes())
-    models = [model, *drafter.drafting_models()]
-    if further is not None:
-        models += [each for each in further.drafting_models() if not any(each is one for one in models)]
+    """The plan with what passes of the `models`, the target first, compute with, and what the drafter's tables come to
+    hold: see `Drafter.table_bytes`, but for the options."""
+    limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, max_draft_tokens)
+    target = models[0]
     num_tokens = min(config.max_num_seqs * plan.max_model_len, plan.num_slots)
     return replace(
         plan,
-        activation_bytes=sum(activation_bytes(_sizes(each), limits) for each in models),
-        logit_bytes=_sizes(model).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
-        table_bytes=drafter.table_bytes(options, model.vocab_size, config.max_num_seqs, num_tokens),
-    )
-
-
-def _sizes(model: CausalLM) -> PassSizes:
-    return PassSizes.of(
-        text_config(model.config),
-        model.shapes,
-        model.vocab_size,
-        model.dtype,
-        model.kernels,
-        model.rounds_rows,
-        model.fast_prompts,
+        activation_bytes=sum(activation_bytes(PassSizes.of(each), limits) for each in models),
+        logit_bytes=PassSizes.of(target).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
+        table_bytes=table_bytes(target.vocab_size, config.max_num_seqs, num_tokens),
     )

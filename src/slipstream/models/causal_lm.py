@@ -12,21 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
+from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.kv.slots import SlotMap
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, PassOutput
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.experts import file_stacks
-from slipstream.models.cpu.native import instructions
 from slipstream.models.files.stored import KeptWeights, quantised_layers
+from slipstream.models.identity import ModelIdentity
 from slipstream.models.layers import LayerStack, layer_stack
-from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
+from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.rows import RowGroup, Rows
-from slipstream.models.support import text_config
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
 
@@ -42,7 +41,7 @@ class ForwardOutput:
     """The rows that were computed."""
 
 
-class CausalLM:
+class CausalLM(ModelIdentity):
     """A loaded model, its shapes and limits. Make one with `slipstream.models.load_model`."""
 
     def __init__(
@@ -65,67 +64,32 @@ class CausalLM:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.dtype = dtype
-        """In which rows, keys and values are computed."""
         self.cache_dtype = self.dtype
-        """How keys and values are held (`kv_cache_dtype`)."""
         self.fast_prompts = False
-        """Whether prompts are computed in bfloat16; `RowGroup.num_fast` says of each pass for which rows."""
+        """Where true, `RowGroup.num_fast` says of each pass for which rows."""
         self.device: torch.device = model.device
         quantised = quantised_layers(model)
         self.kept = KeptWeights.of(model)
         """Those that are held as a file had them."""
-        self.num_parameters = (
-            sum(parameter.numel() for parameter in model.parameters()) + self.kept.num_weights
+        self._num_parameters: int = (
+            sum(parameter.numel() for parameter in model.parameters())
+            + self.kept.num_weights
+            + sum(stack.numel() for stack in file_stacks(model))
         )
-        self.num_parameters += sum(stack.numel() for stack in file_stacks(model))
         self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
         """Of the weights as they were read, but for those that files hold quantised."""
         self.stored_bits = frozenset(part.bits for part in quantised)
         """Of the codes of weights that are held as a file had them, quantised; empty where there are none."""
         self.stored_as = stored_as
-        """How the file held them: 'Q4_K, Q6_K'."""
         self.weight_format = weight_format
-        """Of all other weights."""
         self.was_compared = False
         """Whether its layers or logits were compared with Transformers' when it was loaded."""
         self.decoder: Decoder | None = None
         """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
         self.num_threads = threads.available()
-        """What its passes may use on a CPU."""
         self._layer_stack: LayerStack | None = None
         self._lock = threading.RLock()
         """Held for every pass in the Transformers model: one over some layers changes the model while it runs."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return int(text_config(self.config).hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(text_config(self.config).num_hidden_layers)
-
-    @property
-    def family(self) -> str:
-        return str(self.config.model_type)
-
-    @property
-    def quantization(self) -> str | None:
-        """The name of the weight format; None where it is one that `dtype` names."""
-        return None if self.weight_format.name in OF_DTYPE.values() else self.weight_format.name
-
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether the CPU kernels round rows to 8 bits before they multiply them."""
-        return bool(self.stored_bits) or self.weight_format.bytes_per_weight < 2
-
-    @property
-    def weight_type(self) -> str:
-        """How the weights are held: a file's quantised types, a weight format, or the type that PyTorch computes in."""
-        if self.stored_bits:
-            return self.stored_as
-        packs = self.dtype == torch.float32
-        return self.weight_format.name if packs else str(self.dtype).removeprefix("torch.")
 
     @property
     def kernels(self) -> str:
@@ -135,13 +99,8 @@ class CausalLM:
         return "native" if any(isinstance(part, NativeLinear) for part in self.model.modules()) else "torch"
 
     @property
-    def runs_as(self) -> str:
-        """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
-        fmt = self.stored_as if self.stored_bits else self.weight_format.name
-        weights = "" if fmt == UNCHANGED else f"{fmt} weights, "
-        kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
-        prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
-        return f"{weights}{str(self.dtype).removeprefix('torch.')} on {self.device}, {kernels}{prompts}"
+    def num_parameters(self) -> int:
+        return self._num_parameters
 
     @property
     def weight_bytes(self) -> int:
@@ -152,16 +111,6 @@ class CausalLM:
         apart = sum(change.nbytes for change in changes if change is not None)
         plain = sum(int(parameter.nbytes) for parameter in self.model.parameters())
         return packed_bytes(self.model) + plain + apart
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Of the cache, scales included."""
-        return bytes_per_token(self.shapes, self.cache_dtype)
-
-    @property
-    def kv_unit(self) -> int:
-        """Slots of this model's caches are given out in multiples of this many."""
-        return self.backend.layout.unit
 
     def num_fast_tokens(self, num_prompt_tokens: int) -> int:
         """How many leading tokens of a text with such a prompt are computed in the arithmetic of `fast_prompts`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from slipstream.errors import ModelError
 from slipstream.huggingface import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    GenerationConfig,
     creating_models,
     model_class,
 )
-from slipstream.models.configuration import load_config, meta_model
+from slipstream.models.configuration import load_config, meta_model, read_generation_config
 from slipstream.models.files.folder import as_transformers_reads, check_weight_files
 from slipstream.models.files.gguf import Gguf, open_gguf
 from slipstream.models.files.gguf_architectures import read_config
@@ -196,10 +194,7 @@ def _read_stored(
             ignore_mismatched_sizes=True,  # `_check_complete` reports them
         )
         if source.gguf is None:
-            with contextlib.suppress(OSError):  # most have one: how to sample, and where answers end
-                model.generation_config = GenerationConfig.from_pretrained(
-                    source.path, revision=source.revision or "main"
-                )
+            read_generation_config(model, source.path, source.revision)
     return model, loaded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.huggingface import AutoConfig, AutoModelForCausalLM, creating_models
+from slipstream.huggingface import AutoConfig, AutoModelForCausalLM, GenerationConfig, creating_models
+from slipstream.model_path import names_gguf
 from slipstream.models.files.folder import check_folder
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
@@ -31,6 +33,17 @@ def read_config_file(file: str, *, trust_remote_code: bool = False) -> Any:
     """The Transformers configuration in a file of its own: a `config.json` without a checkpoint."""
     with one_line(f"cannot read the configuration {file!r}"), silenced():
         return AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
+
+
+def read_generation_config(model: Any, path: str, revision: str | None) -> None:
+    """Give a Transformers model what most checkpoints have beside their weights: how to sample, where answers end.
+
+    A GGUF file and a bare `config.json` have none, and the model keeps what its configuration says.
+    """
+    if names_gguf(path) or Path(path).is_file():
+        return
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path, revision=revision or "main")
 
 
 def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:

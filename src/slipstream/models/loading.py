@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from slipstream.errors import UnsupportedModelError
 from slipstream.huggingface import model_class
 from slipstream.models.attention.base import ModelTraits
-from slipstream.models.attention.registry import AUTO, cannot_run, choose_backend
+from slipstream.models.attention.registry import AUTO, choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, open_checkpoint
@@ -238,12 +237,7 @@ def adapt(
     traits = ModelTraits(model.config, model.device, dtype, native and pack)
     backend = choose_backend(attention_backend, traits)
     probed = probe_layers(model, backend)
-    reason = backend.misfit(model, probed.variants, fmt)
-    if reason is not None:
-        if attention_backend != AUTO:
-            raise cannot_run(attention_backend, traits, reason)
-        log.info("%s runs layer by layer: %s", model.config.model_type, reason)
-        backend = choose_backend(AUTO, replace(traits, native=False))
+    backend = fitting_backend(backend, attention_backend, traits, model, probed.variants, fmt)
     lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt, dtype, stored_as)
     stock = None
     with silenced():

@@ -9,22 +9,26 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.attention.registry import AUTO
+from slipstream.kv.pool import LayerShape
+from slipstream.models.attention.base import AttentionBackend
+from slipstream.models.attention.registry import AUTO, fitting_backend
+from slipstream.models.cpu import threads
 from slipstream.models.cpu.experts import ExpertParts, file_stacks, packed_expert_bytes
 from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
-from slipstream.models.files.stored import KeptWeights, StoredEmbedding, quantised_layers
+from slipstream.models.fast_prompts import check_fast_prompts, check_model
+from slipstream.models.files.stored import KeptWeights, StoredEmbedding
+from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
@@ -63,7 +67,7 @@ class HeldWeights:
 
 
 @dataclass(frozen=True)
-class ModelOutline:
+class ModelOutline(ModelIdentity):
     """A model that is not loaded: its sizes, and what it will hold and compute with."""
 
     path: str
@@ -72,40 +76,34 @@ class ModelOutline:
     model: Any
     """The Transformers model on the meta device."""
     shapes: tuple[LayerShape, ...]
-    """What each layer stores for a token."""
     vocab_size: int
     context_length: int
     dtype: torch.dtype
-    """In which rows, keys and values are computed."""
     cache_dtype: torch.dtype
-    """How keys and values are held."""
     matrix_dtype: torch.dtype
     """In which matrices are read, and embeddings kept; see `models.matrices`."""
     device: torch.device
+    backend: AttentionBackend
     weight_format: WeightFormat
-    kernels: str
-    """As `CausalLM.kernels`: `decoder`, `native` or `torch`."""
-    kv_unit: int
-    """Slots of its caches are given out in multiples of this many."""
+    native: bool
+    """Whether our kernels may compute."""
     stored_bytes_per_weight: float
     """In the checkpoint's files."""
+    num_threads: int
     stored_dtype: torch.dtype | None = None
     """The type that the checkpoint names as its own."""
     stored_as: str = ""
-    """How its files hold the weights that stay quantised, as `CausalLM.stored_as`."""
+    fast_prompts: bool = False
 
     @property
-    def family(self) -> str:
-        return str(self.config.model_type)
+    def kernels(self) -> str:
+        if not self.native or not self.packs or self.weight_format.kernel is None:
+            return "torch"
+        return "decoder" if self.backend.takes_over else "native"
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return int(self.config.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.config.num_hidden_layers)
+    def weight_bytes(self) -> int:
+        return self.held.total_bytes
 
     @cached_property
     def num_parameters(self) -> int:
@@ -116,27 +114,6 @@ class ModelOutline:
     def kept(self) -> KeptWeights:
         """As `CausalLM.kept`."""
         return KeptWeights.of(self.model)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self.shapes, self.cache_dtype)
-
-    @property
-    def weight_type(self) -> str:
-        """How the weights are held, as `CausalLM.weight_type`."""
-        return self.stored_as or (
-            self.weight_format.name if self.packs else str(self.dtype).removeprefix("torch.")
-        )
-
-    @property
-    def packs(self) -> bool:
-        """Whether the linear layers are packed: float32 on a CPU."""
-        return self.device.type in self.weight_format.devices and self.dtype == torch.float32
-
-    @property
-    def rounds_rows(self) -> bool:
-        """As `CausalLM.rounds_rows`."""
-        return bool(quantised_layers(self.model)) or self.weight_format.bytes_per_weight < 2
 
     @property
     def rounds_to_16_bits(self) -> bool:
@@ -302,6 +279,7 @@ def outline_model(
     attention_backend: str = AUTO,
     kv_cache_dtype: str = "auto",
     lora: str | None = None,
+    fast_prompts: bool = False,
 ) -> ModelOutline:
     """The outline of a checkpoint folder, a hub id (its configuration alone is downloaded) or a `config.json`.
 
@@ -320,12 +298,7 @@ def outline_model(
     fmt = checked_format(name, seen.device, seen.dtype)
     if name is not None and fmt.stored_dtype not in (None, torch.float32):
         matrices = fmt.stored_dtype
-    packs = seen.dtype == torch.float32 and seen.device.type in fmt.devices
-    kernels = "native" if seen.native and packs and fmt.kernel is not None else "torch"
-    if kernels == "native" and seen.fuses:
-        kernels = "decoder"
-    fused = kernels == "decoder"
-    return ModelOutline(
+    outline = ModelOutline(
         path=path,
         config=seen.config,
         model=seen.model,
@@ -333,13 +306,21 @@ def outline_model(
         vocab_size=seen.vocab_size,
         context_length=context_length(seen.config, max_model_len),
         dtype=seen.dtype,
-        cache_dtype=resolve_cache_dtype(kv_cache_dtype, dtype, seen.stored_dtype, seen.dtype, fused),
+        cache_dtype=seen.dtype,
         matrix_dtype=matrices,
         device=seen.device,
+        backend=fitting_backend(seen.backend, attention_backend, seen.traits, seen.model, seen.variants, fmt),
         weight_format=fmt,
-        kernels=kernels,
-        kv_unit=seen.kv_unit,
+        native=seen.native,
         stored_bytes_per_weight=seen.stored_bytes_per_weight,
+        num_threads=threads.available(),
         stored_dtype=seen.stored_dtype,
         stored_as=seen.stored_as,
+        fast_prompts=fast_prompts,
     )
+    fused = outline.kernels == "decoder"
+    if fast_prompts:
+        check_fast_prompts(outline.device, outline.kernels != "torch", outline.weight_type)
+        check_model(outline.family, outline.weight_type, fused, outline.has_experts)
+    kept_in = resolve_cache_dtype(kv_cache_dtype, dtype, seen.stored_dtype, seen.dtype, fused)
+    return replace(outline, cache_dtype=kept_in)

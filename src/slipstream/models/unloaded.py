@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.huggingface import unused_deferred
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
@@ -20,9 +21,8 @@ from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers
 from slipstream.models.configuration import load_config, meta_model, read_config_file
-from slipstream.models.cpu.decoder import layer_misfits
-from slipstream.models.cpu.families import find_family
 from slipstream.models.files.gguf import open_gguf
+from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
 from slipstream.models.files.lora import outlined_changes
 from slipstream.models.files.quantised_folder import read_quantised
@@ -63,8 +63,11 @@ class UnloadedModel:
     """In which matrices are read where nothing else asks for a type."""
     device: torch.device
     native: bool
-    fuses: bool
-    kv_unit: int
+    backend: AttentionBackend
+    traits: ModelTraits
+    """What the choice of the backend depends on."""
+    variants: tuple[Variant, ...]
+    """How each layer attends."""
     stored_bytes_per_weight: float
     stored_as: str = ""
     """How the file holds layers that stay quantised; empty where none does."""
@@ -77,6 +80,9 @@ _shared: ContextVar[dict[tuple[Any, ...], UnloadedModel] | None] = ContextVar("_
 @contextlib.contextmanager
 def shared_outlines() -> Iterator[None]:
     """Read every configuration once within the body, however many plans are made of it."""
+    if _shared.get() is not None:
+        yield
+        return
     token = _shared.set({})
     try:
         yield
@@ -120,7 +126,8 @@ def unloaded_model(
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)
     kind, asked = settle_dtype(dtype, where, config, native, lambda: plain)
-    backend = choose_backend(attention_backend, replace(traits, dtype=kind))
+    traits = replace(traits, dtype=kind)
+    backend = choose_backend(attention_backend, traits)
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype
@@ -146,8 +153,9 @@ def unloaded_model(
         matrix_dtype=matrices,
         device=where,
         native=native,
-        fuses=fuses_whole_passes(model, variants),
-        kv_unit=backend.layout.unit,
+        backend=backend,
+        traits=traits,
+        variants=tuple(variants),
         stored_bytes_per_weight=stored,
         stored_as=stored_as,
     )
@@ -165,7 +173,11 @@ def _config(
 
     Raises for a configuration that the engine would refuse.
     """
-    if Path(path).is_file() and path.endswith(".json"):
+    file = find_gguf(path, revision)
+    gguf = None if file is None else open_gguf(file)
+    if gguf is not None:
+        config = read_config(gguf)
+    elif Path(path).is_file() and path.endswith(".json"):
         config = read_config_file(path, trust_remote_code=trust_remote_code)
     else:
         config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -173,8 +185,8 @@ def _config(
     config = config if tower is None else tower.config
     check_config(config)
     quantised = settle_quantized(path, config, read_by_transformers(config, tower))
-    if path.lower().endswith(".gguf"):
-        stored = read_gguf_model(open_gguf(find_gguf(path, revision) or path), config)
+    if gguf is not None:
+        stored = read_gguf_model(gguf, config)
         return config, stored if stored.matrices else None, None
     if quantised is None or not quantised.is_kept:
         return config, None, quantised
@@ -211,12 +223,33 @@ def _stored_bytes_per_weight(config: Any) -> float:
 
 def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
     """What each layer stores and how it attends, and the width of the logits."""
-    with silenced(), unused_deferred():  # arithmetic without numbers would import PyTorch's compiler
-        probed = probe_layers(model, backend)
+    with silenced(), unused_deferred():
+        try:
+            with _zeros(model):
+                probed = probe_layers(model, backend)
+        except UnsupportedModelError:  # code that zeros do not suit, or a model that cannot be decoded
+            probed = probe_layers(model, backend)
     return probed.shapes, probed.variants, probed.vocab_size
 
 
-def fuses_whole_passes(model: Any, variants: list[Variant]) -> bool:
-    """Whether the kernels' decoder computes whole passes of it."""
-    family = find_family(model)
-    return family is not None and next(layer_misfits(model, family, variants), None) is None
+@contextlib.contextmanager
+def _zeros(model: Any) -> Iterator[None]:
+    """Within the body, all weights are zeros on the CPU, each one number that is read again and again.
+
+    Arithmetic on the meta device would import PyTorch's compiler and SymPy.
+    """
+    kept = [
+        (held, name, tensor)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    for held, name, tensor in kept:
+        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        held[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
+    try:
+        yield
+    finally:
+        for held, name, tensor in kept:
+            held[name] = tensor

@@ -6,15 +6,14 @@ layer of a Transformers model has alive at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from slipstream.config import EngineConfig
 from slipstream.kv.pool import LayerShape
 from slipstream.models.cpu import threads
+from slipstream.models.identity import ModelIdentity
+from slipstream.models.support import text_config
 from slipstream.sampling.noise import SMALL_VOCABULARY
 
 _LINE = 16
@@ -66,36 +65,24 @@ class PassSizes:
     """How many of them a row visits."""
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        shapes: Sequence[LayerShape],
-        vocab: int,
-        dtype: torch.dtype,
-        kernels: str,
-        quantised: bool,
-        fast: bool = False,
-    ) -> PassSizes:
-        """Of a model with this Transformers configuration, whose layers store `shapes`.
-
-        `kernels` is as in `CausalLM.kernels`, `quantised` as `CausalLM.rounds_rows`, `fast` whether there are
-        `fast_prompts`.
-        """
-        widest = max(shapes, key=LayerShape.elements)
+    def of(cls, model: ModelIdentity) -> PassSizes:
+        """Of a model that is loaded, or not."""
+        config = text_config(model.config)
+        widest = max(model.shapes, key=LayerShape.elements)
         hidden = int(config.hidden_size)
         num_experts, num_chosen = _experts_of(config)
-        is_mixture = num_experts > 0 and kernels == "decoder"
+        is_mixture = num_experts > 0 and model.kernels == "decoder"
         return cls(
             hidden=hidden,
             intermediate=_expert_width(config) if is_mixture else _intermediate(config, hidden),
             num_heads=_num_heads(config, widest.num_kv_heads),
             num_kv_heads=widest.num_kv_heads,
             head_dim=max(widest.key_dim, widest.value_dim),
-            vocab=vocab,
-            itemsize=dtype.itemsize,
-            fused=kernels == "decoder",
-            quantised=quantised,
-            fast=fast,
+            vocab=model.vocab_size,
+            itemsize=model.dtype.itemsize,
+            fused=model.kernels == "decoder",
+            quantised=model.rounds_rows,
+            fast=model.fast_prompts,
             num_rotaries=_num_rotaries(config),
             num_experts=num_experts if is_mixture else 0,
             num_chosen=num_chosen if is_mixture else 1,

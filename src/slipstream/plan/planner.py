@@ -14,7 +14,6 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
-from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
 from slipstream.models.outline import ModelOutline, outline_model
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
@@ -53,11 +52,10 @@ class Planner:
             attention_backend=config.attention_backend,
             kv_cache_dtype=config.kv_cache_dtype,
             lora=config.lora,
+            fast_prompts=config.fast_prompts,
         )
-        if config.fast_prompts:
-            _check_fast_prompts(self.target)
         elsewhere = self.speculative.draft_device
-        context = DraftContext(
+        self.context = DraftContext(
             engine_config=config,
             tokenizer=None,
             vocab_size=self.target.vocab_size,
@@ -67,17 +65,23 @@ class Planner:
             verifier=verifier,
             target_outline=self.target,
         )
-        self.draft = self._drafter.outline(self._options, context)
+        """What drafters are told of the target."""
+        self.draft = self._drafter.outline(self._options, self.context)
         if self.speculative.reasoning is not None:
-            self.draft = self._beside_writer(self.speculative.reasoning, context)
+            self.draft = self._beside_writer(self.speculative.reasoning)
 
-    def _beside_writer(self, reasoning: Mapping[str, Any], context: DraftContext) -> DraftOutline:
+    def _beside_writer(self, reasoning: Mapping[str, Any]) -> DraftOutline:
         """The drafter with the one that writes whole steps, whose model is loaded once where it is the same."""
         cls, options = validate(ReasoningConfig.from_mapping(reasoning).writer(self.speculative))
-        writer = cls.outline(options, context)
+        writer = cls.outline(options, self.context)
         loaded = {_loaded_as(model) for model in self.draft.models}
         own = tuple(model for model in writer.models if _loaded_as(model) not in loaded)
         return DraftOutline.joined([self.draft, replace(writer, models=own)], self.draft.max_nodes)
+
+    @property
+    def draft_model(self) -> ModelOutline | None:
+        """The model that the drafter would load and draft with; None for lookups, heads and groups."""
+        return self.draft.models[0] if self._drafter.has_own_model else None
 
     @property
     def max_context(self) -> int:
@@ -94,6 +98,10 @@ class Planner:
         """Of target and drafter together, features included."""
         draft = self.draft.kv_bytes_per_token + self.feature_bytes_per_token
         return self.target.kv_bytes_per_token + draft
+
+    def table_bytes(self, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
+        """As `Drafter.table_bytes`, of this drafter."""
+        return self._drafter.table_bytes(self._options, vocab_size, num_seqs, num_tokens)
 
     def at(self, batch: int, context: int) -> DeploymentPlan:
         """The plan for `batch` requests at once of `context` tokens each, prompt and answer together.
@@ -176,7 +184,7 @@ class Planner:
 
     def _passes(self, batch: int, context: int) -> Iterator[PlannedPart]:
         limits = PassLimits.of(self.config, batch, context, self.draft.max_nodes)
-        sizes = pass_sizes(self.target, self.config.fast_prompts)
+        sizes = PassSizes.of(self.target)
         features = 2 * len(self.draft.feature_layers) * self.target.hidden_size * self.target.dtype.itemsize
         yield PlannedPart(
             "activations",
@@ -190,12 +198,12 @@ class Planner:
             sizes.logit_bytes(limits.num_logit_rows, batch),
             f"{limits.num_logit_rows:,} checked rows of {sizes.vocab:,} tokens",
         )
-        own = sum(activation_bytes(pass_sizes(model), limits) for model in self.draft.models)
+        own = sum(activation_bytes(PassSizes.of(model), limits) for model in self.draft.models)
         own += limits.num_rows * self.draft.head_bytes_per_row
         rows = batch * self.draft.logit_rows
         own += sizes.draft_logit_bytes(self.draft.logit_rows, batch)
         yield PlannedPart("draft activations", PartKind.PASS, own, f"passes and {rows:,} rows of logits")
-        tables = self._drafter.table_bytes(self._options, self.target.vocab_size, batch, batch * context)
+        tables = self.table_bytes(self.target.vocab_size, batch, batch * context)
         yield PlannedPart("drafter's tables", PartKind.DRAFTER, tables, "at their bounds")
 
     # --- while it starts --------------------------------------------------------------------------------------
@@ -210,12 +218,6 @@ class Planner:
             held += model.held.total_bytes
         if self.draft.head_bytes:
             yield LoadingStage("heads read", held + 2 * self.draft.head_stored_bytes + self.draft.head_bytes)
-
-
-def _check_fast_prompts(target: ModelOutline) -> None:
-    """Raise `ConfigError` where the engine would refuse them for this model."""
-    check_fast_prompts(target.device, target.kernels != "torch", target.weight_type)
-    check_model(target.family, target.weight_type, target.kernels == "decoder", target.has_experts)
 
 
 def _loaded_as(model: ModelOutline) -> tuple[object, ...]:
@@ -239,16 +241,3 @@ def packing_bytes(model: ModelOutline) -> int:
     """The most while layers are packed, one after another."""
     held = model.held.total_bytes
     return (held if model.maps_weights else max(model.unpacked_bytes, held)) + model.packing_extra_bytes()
-
-
-def pass_sizes(model: ModelOutline, fast_prompts: bool = False) -> PassSizes:
-    """The widths of a planned model's passes; a draft model's have no `fast_prompts`."""
-    return PassSizes.of(
-        model.config,
-        model.shapes,
-        model.vocab_size,
-        model.dtype,
-        model.kernels,
-        model.rounds_rows,
-        fast_prompts,
-    )

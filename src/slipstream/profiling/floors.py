@@ -21,6 +21,7 @@ from slipstream.kv.pool import bytes_per_token
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.native import fingerprint
+from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import UNCHANGED
 from slipstream.models.support import text_config
 from slipstream.profiling.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
@@ -75,7 +76,7 @@ def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> l
     return [bench.profile(limits) for bench in benches]
 
 
-def profile_key(model: CausalLM) -> ProfileKey:
+def profile_key(model: ModelIdentity) -> ProfileKey:
     """The key under which this model's profile is saved and found, with the number of threads that it uses."""
     on_cpu = model.device.type == "cpu"
     backend = type(model.backend)
@@ -294,7 +295,7 @@ def _take_turns(benches: Seq[_Bench], limits: _Limits, survey: Survey, on_progre
     on_progress(total, total)
 
 
-def _fingerprint(model: CausalLM) -> str:
+def _fingerprint(model: ModelIdentity) -> str:
     """Equal for equal architectures and sizes, wherever the checkpoint lies."""
     volatile = {"_name_or_path", "transformers_version", "dtype", "architectures"}
     values = {key: value for key, value in model.config.to_dict().items() if key not in volatile}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from slipstream.cli.output.console import notes
+from slipstream.garbage import uncollected
 from slipstream.model_path import describe
 
 
@@ -33,7 +34,8 @@ def waiting(what: str) -> Iterator[None]:
     """
     if not sys.stderr.isatty():
         notes().print(what, markup=False)
-        yield
+        with uncollected():
+            yield
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -41,4 +43,5 @@ def waiting(what: str) -> Iterator[None]:
     with Progress(*columns, console=notes(), transient=True) as progress:
         progress.add_task(what, total=None)
         progress.refresh()
-        yield
+        with uncollected():
+            yield

@@ -18,7 +18,7 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.draft.rules import PlanRule, read_rules
 from slipstream.errors import ConfigError
-from slipstream.models.causal_lm import CausalLM
+from slipstream.models.identity import ModelIdentity
 
 SHAPE_KEYS = frozenset({"tree_top_k", "tree_choices", "num_draft_nodes"})
 """A drafter with one of these has a shape of its own choice."""
@@ -77,7 +77,7 @@ class AutoDrafter(DrafterGroup):
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
         """What the drafters hold together from which it chooses when none are named."""
-        target, configs = context.target, _usual(context)
+        target, configs = context.known_target, _usual(context)
         formats = [config.options["quantization"] for config in configs if "quantization" in config.options]
         parts = [validate(config)[0].fit(context) for config in configs]
         return Fit(
@@ -112,7 +112,7 @@ class AutoDrafter(DrafterGroup):
         self.drafters.observe(observations)
 
 
-def _copy_bytes(quantization: str, context: DraftContext, target: CausalLM) -> int:
+def _copy_bytes(quantization: str, context: DraftContext, target: ModelIdentity) -> int:
     """Of a copy of the target in this weight format."""
     return target_copy(quantization, context.engine_config, target.dtype).held.total_bytes
 

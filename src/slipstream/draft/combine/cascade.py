@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -188,6 +189,9 @@ class CascadeDrafter(LevelDrafter):
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
         self.inner.allocate(num_tokens)
+
+    def drafting_models(self) -> Seq[CausalLM]:
+        return [*super().drafting_models(), *self.inner.drafting_models()]
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self.inner.memory_bytes()

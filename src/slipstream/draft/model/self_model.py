@@ -135,9 +135,9 @@ class SelfDrafter(DraftModelDrafter):
         reason = _no_gain(DRAFT_FORMAT, context)
         if reason:
             return Fit(f"cannot gain speed: {reason}", None, None, None)
-        if context.target is None:
+        if context.known_target is None:
             return Fit("", None, None, 0)
-        copy = target_copy(DRAFT_FORMAT, context.engine_config, context.target.dtype)
+        copy = target_copy(DRAFT_FORMAT, context.engine_config, context.known_target.dtype)
         return Fit("", copy.held.total_bytes, copy.kv_bytes_per_token, 0)
 
     @classmethod

@@ -91,6 +91,8 @@ class AttentionBackend(ABC):
     """What the Transformers model is loaded with."""
     layout: ClassVar[type[SlotAccounting]] = SegmentAccounting
     """Which slots sequences get in a cache that this backend reads."""
+    takes_over: ClassVar[bool] = False
+    """Whether `take_over` returns a decoder for every model that is no misfit."""
     can_capture: ClassVar[bool] = False
     """Whether passes can be recorded and replayed, by `capture` and `replay`. Without it every pass runs eagerly."""
 

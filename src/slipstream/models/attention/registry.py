@@ -11,10 +11,20 @@ and code with `ATTENTION.register("my_backend", MyBackend)`. Without either, `at
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
-from slipstream.models.attention.base import AttentionBackend, ModelTraits
+from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
 from slipstream.registry import Registry
+
+if TYPE_CHECKING:
+    from slipstream.models.linear.formats import WeightFormat
+
+log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "slipstream.attention"
 
@@ -50,6 +60,27 @@ def choose_backend(name: str, traits: ModelTraits) -> AttentionBackend:
     if reason is not None:
         raise cannot_run(name, traits, reason)
     return backend(traits)
+
+
+def fitting_backend(
+    backend: AttentionBackend,
+    name: str,
+    traits: ModelTraits,
+    model: Any,
+    variants: Sequence[Variant],
+    fmt: WeightFormat,
+) -> AttentionBackend:
+    """The backend that was chosen by `name`, or with `auto` another where it does not compute the probed model.
+
+    Raises `ConfigError` where a named one does not.
+    """
+    reason = backend.misfit(model, variants, fmt)
+    if reason is None:
+        return backend
+    if name != AUTO:
+        raise cannot_run(name, traits, reason)
+    log.info("%s runs layer by layer: %s", traits.config.model_type, reason)
+    return choose_backend(AUTO, replace(traits, native=False))
 
 
 def cannot_run(name: str, traits: ModelTraits, reason: str) -> ConfigError:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
@@ -35,7 +34,6 @@ from slipstream.models.cpu.structs import (
 )
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.grouped import GroupedLinear
-from slipstream.models.matrices import row_dtype
 from slipstream.models.rows import Rows
 
 
@@ -171,7 +169,7 @@ def _shares_its_weight(head: Any, embedding: Any) -> bool:
 
 
 def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> str | None:
-    """Why the kernels' decoder does not compute a model; None where it does.
+    """Why the kernels' decoder does not compute a model in float32 on a CPU; None where it does.
 
     `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
     """
@@ -200,14 +198,7 @@ def _shared_weights(layers: Sequence[nn.Module], family: Family) -> frozenset[in
 
 
 def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
-    """Why the kernels' decoder does not compute this model."""
-    if model.device.type != "cpu" or row_dtype(model) != torch.float32:
-        yield f"the fused decoder computes float32 on a CPU, not {row_dtype(model)} on {model.device.type}"
-    yield from layer_misfits(model, family, variants)
-
-
-def layer_misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
-    """Why the kernels' decoder does not compute the layers of this model, wherever it is."""
+    """Why the kernels' decoder does not compute the layers of this model, in float32 on a CPU."""
     yield from family.misfits(model, variants)
     for layer in family.part(model, family.layers):
         parts = family.layer_parts(layer)

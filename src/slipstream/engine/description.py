@@ -1,0 +1,74 @@
+"""What an engine would be: from configurations, the tokenizer and the headers of files, without reading weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.draft.base import Fit
+from slipstream.draft.registry import fits
+from slipstream.engine.defaults import sampling_defaults
+from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
+from slipstream.models.configuration import read_generation_config
+from slipstream.models.cpu import threads
+from slipstream.models.outline import ModelOutline
+from slipstream.models.tokenizer import load_tokenizer
+from slipstream.models.unloaded import shared_outlines
+from slipstream.plan.planner import Planner
+from slipstream.plan.process import ProcessMemory
+from slipstream.text.end_tokens import end_token_ids
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """A target with a drafter, as the engine would hold them."""
+
+    model: ModelOutline
+    draft_model: ModelOutline | None
+    """The model that the drafter would load; None for lookups, heads and groups."""
+    tokenizer: Any
+    end_token_ids: frozenset[int]
+    """The tokens with which the model ends an answer."""
+    memory_plan: MemoryPlan
+    draft_fit: Fit
+    """What the drafter would hold, by purpose."""
+    drafter_fits: dict[str, tuple[str, Fit]]
+    """Every installed drafter by name: what it is, in a line, and how it fits this target."""
+
+
+def describe(config: EngineConfig, speculative: SpeculativeConfig) -> EngineDescription:
+    """Raises `ConfigError`, `ModelError` or `CapacityError` where the engine would not start either, as far as
+    configurations tell."""
+    with threads.limit(config.num_threads), shared_outlines():
+        planner = Planner(config, speculative, ProcessMemory(0, 0, measured=False))
+        fitting = fits(planner.context)
+    target, draft = planner.target, planner.draft
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    read_generation_config(target.model, config.model, config.revision)
+    sampling_defaults(config, target.model)  # raises for values that no request could have
+    draft_bytes = draft.head_bytes + sum(model.weight_bytes for model in draft.models)
+    fit = Fit("", draft_bytes, draft.kv_bytes_per_token, planner.feature_bytes_per_token)
+    if speculative.method in fitting:
+        fitting[speculative.method] = fitting[speculative.method][0], fit
+    planned = plan_memory(
+        config,
+        target,
+        draft_bytes,
+        draft.kv_bytes_per_token + planner.feature_bytes_per_token,
+        draft.max_nodes,
+        is_loaded=False,
+    )
+    return EngineDescription(
+        model=target,
+        draft_model=planner.draft_model,
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(tokenizer, target.model, target.vocab_size),
+        memory_plan=with_passes(
+            planned, config, [target, *draft.models], draft.max_nodes, planner.table_bytes
+        ),
+        draft_fit=fit,
+        drafter_fits=fitting,
+    )

@@ -1,0 +1,110 @@
+"""What a model is and what it runs as: the same for one that is loaded and for one that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.models.attention.base import AttentionBackend
+from slipstream.models.cpu.native import instructions
+from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat
+from slipstream.models.support import text_config
+
+
+class ModelIdentity:
+    """What follows from a model's configuration, its weight format and what computes it."""
+
+    path: str
+    config: Any
+    """Transformers' configuration."""
+    shapes: tuple[LayerShape, ...]
+    """What each layer stores for a token."""
+    vocab_size: int
+    """Width of the logits."""
+    context_length: int
+    dtype: torch.dtype
+    """In which rows, keys and values are computed."""
+    cache_dtype: torch.dtype
+    """How keys and values are held (`kv_cache_dtype`)."""
+    device: torch.device
+    backend: AttentionBackend
+    weight_format: WeightFormat
+    """Of all weights that no file holds quantised."""
+    stored_as: str
+    """How a file holds layers that stay quantised: 'Q4_K, Q6_K'. Empty where none does."""
+    num_threads: int
+    """What its passes may use on a CPU."""
+    fast_prompts: bool
+    """Whether prompts are computed in bfloat16."""
+
+    @property
+    def kernels(self) -> str:
+        """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
+        raise NotImplementedError
+
+    @property
+    def num_parameters(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        raise NotImplementedError
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(text_config(self.config).hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(text_config(self.config).num_hidden_layers)
+
+    @property
+    def family(self) -> str:
+        return str(self.config.model_type)
+
+    @property
+    def quantization(self) -> str | None:
+        """The name of the weight format; None where it is one that `dtype` names."""
+        return None if self.weight_format.name in OF_DTYPE.values() else self.weight_format.name
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the CPU kernels round rows to 8 bits before they multiply them."""
+        return bool(self.stored_as) or self.weight_format.bytes_per_weight < 2
+
+    @property
+    def packs(self) -> bool:
+        """Whether the linear layers have a weight format of ours: float32 rows on a device that has it."""
+        return self.device.type in self.weight_format.devices and self.dtype == torch.float32
+
+    @property
+    def weight_type(self) -> str:
+        """How the weights are held: a file's quantised types, a weight format, or the type that PyTorch computes in."""
+        return self.stored_as or (self.weight_format.name if self.packs else _name(self.dtype))
+
+    @property
+    def runs_as(self) -> str:
+        """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
+        held = self.stored_as or self.weight_format.name
+        weights = "" if held == UNCHANGED else f"{held} weights, "
+        kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
+        prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
+        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{prompts}"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the cache, scales included."""
+        return bytes_per_token(self.shapes, self.cache_dtype)
+
+    @property
+    def kv_unit(self) -> int:
+        """Slots of this model's caches are given out in multiples of this many."""
+        return self.backend.layout.unit
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
