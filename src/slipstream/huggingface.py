@@ -99,7 +99,8 @@ class _Unnumbered(TorchFunctionMode):
 
     First numbers are not drawn: weights are read afterwards. Ranges are made on the CPU where they were to be on the
     meta device; they become frequencies and the like, which are computed again with the weights. Where one meets a
-    tensor that is on the meta device, it goes there too. Other threads are not concerned.
+    tensor that is on the meta device, it goes there too. What leaves that device is made where it goes. Other threads
+    are not concerned.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,6 +111,8 @@ class _Unnumbered(TorchFunctionMode):
                 return tensor
         if func is torch.arange and str(kwargs.get("device")) == "meta":
             kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.empty_like and args[0].is_meta and "device" in kwargs:
+            return torch.empty(args[0].shape, **{"dtype": args[0].dtype, **kwargs})
         try:
             return func(*args, **kwargs)
         except RuntimeError:

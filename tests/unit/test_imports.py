@@ -39,6 +39,11 @@ drafter = {{"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_t
 auto = {{"method": "auto", "drafters": [{{"method": "suffix"}}, drafter]}}
 llm = LLM(speculative_config=auto, max_num_seqs=2, num_threads=1)
 text = llm.generate("Once", SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+import torch
+from slipstream.huggingface import creating_models
+with creating_models(llm.engine.model.config):  # as Transformers does for weights that a file names otherwise
+    moved = torch.empty_like(torch.empty(2, device="meta"), device="cpu")
+assert (moved.device.type, len(moved)) == ("cpu", 2)
 found["answered"] = imported()
 from starlette.testclient import TestClient
 from slipstream.serve.app import create_app

@@ -123,6 +123,8 @@ def combined(
     parts: Sequence[HeldWeight], combine: Callable[[list[Tensor]], Tensor] = torch.cat
 ) -> HeldWeight:
     """Several weights of one kind as one: `combine` puts the outputs of each kind of tensor together."""
+    if len(parts) == 1 and combine is torch.cat:
+        return parts[0]
     tensors = {field.name: [getattr(part, field.name) for part in parts] for field in fields(parts[0])}
     changed: dict[str, Any] = {
         name: combine(found) for name, found in tensors.items() if isinstance(found[0], Tensor)
