@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slipstream.garbage import uncollected
+
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
     from slipstream.core import RequestOptions
@@ -73,4 +75,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with uncollected():
+        return getattr(import_module(_HOMES[name]), name)

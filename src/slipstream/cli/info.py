@@ -82,7 +82,7 @@ def info(
             drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
             speculative = SpeculativeConfig.from_mapping(drafts)
         from slipstream.engine.description import describe
-        from slipstream.engine.factory import engine_config
+        from slipstream.engine.settings import engine_config
 
         described = describe(engine_config(model, engine), speculative)
         llm = load(model, speculative, engine) if measure else None

@@ -18,6 +18,7 @@ from slipstream import __version__
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.output.writing import unwritable
 from slipstream.errors import SlipstreamError
+from slipstream.garbage import leave_garbage_at_exit
 
 VERBS = {
     "generate": "generate",
@@ -129,6 +130,7 @@ def _drop_output() -> None:
         os.close(descriptor)
 
 
+leave_garbage_at_exit()
 app = typer.Typer(name="slipstream", cls=_Group, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.config import SpeculativeConfig, options_from
 from slipstream.deploy.settings import DeploySettings
-from slipstream.engine.factory import engine_config
+from slipstream.engine.settings import engine_config
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import load_tokenizer

@@ -6,20 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.assets import EMBEDDED_TARGET
-from slipstream.config import EngineConfig, SpeculativeConfig, options_from
+from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.settings import engine_config
 from slipstream.garbage import uncollected
-from slipstream.vllm_names import own_engine_keys
-
-
-def engine_config(model: str | os.PathLike[str] | None, engine_options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that `make_engine` makes of what a user writes; raises `ConfigError`."""
-    return options_from(
-        EngineConfig,
-        {"model": EMBEDDED_TARGET if model is None else model, **own_engine_keys(engine_options)},
-        "engine",
-    )
 
 
 def make_engine(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.engine.factory import engine_config
+from slipstream.engine.settings import engine_config
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.serve.config import ServeConfig
