@@ -111,8 +111,9 @@ class _Unnumbered(TorchFunctionMode):
                 return tensor
         if func is torch.arange and str(kwargs.get("device")) == "meta":
             kwargs = {**kwargs, "device": "cpu"}
-        if func is torch.empty_like and args[0].is_meta and "device" in kwargs:
-            return torch.empty(args[0].shape, **{"dtype": args[0].dtype, **kwargs})
+        if func is torch.empty_like and kwargs.get("device") is not None:
+            like = args[0] if args else kwargs["input"]
+            return torch.empty(like.shape, dtype=kwargs.get("dtype") or like.dtype, device=kwargs["device"])
         try:
             return func(*args, **kwargs)
         except RuntimeError:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import FAMILIES, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from slipstream.errors import ConfigError
 from slipstream.models import load_model
 from slipstream.models.outline import outline_model
 from slipstream.profiling.floors import profile_key
@@ -40,6 +45,48 @@ def test_weights_and_entries_are_planned_to_the_byte(
         assert planned.kv_unit == model.kv_unit
         assert (planned.vocab_size, planned.context_length) == (model.vocab_size, model.context_length)
         assert planned.num_parameters == model.num_parameters
+
+
+class _Products(TorchDispatchMode):
+    """Notes the weights of zeros with which something is multiplied: they are one number, seen everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(func):
+            tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+            self.sizes += [each.numel() for each in tensors if not each.is_meta and not any(each.stride())]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_large_weight_is_multiplied_to_describe_a_model(name: str, tmp_path: Path) -> None:
+    """A router of these models has 256 weights at most, every other matrix 1,024 or more."""
+    save_tiny(FAMILIES[name](), tmp_path)
+    with _Products() as products:
+        outline_model(str(tmp_path / "config.json"))
+    assert max(products.sizes, default=0) <= 256
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "packed"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_backend_that_is_named_is_refused_or_planned_as_it_is_loaded(
+    backend: str, dtype: str, kernels: str, tmp_path: Path
+) -> None:
+    save_tiny(FAMILIES["llama"](), tmp_path, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"attention_backend": backend, "dtype": dtype, "cpu_kernels": kernels}
+    try:
+        model = load_model(str(tmp_path), **options)
+    except ConfigError as error:
+        with pytest.raises(ConfigError, match=re.escape(str(error))):
+            outline_model(str(tmp_path), **options)
+        return
+    planned = outline_model(str(tmp_path), **options)
+    assert (planned.kernels, planned.runs_as) == (model.kernels, model.runs_as)
+    assert profile_key(planned) == profile_key(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "mixtral", "qwen3-moe"])

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -60,6 +61,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens[first], tokens[second] = tokens[second], tokens[first]
     tokenizer.write_text(json.dumps(vocabulary))
     (folder / "empty").mkdir()
+    shutil.copytree(EMBEDDED_TARGET, folder / "damaged")
+    weights = folder / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     (folder / "broken.json").write_text('{"method": ')
     (folder / "broken.jsonl").write_text('{"prompt": "hi"}\n{"prompt": \n')
     (folder / "wrong.jsonl").write_text('{"text": "hi"}\n')
@@ -710,6 +714,65 @@ def test_info_plans_for_the_draft_that_would_run() -> None:
     planned = json.loads(run("info", "--json").stdout)["memory_plan"]
     with_draft = json.loads(run("info", "--draft", EMBEDDED_DRAFT, "--json").stdout)["memory_plan"]
     assert planned["draft_bytes"] == with_draft["draft_bytes"] > 0
+
+
+INFO_REFUSALS = {
+    "no weights": (["{files}/no_weights"], "has no weights"),
+    "damaged weights": (["{files}/damaged"], "cannot read the weights of"),
+    "a draft's other vocabulary": (
+        ["--tokenizer", "{files}/other_draft"],
+        "has another vocabulary",
+    ),
+    "no GPU": (["--device", "cuda"], "PyTorch sees no GPU"),
+    "no such generation_config": (["--generation-config", "{files}/empty"], "generation_config must be"),
+}
+
+
+@pytest.mark.parametrize("case", INFO_REFUSALS)
+def test_info_refuses_what_would_not_start(
+    case: str, files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args, message = INFO_REFUSALS[case]
+    result = run("info", *[arg.format(files=files) for arg in args])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_info_knows_the_embedded_pair_by_name() -> None:
+    plain, named = (run("info", "--draft", draft, "--json") for draft in (EMBEDDED_DRAFT, "embedded"))
+    assert named.exit_code == 0, named.output
+    assert json.loads(named.stdout) == json.loads(plain.stdout)
+    assert json.loads(run("info", "--draft-for", "embedded", "--json").stdout)["drafts_for"] == {
+        EMBEDDED_TARGET: "yes"
+    }
+
+
+def test_the_memory_that_is_free_is_not_asked_for_where_the_cache_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.engine.memory.available_bytes", lambda device: 1 / 0)
+    assert run("info", "--kv-cache-bytes", "64MiB").exit_code == 0
+    assert run("info").exit_code == 1
+
+
+def test_a_fault_in_a_verbs_file_is_not_an_unknown_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_home(name: str) -> None:
+        raise KeyError("HOME")
+
+    monkeypatch.setattr("slipstream.cli.main.import_module", without_home)
+    result = run("doctor", "--help")
+    assert result.exit_code == 1
+    assert "error: KeyError: 'HOME'" in result.stderr
+    assert run("doctr").stderr == "error: No such command 'doctr'. Did you mean 'doctor'?\n"
+
+
+def test_a_group_of_verbs_alone_says_where_they_are_listed() -> None:
+    result = run("train")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("train --help\n")
+    assert "Missing command. See " in result.stderr
 
 
 def test_the_bare_command_and_version() -> None:

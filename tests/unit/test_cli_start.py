@@ -87,7 +87,8 @@ def test_what_is_missing_is_said_before_anything_heavy_is_imported(
 SAYS = {
     "generate": (["generate", "hi", "--json"], "loading the embedded pair"),
     "chat": (["chat"], "loading the embedded pair"),
-    "info": (["info", "--json"], "loading the embedded pair"),
+    "info": (["info", "--json"], "reading the embedded pair"),
+    "info --measure": (["info", "--measure", "--quick"], "loading the embedded pair"),
     "tree": (["tree"], "loading the embedded pair"),
     "plan": (["plan", "--json"], "planning for the embedded pair"),
     "bench": (["bench"], "measuring the embedded pair"),

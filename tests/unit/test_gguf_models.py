@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.engine.description import describe
 from slipstream.errors import ModelError
 from slipstream.export.checkpoints.gguf_models import finish, model_writer
 from slipstream.models import load_config, load_model, load_tokenizer
@@ -215,6 +217,20 @@ def test_quantised_files_stay_packed(kind: str, tied: bool, tmp_path: Path) -> N
     assert relative_error(packed_logits_of(lm), logits(model)) < TOLERANCES[kind]
     assert outline_model(str(file)).held.total_bytes == lm.weight_bytes
     assert lm.weight_bytes < {"4": 0.7, "m": 0.85}.get(kind.strip("Q")[0], 1.25) * lm.num_parameters
+
+
+@native
+def test_a_format_that_is_asked_for_beside_quantised_layers_is_told_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, _ = quantised({"": "Q4_0"}, tmp_path)
+    load_model(str(file), quantization="int8")
+    [loaded] = [line for line in caplog.messages if "is for all others" in line]
+    caplog.clear()
+    config = EngineConfig(str(file), tokenizer=EMBEDDED_TARGET, quantization="int8")
+    described = describe(config, SpeculativeConfig())
+    assert [line for line in caplog.messages if "is for all others" in line] == [loaded]
+    assert described.model.weight_type == "Q4_0"
 
 
 @native

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.assets import EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import (
     ENGINE,
@@ -22,13 +22,14 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import notes, print_rows, results, wide_results
-from slipstream.cli.output.loading import loading
+from slipstream.cli.output.loading import loaded_name, waiting
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.labels import is_cost_expanded
 from slipstream.model_path import check_model_path
+from slipstream.model_path import describe as describe_path
 from slipstream.profiling.break_even import round_cost
 from slipstream.profiling.store import prepare_folder
 
@@ -69,13 +70,21 @@ def info(
     tokenizer: weights are read with `--measure` only, and of a hub id not downloaded. `doctor` checks what they
     compute."""
     _check_measuring(measure, quick, plot, overwrite)
+    draft, draft_for = (
+        packaged if path == EMBEDDED else path
+        for path, packaged in ((draft, EMBEDDED_DRAFT), (draft_for, EMBEDDED_TARGET))
+    )
     for path in (draft, draft_for):
         if path is not None:
             check_model_path(path)
     options: Values = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
     path = model or EMBEDDED_TARGET
     tokenizer = engine.get("tokenizer", path)
-    with loading(model):
+    others = [path for path in (draft, draft_for) if path is not None and not Path(path).exists()]
+    with waiting(
+        f"{'loading' if measure else 'reading'} {loaded_name(model)}"
+        + "".join(f", with {describe_path(path)}" for path in others)
+    ):
         can_draft = None if draft is None else _compatible(tokenizer, draft, draft, options)
         speculative = chosen_speculation({}, model)
         if draft is not None:

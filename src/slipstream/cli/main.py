@@ -57,6 +57,13 @@ class _Verbs(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(VERBS)
 
+    def __contains__(self, name: object) -> bool:
+        return name in VERBS
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Not the base's, which would take a `KeyError` in a verb's own file for an unknown verb."""
+        return self[name] if name in VERBS else default
+
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             module, _, attribute = VERBS[name].partition(":")
@@ -115,6 +122,8 @@ class _Group(TyperGroup):
             message += (
                 "; put quotes around the prompt, and give several by --file" if verb == "generate" else ""
             )
+        if message == "Missing command.":
+            message = f"{message} See {error.ctx.command_path} --help"  # type: ignore[attr-defined]
         text = " ".join(message.split()) or type(error).__name__
         if code == 1 and not self.debug:
             text = f"{type(error).__name__}: {text} (slipstream --debug … shows where)"

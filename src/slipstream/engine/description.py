@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,17 @@ from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
 from slipstream.models.configuration import read_generation_config
 from slipstream.models.cpu import threads
+from slipstream.models.files.folder import check_headers, check_weight_files
+from slipstream.models.files.stored import KEPT_AS_STORED
 from slipstream.models.outline import ModelOutline
+from slipstream.models.settling import resolve_device
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.unloaded import shared_outlines
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
 from slipstream.text.end_tokens import end_token_ids
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,18 @@ class EngineDescription:
 def describe(config: EngineConfig, speculative: SpeculativeConfig) -> EngineDescription:
     """Raises `ConfigError`, `ModelError` or `CapacityError` where the engine would not start either, as far as
     configurations tell."""
-    with threads.limit(config.num_threads), shared_outlines():
-        planner = Planner(config, speculative, ProcessMemory(0, 0, measured=False))
-        fitting = fits(planner.context)
-    target, draft = planner.target, planner.draft
+    resolve_device(config.device)
+    check_weight_files(config.model)
+    check_headers(config.model)
     tokenizer = load_tokenizer(
         config.tokenizer or config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
+    with threads.limit(config.num_threads), shared_outlines():
+        planner = Planner(config, speculative, ProcessMemory(0, 0, measured=False), tokenizer)
+        fitting = fits(planner.context)
+    target, draft = planner.target, planner.draft
+    if target.stored_as and config.quantization is not None:
+        log.warning(KEPT_AS_STORED, config.model, target.stored_as, config.quantization)
     read_generation_config(target.model, config.model, config.revision)
     sampling_defaults(config, target.model)  # raises for values that no request could have
     draft_bytes = draft.head_bytes + sum(model.weight_bytes for model in draft.models)

@@ -89,16 +89,16 @@ def plan_memory(
         )
     unit = model.kv_unit
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
-    free = available_bytes(model.device) - (0 if is_loaded else model.weight_bytes + draft_bytes)
+    unread = 0 if is_loaded else model.weight_bytes + draft_bytes
     allowed = config.kv_cache_bytes or _allowed_bytes(
-        config, model.device, free, model.weight_bytes + draft_bytes
+        config, model.device, unread, model.weight_bytes + draft_bytes
     )
     useful = config.max_num_seqs * (
         max_model_len + max_draft_tokens + unit
     )  # what a request holds is rounded to units
     num_slots = min(useful, allowed // per_token)
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
-    without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, free, model.weight_bytes)
+    without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, unread, model.weight_bytes)
     alone = min(without_draft // model.kv_bytes_per_token - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
@@ -130,8 +130,9 @@ def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
     return math.ceil(num_tokens * bytes_per_token / 2**20)
 
 
-def _allowed_bytes(config: EngineConfig, device: torch.device, free: int, weight_bytes: int) -> int:
-    """For keys and values, where `kv_cache_bytes` is not set."""
+def _allowed_bytes(config: EngineConfig, device: torch.device, unread: int, weight_bytes: int) -> int:
+    """For keys and values, where `kv_cache_bytes` is not set; `unread` bytes will be taken by models."""
+    free = max(available_bytes(device) - unread, 0)
     if config.gpu_memory_utilization is None:
         return int(free * config.kv_memory_fraction)
     share = int(total_bytes(device) * config.gpu_memory_utilization)

@@ -22,6 +22,7 @@ from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.native import fingerprint
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
+from slipstream.models.files.stored import KEPT_AS_STORED
 from slipstream.models.linear.formats import OF_DTYPE, check_quantization, checked_format
 from slipstream.models.linear.packing import pack_linears
 from slipstream.models.longrope import settle_frequencies
@@ -132,10 +133,7 @@ def load_model(
                 experts_in=quantization if native and kind == torch.float32 else None,
             )
         if stored_as and quantization is not None:
-            log.warning(
-                "%r is loaded as %s: layers that it holds quantised are kept so, quantization %s is for all others",
-                *(path, stored_as, quantization),
-            )
+            log.warning(KEPT_AS_STORED, path, stored_as, quantization)
         if stored_as and not native:
             log.warning(
                 "%s weights are widened part by part in every pass without our own kernels", stored_as

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.errors import ConfigError
 from slipstream.huggingface import unused_deferred
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
@@ -121,7 +121,8 @@ def unloaded_model(
     if quantised is not None and not quantised.is_kept:
         stored = 1.0
     native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
-    traits = ModelTraits(config, where, resolve_dtype(dtype, where, config), native)
+    computes = torch.float32 if native else resolve_dtype(dtype, where, config)
+    traits = ModelTraits(config, where, computes, native)  # until the model says in which type it computes
     backend = choose_backend(attention_backend, traits)
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)
@@ -222,22 +223,20 @@ def _stored_bytes_per_weight(config: Any) -> float:
 
 
 def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
-    """What each layer stores and how it attends, and the width of the logits."""
-    with silenced(), unused_deferred():
-        try:
-            with _zeros(model):
-                probed = probe_layers(model, backend)
-        except UnsupportedModelError:  # code that zeros do not suit, or a model that cannot be decoded
-            probed = probe_layers(model, backend)
+    """What each layer stores and how it attends, and the width of the logits.
+
+    Arithmetic on the meta device imports PyTorch's compiler and SymPy. Where the pass multiplies with none of the large
+    weights (see `unread`), they are zeros on the CPU instead.
+    """
+    reads_none = has_only_plain_matrices(model)
+    with silenced(), unused_deferred(), _weights_of_zeros(model) if reads_none else contextlib.nullcontext():
+        probed = probe_layers(model, backend)
     return probed.shapes, probed.variants, probed.vocab_size
 
 
 @contextlib.contextmanager
-def _zeros(model: Any) -> Iterator[None]:
-    """Within the body, all weights are zeros on the CPU, each one number that is read again and again.
-
-    Arithmetic on the meta device would import PyTorch's compiler and SymPy.
-    """
+def _weights_of_zeros(model: Any) -> Iterator[None]:
+    """Within the body, all weights are zeros on the CPU, each one number that is read again and again."""
     kept = [
         (held, name, tensor)
         for module in model.modules()
@@ -246,8 +245,10 @@ def _zeros(model: Any) -> Iterator[None]:
         if tensor is not None and tensor.is_meta
     ]
     for held, name, tensor in kept:
-        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-        held[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
+        if isinstance(tensor, nn.Parameter):
+            held[name] = nn.Parameter(torch.zeros((), dtype=tensor.dtype).expand(tensor.shape), False)
+        else:
+            held[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)  # some are written to
     try:
         yield
     finally:

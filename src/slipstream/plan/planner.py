@@ -32,9 +32,15 @@ class Planner:
     """Reads the configurations once; `at` is then a sum."""
 
     def __init__(
-        self, config: EngineConfig, speculative: SpeculativeConfig | None, process: ProcessMemory
+        self,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+        process: ProcessMemory,
+        tokenizer: Any = None,
     ) -> None:
-        """Raises `ConfigError`, `ModelError` or `UnsupportedModelError` where the engine would not start either."""
+        """`tokenizer` is the target's, where it is loaded: a draft's is compared with it.
+
+        Raises `ConfigError`, `ModelError` or `UnsupportedModelError` where the engine would not start either."""
         self.config = config
         self.speculative = speculative or SpeculativeConfig()
         self.process = process
@@ -57,7 +63,7 @@ class Planner:
         elsewhere = self.speculative.draft_device
         self.context = DraftContext(
             engine_config=config,
-            tokenizer=None,
+            tokenizer=tokenizer,
             vocab_size=self.target.vocab_size,
             max_model_len=config.max_model_len or self.target.context_length,
             device=self.target.device if elsewhere is None else torch.device(elsewhere),

@@ -72,11 +72,21 @@ class DraftModelDrafter(CachedDrafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """Raises `VocabularyMismatchError` as loading does, where the tokenizers of both are files here."""
+        """Raises `VocabularyMismatchError` as loading does, where the target's tokenizer is loaded or both are files
+        here."""
         outline = outline_of(options, context)
         engine = context.engine_config
         target = engine.tokenizer or engine.model
-        if context.tokenizer is not None or options.model == target:
+        if options.model == target or not cls.shares_vocabulary:
+            return outline
+        if context.tokenizer is not None:
+            theirs = load_draft_tokenizer(
+                options.model,
+                context.tokenizer,
+                revision=options.revision,
+                trust_remote_code=engine.trust_remote_code,
+            )
+            check_same_vocabulary(context.tokenizer, theirs, options.model)
             return outline
         if not (_has_tokenizer(target) and _has_tokenizer(options.model)):
             return replace(outline, note=NOT_COMPARED)

@@ -16,6 +16,7 @@ from slipstream.huggingface import cached_file
 from slipstream.model_path import check_model_path
 from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
 from slipstream.models.files.shards import SAFETENSORS_INDEX, mended_index, read_index, weight_files
+from slipstream.models.quiet import one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,6 +53,14 @@ def check_weight_files(path: str) -> None:
     folder = Path(path)
     if folder.is_dir() and not weight_files(folder):
         raise ModelError(f"{path!r} has no weights: neither *.safetensors nor *.bin")
+
+
+def check_headers(path: str) -> None:
+    """Raise `ModelError` for a folder with a `*.safetensors` that is damaged or cut short."""
+    for file in weight_files(Path(path)):
+        if file.suffix == ".safetensors":
+            with one_line(f"cannot read the weights of {path!r}"), safe_open(file, "pt"):
+                pass
 
 
 def all_float32(path: str) -> bool:

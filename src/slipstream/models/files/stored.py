@@ -18,6 +18,11 @@ from slipstream.models.files.stored_experts import StoredStack, take_experts
 from slipstream.models.linear.grouped import LARGEST_GROUP, BlockedWeight, GroupedLinear, GroupedWeight
 from slipstream.models.linear.low_rank import LowRankChange
 
+KEPT_AS_STORED = (
+    "%r is loaded as %s: layers that it holds quantised are kept so, quantization %s is for all others"
+)
+"""What is logged of a path, how its file holds layers, and a weight format that was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
