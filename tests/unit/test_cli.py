@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from slipstream.cli import chat as chat_verb
 from slipstream.cli.flags.flags import parse_bytes, with_flags
 from slipstream.cli.flags.options import DEFAULT_MAX_TOKENS, ENGINE, PYTHON_ONLY, SAMPLING, SPECULATION
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
-from slipstream.cli.main import app
+from slipstream.cli.main import VERBS, app
 from slipstream.cli.output.comparison import TimedComparison
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
@@ -761,8 +762,11 @@ def test_a_fault_in_a_verbs_file_is_not_an_unknown_verb(monkeypatch: pytest.Monk
     def without_home(name: str) -> None:
         raise KeyError("HOME")
 
-    monkeypatch.setattr("slipstream.cli.main.import_module", without_home)
-    result = run("doctor", "--help")
+    faulty = types.ModuleType("slipstream.cli.faulty")
+    monkeypatch.setattr(faulty, "__getattr__", without_home, raising=False)
+    monkeypatch.setitem(sys.modules, faulty.__name__, faulty)
+    monkeypatch.setitem(VERBS, "faulty", "faulty")
+    result = run("faulty", "--help")
     assert result.exit_code == 1
     assert "error: KeyError: 'HOME'" in result.stderr
     assert run("doctr").stderr == "error: No such command 'doctr'. Did you mean 'doctor'?\n"
