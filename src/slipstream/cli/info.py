@@ -85,15 +85,20 @@ def info(
         f"{'loading' if measure else 'reading'} {loaded_name(model)}"
         + "".join(f", with {describe_path(path)}" for path in others)
     ):
-        can_draft = None if draft is None else _compatible(tokenizer, draft, draft, options)
-        speculative = chosen_speculation({}, model)
-        if draft is not None:
-            drafts = {"method": "draft_model", "model": draft} if can_draft == "yes" else {"method": "off"}
-            speculative = SpeculativeConfig.from_mapping(drafts)
         from slipstream.engine.description import describe
         from slipstream.engine.settings import engine_config
 
-        described = describe(engine_config(model, engine), speculative)
+        can_draft, config, speculative = None, engine_config(model, engine), chosen_speculation({}, model)
+        try:
+            if draft is not None:
+                can_draft = "yes"
+                speculative = SpeculativeConfig.from_mapping({"method": "draft_model", "model": draft})
+            described = describe(config, speculative)
+        except VocabularyMismatchError as error:
+            if draft is None:
+                raise
+            can_draft, speculative = f"no: {error}", SpeculativeConfig()
+            described = describe(config, speculative)
         llm = load(model, speculative, engine) if measure else None
     details = _details(described, model_name(model))
     if draft is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat
 from slipstream.models.support import text_config
 
 
-class ModelIdentity:
+class ModelIdentity(ABC):
     """What follows from a model's configuration, its weight format and what computes it."""
 
     path: str
@@ -40,18 +41,19 @@ class ModelIdentity:
     """Whether prompts are computed in bfloat16."""
 
     @property
+    @abstractmethod
     def kernels(self) -> str:
         """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_parameters(self) -> int:
-        raise NotImplementedError
+        """Of all weights, those that a file holds quantised included."""
 
     @property
+    @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are held."""
-        raise NotImplementedError
 
     @property
     def hidden_size(self) -> int:
