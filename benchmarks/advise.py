@@ -23,22 +23,22 @@ from typing import Any
 from benchmarks.advise_page import write_page
 from benchmarks.control.traffic import TARGETS, checkpoints
 from benchmarks.kept import Kept, say
-from slipstream.advise.candidates import OFF, Candidate, Setting, setting_name, settings
-from slipstream.advise.check import CheckedSetting
-from slipstream.advise.engines import CheckEngines
-from slipstream.advise.job import AdviceJob
-from slipstream.advise.kept_parts import KeptParts
-from slipstream.advise.predict import MIN_GAIN
-from slipstream.advise.progress import AdviceMeter
-from slipstream.advise.run import AdviceWork
-from slipstream.advise.simulate import always
-from slipstream.advise.traffic import Requests, read_traffic
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
-from slipstream.bench.engine.measure import closed_loop
+from slipstream.assets.workload.reading import Workload
 from slipstream.config import SpeculativeConfig
-from slipstream.provenance import provenance
+from slipstream.engine.closed_loop import closed_loop
+from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
-from slipstream.workload.reading import Workload
+from slipstream.tools.advise.candidates import OFF, Candidate, Setting, setting_name, settings
+from slipstream.tools.advise.check import CheckedSetting
+from slipstream.tools.advise.engines import CheckEngines
+from slipstream.tools.advise.job import AdviceJob
+from slipstream.tools.advise.kept_parts import KeptParts
+from slipstream.tools.advise.predict import MIN_GAIN
+from slipstream.tools.advise.progress import AdviceMeter
+from slipstream.tools.advise.run import AdviceWork
+from slipstream.tools.advise.simulate import always
+from slipstream.tools.advise.traffic import Requests, read_traffic
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks"
 MODELS = ("embedded", "300m", "300m-int8")

@@ -205,7 +205,7 @@ def _commit(checkout: Path) -> str:
 
 
 def _provenance() -> dict[str, Any]:
-    from slipstream.provenance import provenance
+    from slipstream.profiling.provenance import provenance
 
     return provenance()
 

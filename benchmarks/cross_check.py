@@ -23,11 +23,11 @@ import torch
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
+from slipstream.core.metrics.request import RequestMetrics
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.kv.pool import KVPool
-from slipstream.metrics.request import RequestMetrics
 from slipstream.models import CausalLM, RowGroup
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/cross_check.json"

@@ -34,11 +34,11 @@ from benchmarks.export_parsers import VERSIONS, llama_version
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, sample_prompts
-from slipstream.export import ENGINES, SpeculativeRecord
-from slipstream.export.contract import ExportedSetting, ExportError
-from slipstream.export.converting import converted
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.export import ENGINES, SpeculativeRecord
+from slipstream.tools.export.contract import ExportedSetting, ExportError
+from slipstream.tools.export.converting import converted
 
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "docs/benchmarks/export_engines.json"

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
-from slipstream.export import ENGINES, SpeculativeRecord
-from slipstream.export.head_facts import head_facts
-from slipstream.export.record import NgramLookup, ScheduleRange, TreeShape
-from slipstream.export.settings.openvino import OPTIONS
-from slipstream.export.settings.vllm import KEYS
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
+from slipstream.tools.export import ENGINES, SpeculativeRecord
+from slipstream.tools.export.head_facts import head_facts
+from slipstream.tools.export.record import NgramLookup, ScheduleRange, TreeShape
+from slipstream.tools.export.settings.openvino import OPTIONS
+from slipstream.tools.export.settings.vllm import KEYS
 
 HERE = Path(__file__).parent
 RESULT = HERE.parent / "docs/benchmarks/export.json"

@@ -34,7 +34,7 @@ from slipstream.models import CausalLM, RowGroup, adapt
 from slipstream.models.cpu.native import instructions
 from slipstream.models.cpu.threads import operators
 from slipstream.models.linear.formats import OF_DTYPE, WEIGHT_FORMATS
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt

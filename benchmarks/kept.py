@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.provenance import commit
+from slipstream.profiling.provenance import commit
 
 
 class Kept:

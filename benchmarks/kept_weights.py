@@ -20,10 +20,10 @@ import torch
 from benchmarks.kept import Kept, say
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.bench.statistics import PairedTimes, geometric_mean_speedup, speedup_interval
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.bench.statistics import PairedTimes, geometric_mean_speedup, speedup_interval
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/kept_weights.json"
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/large_file.json"
 GROUPS = Path("/sys/fs/cgroup")

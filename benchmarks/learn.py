@@ -47,7 +47,7 @@ from slipstream.learn.records import Purpose, ServedRecord
 from slipstream.learn.replay import ReplayOptions, by_task, replay
 from slipstream.learn.scoring import Scorer, replayed
 from slipstream.learn.tracing import asked_trace
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

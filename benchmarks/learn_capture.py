@@ -21,7 +21,7 @@ from slipstream.learn.capture import MAX_SHARE, Capture
 from slipstream.learn.disk_ring import DiskRing
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
 
 

@@ -28,7 +28,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import USUAL, ProcessMemory, process_memory
-from slipstream.provenance import commit, provenance
+from slipstream.profiling.provenance import commit, provenance
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs/benchmarks/memory_plan.json"

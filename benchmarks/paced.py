@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.core import Proposal, Sequence
+from slipstream.core.types import Proposal, Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 

@@ -29,8 +29,8 @@ import torch
 from benchmarks.kept import Kept, say
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.core import Verdict
-from slipstream.provenance import provenance
+from slipstream.core.types import Verdict
+from slipstream.profiling.provenance import provenance
 from slipstream.verify.base import Judgement
 from slipstream.verify.coupled import CoupledVerifier
 from slipstream.verify.registry import VERIFIERS
@@ -41,7 +41,7 @@ TEXTS = {
     "code": [
         "src/slipstream/draft/lookup/suffix.py",
         "src/slipstream/kv/slots.py",
-        "src/slipstream/jsonl.py",
+        "src/slipstream/text/jsonl.py",
     ],
     "prose": ["docs/concepts/exactness.md", "docs/guides/control.md", "docs/guides/plan.md"],
 }

@@ -31,12 +31,12 @@ from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import CausalLM, RowGroup, load_model, load_plain, load_tokenizer
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
-from slipstream.quantize.calibration import round_layers
-from slipstream.quantize.job import FORMATS, QuantizeOptions, quantise
-from slipstream.quantize.rounding import rounded
-from slipstream.quantize.texts import as_rows, read_texts
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.quantize.calibration import round_layers
+from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
+from slipstream.tools.quantize.rounding import rounded
+from slipstream.tools.quantize.texts import as_rows, read_texts
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/quantization.json"
 WEIGHTS: dict[str, dict[str, Any]] = {

@@ -30,11 +30,11 @@ from benchmarks.peers.environments import ROOT, process_environment
 from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.real_models_page import draw, page
 from slipstream.errors import SlipstreamError
-from slipstream.jsonl import read_rows
 from slipstream.models import load_tokenizer
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
+from slipstream.text.jsonl import read_rows
 from slipstream.text.prompts import encode_chat
 
 RESULT = ROOT / "docs/benchmarks/real_models.json"

@@ -29,7 +29,7 @@ from benchmarks.reasoning_page import draw, page
 from recipes.reasoning_pair.problems import QUESTION, SEPARATOR, THINK_END, Problem, held_out_problems
 from slipstream import LLM, SamplingParams
 from slipstream.engine.outputs import RequestOutput
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.reasoning.paired import PairedAccuracy, wilson
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/reasoning.json"

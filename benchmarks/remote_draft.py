@@ -37,13 +37,13 @@ from benchmarks.quantization import names
 from benchmarks.self_draft import pass_s
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET, sample_prompts
-from slipstream.bench.statistics import PairedTimes, geometric_mean_speedup, speedup_interval
-from slipstream.core import StepItem
+from slipstream.core.types import StepItem
 from slipstream.models import load_model
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.bench.statistics import PairedTimes, geometric_mean_speedup, speedup_interval
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/remote_draft.json"
 DRAFTS = {

@@ -23,11 +23,11 @@ import jsonschema
 from benchmarks.kept import Kept
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
-from slipstream.core import FinishReason
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.types import FinishReason
 from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import RequestError
-from slipstream.metrics.request import RequestMetrics
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.sampling.grammars.compiler import check_followed
 from slipstream.text.prompts import encode_chat
 

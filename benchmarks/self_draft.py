@@ -24,11 +24,11 @@ from benchmarks.peers.markdown import wrapped
 from benchmarks.quantization import names
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
-from slipstream.bench.statistics import PairedTimes, geometric_mean_speedup, speedup_interval
 from slipstream.models import RowGroup, load_model
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.bench.statistics import PairedTimes, geometric_mean_speedup, speedup_interval
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/self_draft.json"
 FORMATS = ("int8", "int4", "int4_g64", "int4_g128")

@@ -23,7 +23,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.kv.slots import SharedPrefix
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/shared_prefix.json"
 

@@ -27,10 +27,10 @@ from benchmarks.kept import Kept, say
 from benchmarks.peers.markdown import wrapped
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET, sample_prompts
-from slipstream.bench.statistics import PairedTimes, joined, speedup_interval
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.bench.statistics import PairedTimes, joined, speedup_interval
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/siblings.json"
 OFF = "off"

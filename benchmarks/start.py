@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.kept import Kept, say
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ModelError
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.testing.expand import expand
 from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
 

@@ -33,7 +33,7 @@ from slipstream.models.cpu.native import instructions
 from slipstream.models.cpu.threads import operators
 from slipstream.profiling.floors import Survey
 from slipstream.profiling.floors import measure as profile
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/step_cost.json"
 CONTEXT_RESULT = RESULT.with_name("context_cost.json")

@@ -22,7 +22,7 @@ from benchmarks.drafters.lineup import DRAFT, UNTRAINED
 from benchmarks.kept import say, write_result
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_EAGLE3, sample_prompts
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 NUM_REQUESTS = 500
 _EAGLE3 = {"method": "eagle3", "model": EMBEDDED_EAGLE3, "num_speculative_tokens": 4}

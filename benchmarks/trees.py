@@ -21,12 +21,12 @@ from typing import Any
 from benchmarks.kept import Kept, say
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
-from slipstream.bench.engine.ranks import measure_rank_acceptance
 from slipstream.config import SpeculativeConfig
+from slipstream.core.metrics.request import RequestMetrics
 from slipstream.draft.model.sequoia import best_tree
-from slipstream.metrics.request import RequestMetrics
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
+from slipstream.tools.bench.engine.ranks import measure_rank_acceptance
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/trees.json"
 

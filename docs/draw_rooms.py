@@ -62,7 +62,7 @@ class Place:
 def layers() -> list[list[str]]:
     """Rooms by layer, the highest first; the rooms that the contract leaves out come on top."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    [contract] = [one for one in settings["contracts"] if one["type"] == "layers"]
+    [contract] = [one for one in settings["contracts"] if one.get("containers") == [PACKAGE]]
     found = [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
     found[0] += contract.get("exhaustive_ignores", [])
     return found

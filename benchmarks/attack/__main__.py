@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.attack.run import Bounds, attack
 from benchmarks.attack.scenarios import SCENARIOS
 from benchmarks.attack.table import table
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/benchmarks/attack.json"

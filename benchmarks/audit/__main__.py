@@ -27,7 +27,7 @@ from benchmarks.audit.reference import Reference
 from benchmarks.audit.service import GREEDY, NUCLEUS, PLAIN, Service, chunks, prompts
 from benchmarks.audit.verb import Auditor, trials
 from benchmarks.kept import Kept, say, write_result
-from slipstream.provenance import commit, provenance
+from slipstream.profiling.provenance import commit, provenance
 from slipstream.sampling.params import SamplingParams
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/audit_power.json"

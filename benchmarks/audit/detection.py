@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from benchmarks.audit.faults import Answered
 from benchmarks.audit.reference import Reference
-from slipstream.audit.decision import MAX_TESTS
-from slipstream.audit.statistics.hamming import mmd_test
-from slipstream.audit.statistics.likelihood import ReferenceTest, TokenScores
-from slipstream.audit.statistics.samples import padded
-from slipstream.audit.statistics.sequential import SequentialTest
+from slipstream.tools.audit.decision import MAX_TESTS
+from slipstream.tools.audit.statistics.hamming import mmd_test
+from slipstream.tools.audit.statistics.likelihood import ReferenceTest, TokenScores
+from slipstream.tools.audit.statistics.samples import padded
+from slipstream.tools.audit.statistics.sequential import SequentialTest
 
 CONFIDENCE = 0.99
 TEST_CONFIDENCE = 1 - (1 - CONFIDENCE) / MAX_TESTS

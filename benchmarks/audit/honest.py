@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from benchmarks.audit.detection import Found, by_samples, of_scores
 from benchmarks.audit.faults import Answered
-from slipstream.audit.statistics.likelihood import TokenScores
+from slipstream.tools.audit.statistics.likelihood import TokenScores
 
 
 def reference_audits(scores: Seq[TokenScores], num_audits: int, num_answers: int) -> list[Found]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.audit.faults import Answered
-from slipstream.audit.scoring import score_rows
-from slipstream.audit.statistics.likelihood import TokenScores
-from slipstream.core import EMPTY_PROPOSAL
+from slipstream.core.types import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
 from slipstream.models.rows import tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.text.end_tokens import end_token_ids
+from slipstream.tools.audit.scoring import score_rows
+from slipstream.tools.audit.statistics.likelihood import TokenScores
 
 
 class Reference:

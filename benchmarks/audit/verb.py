@@ -15,21 +15,21 @@ from unittest.mock import patch
 
 from benchmarks.audit.faults import HONEST_CLASSICAL, HONEST_SEEDED, Answered, Fault
 from slipstream import AsyncEngine
-from slipstream.audit.decision import AuditDecision
-from slipstream.audit.remote.audit import RemoteAudit, run_remote
-from slipstream.audit.remote.side import ServerSide
-from slipstream.audit.settings import AuditSettings
-from slipstream.client import ServerAddress
-from slipstream.core import FinishReason, RequestOptions
+from slipstream.assets.workload.reading import read_workload
+from slipstream.core.types import FinishReason, RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import Update
+from slipstream.rpc.client import ServerAddress
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.lifecycle import DrainingServer
 from slipstream.text.prompts import EncodedPrompt
-from slipstream.workload.reading import read_workload
+from slipstream.tools.audit.decision import AuditDecision
+from slipstream.tools.audit.remote.audit import RemoteAudit, run_remote
+from slipstream.tools.audit.remote.side import ServerSide
+from slipstream.tools.audit.settings import AuditSettings
 
 MODEL = "pair"
 CONCURRENCY = 16

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.clients.driving import clients, drive, interpreters, variable
 from benchmarks.clients.server import serving
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/clients.json"
 

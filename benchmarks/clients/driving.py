@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.clients.drives.wire import Job
 from benchmarks.clients.server import API_KEY, MODEL, Running
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.provenance import without_folders
+from slipstream.profiling.provenance import without_folders
 
 DRIVES = Path(__file__).parent / "drives"
 TIMEOUT_S = 900.0

@@ -39,7 +39,7 @@ from benchmarks.control.traffic import (
 )
 from benchmarks.kept import Kept, say
 from slipstream.engine.engine import Engine
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
 RESULTS = Path(__file__).parents[2] / "docs/benchmarks"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core import RequestOptions
+from slipstream.core.types import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.expand import expand

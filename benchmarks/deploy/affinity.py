@@ -31,7 +31,7 @@ from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 160, 32, 8
 REPORT_S = 10.0

@@ -40,7 +40,7 @@ from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
 from slipstream.deploy.wire import request_to_json
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 NUM_TOKENS = 32
 PROMPT_TOKENS = 96

@@ -39,7 +39,7 @@ from slipstream.deploy.relay import Address, Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 NUM_TOKENS = 64
 PROMPT_TOKENS = 64

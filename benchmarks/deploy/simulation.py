@@ -33,7 +33,7 @@ from slipstream.deploy.prefixes import FleetPrefixes
 from slipstream.deploy.router import Cancel, Order, Router, Start
 from slipstream.deploy.work import Work
 from slipstream.errors import OverloadedError
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt

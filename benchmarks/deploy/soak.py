@@ -36,7 +36,7 @@ from slipstream.deploy.router import Router
 from slipstream.engine.outputs import Update
 from slipstream.errors import SlipstreamError
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 HANG_TIMEOUT_S = 2.0
 NUM_AT_ONCE = 16

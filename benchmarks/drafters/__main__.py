@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.drafters import acceptance, page, plots, speed
 from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
 from benchmarks.kept import Kept
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/benchmarks/drafters.json"

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.drafters.lineup import Entry, without_models
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.assets import sample_prompts
-from slipstream.metrics.request import RequestMetrics
+from slipstream.core.metrics.request import RequestMetrics
 
 TEMPERATURES = (0.0, 0.8)
 MAX_NUM_SEQS = 16

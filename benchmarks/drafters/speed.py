@@ -13,14 +13,14 @@ from typing import Any
 
 from benchmarks.drafters.lineup import Entry, without_models
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.bench.engine.configurations import OFF_NAME, Configuration
-from slipstream.bench.engine.local import BenchPlan, run
-from slipstream.bench.result import BenchResult
-from slipstream.bench.settings import BenchSettings
+from slipstream.assets.workload.reading import read_workload
 from slipstream.config import SpeculativeConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.expand_head import expand_head
-from slipstream.workload.reading import read_workload
+from slipstream.tools.bench.engine.configurations import OFF_NAME, Configuration
+from slipstream.tools.bench.engine.local import BenchPlan, run
+from slipstream.tools.bench.result import BenchResult
+from slipstream.tools.bench.settings import BenchSettings
 
 HEADS = ("eagle", "eagle3", "medusa", "hydra")
 

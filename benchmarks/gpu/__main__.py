@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.gpu import page
 from benchmarks.kept import Kept
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/benchmarks"

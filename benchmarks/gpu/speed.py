@@ -8,14 +8,14 @@ from typing import Any
 
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.bench.engine.configurations import OFF_NAME, Configuration
-from slipstream.bench.engine.local import BenchPlan, run
-from slipstream.bench.result import BenchResult
-from slipstream.bench.settings import BenchSettings
+from slipstream.assets.workload.reading import read_workload
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
-from slipstream.workload.reading import read_workload
+from slipstream.tools.bench.engine.configurations import OFF_NAME, Configuration
+from slipstream.tools.bench.engine.local import BenchPlan, run
+from slipstream.tools.bench.result import BenchResult
+from slipstream.tools.bench.settings import BenchSettings
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 DRAFTERS: dict[str, dict[str, Any]] = {

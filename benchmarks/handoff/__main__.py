@@ -33,7 +33,7 @@ from benchmarks.handoff.steps import (
     unreachable,
     wait_for,
 )
-from slipstream.provenance import provenance, without_folders
+from slipstream.profiling.provenance import provenance, without_folders
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/handoff.json"
 PORTS = {"--port": 8410, "--watch-port": 8411, "--off-port": 8412}

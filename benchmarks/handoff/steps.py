@@ -15,8 +15,8 @@ import httpx2
 import psutil
 
 from slipstream.assets import sample_prompts
-from slipstream.client import ServerAddress, ask, connect
-from slipstream.workload.prompts import Prompt
+from slipstream.assets.workload.prompts import Prompt
+from slipstream.rpc.client import ServerAddress, ask, connect
 
 SLIPSTREAM = [sys.executable, "-m", "slipstream.cli.main"]
 LEARNED = 100

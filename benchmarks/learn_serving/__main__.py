@@ -31,7 +31,7 @@ from benchmarks.learn_serving.broken import broken
 from benchmarks.learn_serving.kills import kills
 from benchmarks.learn_serving.load import latency
 from benchmarks.learn_serving.page import page
-from slipstream.provenance import commit, provenance
+from slipstream.profiling.provenance import commit, provenance
 
 RESULT = Path(__file__).parent.parent.parent / "docs/benchmarks/learn_serving.json"
 PARTS = ("answers", "kills", "broken", "latency")

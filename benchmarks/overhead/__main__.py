@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.kept import Kept
 from benchmarks.overhead.rounds import Plan, facts, measure
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.testing.expand import expand, parse_count
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/overhead.json"

@@ -20,8 +20,8 @@ import psutil
 
 from benchmarks.kept import say
 from slipstream.assets import sample_prompts
-from slipstream.bench.statistics import PairedTimes, speedup_interval
 from slipstream.serve.process.spawn import WORKER
+from slipstream.tools.bench.statistics import PairedTimes, speedup_interval
 
 WARM_UP = 1
 """Rounds that are not counted."""

@@ -20,7 +20,7 @@ from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import Results
 from benchmarks.peers.workload import Question, questions
 from slipstream.models.cpu.native import instructions
-from slipstream.provenance import provenance, without_folders
+from slipstream.profiling.provenance import provenance, without_folders
 
 ROOT = Path(__file__).parents[2]
 CONVERT_TIMEOUT_S = 1800.0

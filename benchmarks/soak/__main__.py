@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.soak.run import Plan, soak
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 
 RESULT = Path(__file__).parents[2] / "docs/benchmarks/soak.json"
 

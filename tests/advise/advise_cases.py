@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from slipstream.advise.candidates import Candidate
-from slipstream.advise.costs import DrafterCost, StepCosts
-from slipstream.advise.recording import NOT_DRAFTED, Drafted, Recorded, RecordedRequest
-from slipstream.advise.scores import RecordedScores
-from slipstream.advise.simulate import Simulator
 from slipstream.config import SpeculativeConfig
+from slipstream.tools.advise.candidates import Candidate
+from slipstream.tools.advise.costs import DrafterCost, StepCosts
+from slipstream.tools.advise.recording import NOT_DRAFTED, Drafted, Recorded, RecordedRequest
+from slipstream.tools.advise.scores import RecordedScores
+from slipstream.tools.advise.simulate import Simulator
 
 FREE = StepCosts({1: ((0.0, 1.0), (64.0, 1.0))}, {1: 0.0}, 0.0, 0.0, ((1.0, 0.0),), {})
 """Every step takes a second, whatever it does."""

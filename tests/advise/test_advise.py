@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.advise import run as module
-from slipstream.advise.candidates import make_candidates
-from slipstream.advise.kept_parts import NAME, KeptParts
 from slipstream.cli.advise import JSON_NAME, PAGE_NAME, SERVE_NAME
 from slipstream.cli.flags.settings import read_file
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError
+from slipstream.tools.advise import run as module
+from slipstream.tools.advise.candidates import make_candidates
+from slipstream.tools.advise.kept_parts import NAME, KeptParts
 
 SMALL = [
     *("--prompts-per-task", "1", "--max-tokens", "4", "--concurrency", "2", "--minutes", "0.01"),
@@ -33,9 +33,9 @@ def invoke(*words: str) -> tuple[int, str]:
 def test_the_whole_advice(tmp_path: Path, drafts_loaded_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped before the check, resumed, and its file is what an engine takes."""
     folder = tmp_path / "advice"
-    monkeypatch.setattr("slipstream.advise.rehearse.MIN_ROUNDS", 1)
-    monkeypatch.setattr("slipstream.advise.rehearse.CHECKED", (1, 4))
-    monkeypatch.setattr("slipstream.advise.check.MIN_PAIRS", 1)
+    monkeypatch.setattr("slipstream.tools.advise.rehearse.MIN_ROUNDS", 1)
+    monkeypatch.setattr("slipstream.tools.advise.rehearse.CHECKED", (1, 4))
+    monkeypatch.setattr("slipstream.tools.advise.check.MIN_PAIRS", 1)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "What is {n} + 2?", "task": "{n}"}}\n' for n in (1, 2)))
     small = [*SMALL, "--workload", str(prompts)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.advise.advice import Advice, LoadAdvice
-from slipstream.advise.candidates import OFF, Setting
-from slipstream.advise.findings import AdviceFindings
-from slipstream.advise.predict import AdvisedPlan, Band
-from slipstream.advise.verdict import DO_NOT_ENABLE, remarks, verdict
+from slipstream.tools.advise.advice import Advice, LoadAdvice
+from slipstream.tools.advise.candidates import OFF, Setting
+from slipstream.tools.advise.findings import AdviceFindings
+from slipstream.tools.advise.predict import AdvisedPlan, Band
+from slipstream.tools.advise.verdict import DO_NOT_ENABLE, remarks, verdict
 
 DRAFTS = Setting(0, 2)
 

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 from advise_cases import CANDIDATE, chain, hand_made, linear, recorded, request
 
-from slipstream.advise.candidates import OFF, Candidate, Setting, setting_name
-from slipstream.advise.check import LEAST_ERROR, PREDICTION_ERROR, UNKNOWN_ERROR, CheckedSetting
-from slipstream.advise.contest import BY_TASK, Contest
-from slipstream.advise.costs import StepCosts
-from slipstream.advise.findings import AdviceFindings, find
-from slipstream.advise.predict import AdvisedPlan, Band, Rates, make_plan, predict
-from slipstream.advise.recording import NOT_DRAFTED, Recorded
-from slipstream.advise.served import serve_file, speculative_of
-from slipstream.bench.statistics import Interval
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.combine.auto import AutoOptions
 from slipstream.profiling.break_even import acceptance_length
+from slipstream.tools.advise.candidates import OFF, Candidate, Setting, setting_name
+from slipstream.tools.advise.check import LEAST_ERROR, PREDICTION_ERROR, UNKNOWN_ERROR, CheckedSetting
+from slipstream.tools.advise.contest import BY_TASK, Contest
+from slipstream.tools.advise.costs import StepCosts
+from slipstream.tools.advise.findings import AdviceFindings, find
+from slipstream.tools.advise.predict import AdvisedPlan, Band, Rates, make_plan, predict
+from slipstream.tools.advise.recording import NOT_DRAFTED, Recorded
+from slipstream.tools.advise.served import serve_file, speculative_of
+from slipstream.tools.bench.statistics import Interval
 
 LOADS = (1, 4, 16)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from advise_cases import FREE
 from conftest import ENGINE, Tape
 
-from slipstream.advise.candidates import Setting, setting_name, settings
-from slipstream.advise.scores import scores_of
-from slipstream.advise.simulate import Simulator, always
-from slipstream.bench.engine.measure import closed_loop
 from slipstream.config import SpeculativeConfig
+from slipstream.engine.closed_loop import closed_loop
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
+from slipstream.tools.advise.candidates import Setting, setting_name, settings
+from slipstream.tools.advise.scores import scores_of
+from slipstream.tools.advise.simulate import Simulator, always
 
 
 def simulator(tape: Tape) -> Simulator:

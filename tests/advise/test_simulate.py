@@ -8,13 +8,13 @@ import pytest
 from advise_cases import FREE, chain, hand_made, linear, recorded, request
 from conftest import ENGINE, Tape
 
-from slipstream.advise.candidates import OFF, Setting, make_candidates
-from slipstream.advise.costs import along, between
-from slipstream.advise.engines import make_shadow
-from slipstream.advise.rehearse import measure_costs
-from slipstream.advise.simulate import always
 from slipstream.errors import RequestError
 from slipstream.sampling.params import SamplingParams
+from slipstream.tools.advise.candidates import OFF, Setting, make_candidates
+from slipstream.tools.advise.costs import along, between
+from slipstream.tools.advise.engines import make_shadow
+from slipstream.tools.advise.rehearse import measure_costs
+from slipstream.tools.advise.simulate import always
 
 DRAFT = Setting(0, 4)
 

@@ -10,8 +10,8 @@ import pytest
 from fake_engine import serve
 from typer.testing import CliRunner
 
-from slipstream.audit.remote import counting
 from slipstream.cli.main import app
+from slipstream.tools.audit.remote import counting
 
 SMALL = ["--answers", "4", "--max-tokens", "8", "--prompts", "2"]
 
@@ -96,11 +96,11 @@ def test_a_fault_of_the_audit_itself_is_no_verdict(monkeypatch: pytest.MonkeyPat
     def fail(*args: Any) -> None:
         raise ZeroDivisionError("of its own")
 
-    monkeypatch.setattr("slipstream.audit.local.run_local", fail)
+    monkeypatch.setattr("slipstream.tools.audit.local.run_local", fail)
     done = run("--spec", "ngram")
     assert done.exit_code == 2
     assert "the audit itself failed, and nothing is certified: ZeroDivisionError: of its own" in done.stderr
-    monkeypatch.setattr("slipstream.audit.local.run_local", lambda plan: None)
+    monkeypatch.setattr("slipstream.tools.audit.local.run_local", lambda plan: None)
     done = run("--spec", "ngram")
     assert done.exit_code == 2, "nor is a certificate that cannot be shown"
     assert "the audit itself failed, and nothing is certified: AttributeError" in done.stderr

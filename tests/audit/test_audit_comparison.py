@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.audit.claims import SmallestDeviations
-from slipstream.audit.decision import AuditDecision, Evidence, decide, level_of_tests, probe_level
-from slipstream.audit.findings import AuditCheck, AuditTest
-from slipstream.audit.identity import AnswerComparison, compare
-from slipstream.audit.journal import AuditJournal
-from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest
-from slipstream.audit.remote.asking import ask_all
-from slipstream.audit.remote.side import ServerSide
-from slipstream.audit.ties import Rounding
-from slipstream.client import ServerAddress
-from slipstream.meter import Meter, meter
+from slipstream.core.meter import Meter, meter
+from slipstream.rpc.client import ServerAddress
+from slipstream.tools.audit.claims import SmallestDeviations
+from slipstream.tools.audit.decision import AuditDecision, Evidence, decide, level_of_tests, probe_level
+from slipstream.tools.audit.findings import AuditCheck, AuditTest
+from slipstream.tools.audit.identity import AnswerComparison, compare
+from slipstream.tools.audit.journal import AuditJournal
+from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.tools.audit.remote.asking import ask_all
+from slipstream.tools.audit.remote.side import ServerSide
+from slipstream.tools.audit.ties import Rounding
 
 REQUESTS = [
     AuditRequest(number, 0, "chat", {"temperature": 0.8}, 8, seed=number, text="?") for number in range(12)

@@ -13,19 +13,19 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.audit.decision import AuditDecision
-from slipstream.audit.journal import AuditJournal
-from slipstream.audit.local import LocalAudit, certify, run_local
-from slipstream.audit.mix import FULL, GREEDY, SAMPLED
-from slipstream.audit.replaying import Replayer
-from slipstream.audit.report import render_certificate
-from slipstream.audit.settings import AuditSettings
+from slipstream.assets.workload.reading import read_workload
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import derive_seed
-from slipstream.workload.reading import read_workload
+from slipstream.tools.audit.decision import AuditDecision
+from slipstream.tools.audit.journal import AuditJournal
+from slipstream.tools.audit.local import LocalAudit, certify, run_local
+from slipstream.tools.audit.mix import FULL, GREEDY, SAMPLED
+from slipstream.tools.audit.replaying import Replayer
+from slipstream.tools.audit.report import render_certificate
+from slipstream.tools.audit.settings import AuditSettings
 
 DRAFT = SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT, "num_speculative_tokens": 3})
 MEMORY = {"kv_cache_bytes": 96 * 2**20}
@@ -191,7 +191,7 @@ def test_an_interrupted_audit_is_resumed(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.meter.Meter.advance", advance)
+        patch.setattr("slipstream.core.meter.Meter.advance", advance)
         broken = certify(plan, on, off)
     assert not broken.complete
     assert broken.interrupted

@@ -15,13 +15,13 @@ from benchmarks.audit.detection import by_seeds, by_usage, of_scores
 from benchmarks.audit.faults import FAULTS, Answered, Fault
 from benchmarks.audit.faulty import OtherTies, UnnormalisedResidual, unprocessed_bonus_rows
 from benchmarks.audit.page import page
-from slipstream.audit.scoring import score_rows
-from slipstream.audit.statistics.power import POWER, smallest_shift
-from slipstream.audit.statistics.sequential import GAMBLERS, SequentialTest
-from slipstream.core import Proposal, ProposalKind
+from slipstream.core.types import Proposal, ProposalKind
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
+from slipstream.tools.audit.scoring import score_rows
+from slipstream.tools.audit.statistics.power import POWER, smallest_shift
+from slipstream.tools.audit.statistics.sequential import GAMBLERS, SequentialTest
 from slipstream.verify import Judgement, Verifier, create_verifier
 
 BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks"

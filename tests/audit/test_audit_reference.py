@@ -13,22 +13,22 @@ import pytest
 
 from slipstream import AsyncEngine
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.audit.certificate import Certificate
-from slipstream.audit.decision import AuditDecision
-from slipstream.audit.mix import FULL, PLAIN, SERVED, Profile
-from slipstream.audit.records import AuditReply, AuditRequest
-from slipstream.audit.remote import judging
-from slipstream.audit.remote.audit import RemoteAudit, run_remote
-from slipstream.audit.remote.side import ServerSide
-from slipstream.audit.settings import AuditSettings
-from slipstream.client import ServerAddress
+from slipstream.assets.workload.reading import read_workload
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
+from slipstream.rpc.client import ServerAddress
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.lifecycle import DrainingServer
-from slipstream.workload.reading import read_workload
+from slipstream.tools.audit.certificate import Certificate
+from slipstream.tools.audit.decision import AuditDecision
+from slipstream.tools.audit.mix import FULL, PLAIN, SERVED, Profile
+from slipstream.tools.audit.records import AuditReply, AuditRequest
+from slipstream.tools.audit.remote import judging
+from slipstream.tools.audit.remote.audit import RemoteAudit, run_remote
+from slipstream.tools.audit.remote.side import ServerSide
+from slipstream.tools.audit.settings import AuditSettings
 
 DRAFT = SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT, "num_speculative_tokens": 3})
 MEMORY = {"kv_cache_bytes": 48 * 2**20}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
-from slipstream.audit.reference import draws_alike
-from slipstream.audit.remote import probing
-from slipstream.audit.remote.margins import counted_margin, reported_margin
-from slipstream.audit.remote.probing import probe_seeds
-from slipstream.audit.remote.side import ServerSide
-from slipstream.client import ServerAddress
+from slipstream.rpc.client import ServerAddress
+from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
+from slipstream.tools.audit.reference import draws_alike
+from slipstream.tools.audit.remote import probing
+from slipstream.tools.audit.remote.margins import counted_margin, reported_margin
+from slipstream.tools.audit.remote.probing import probe_seeds
+from slipstream.tools.audit.remote.side import ServerSide
 
 LENGTH = 12
 LEVEL = 0.001

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from fake_engine import MODEL, FakeEngine, serve
 
-from slipstream.audit.accounting import Knowledge, account
-from slipstream.audit.certificate import Certificate
-from slipstream.audit.decision import AuditDecision
-from slipstream.audit.journal import AuditJournal
-from slipstream.audit.mix import Profile
-from slipstream.audit.records import AuditAnswer, AuditRequest, TokenTop
-from slipstream.audit.remote import counting
-from slipstream.audit.remote.audit import RemoteAudit, run_remote
-from slipstream.audit.remote.probing import find_abilities
-from slipstream.audit.remote.reading import ReplyReader
-from slipstream.audit.remote.repeating import log_prob_differences
-from slipstream.audit.remote.side import ServerSide
-from slipstream.audit.settings import AuditSettings
-from slipstream.client import ServerAddress
+from slipstream.assets.workload.reading import read_workload
 from slipstream.errors import ConfigError, RemoteError
-from slipstream.workload.reading import read_workload
+from slipstream.rpc.client import ServerAddress
+from slipstream.tools.audit.accounting import Knowledge, account
+from slipstream.tools.audit.certificate import Certificate
+from slipstream.tools.audit.decision import AuditDecision
+from slipstream.tools.audit.journal import AuditJournal
+from slipstream.tools.audit.mix import Profile
+from slipstream.tools.audit.records import AuditAnswer, AuditRequest, TokenTop
+from slipstream.tools.audit.remote import counting
+from slipstream.tools.audit.remote.audit import RemoteAudit, run_remote
+from slipstream.tools.audit.remote.probing import find_abilities
+from slipstream.tools.audit.remote.reading import ReplyReader
+from slipstream.tools.audit.remote.repeating import log_prob_differences
+from slipstream.tools.audit.remote.side import ServerSide
+from slipstream.tools.audit.settings import AuditSettings
 
 
 @pytest.fixture(autouse=True)

@@ -9,25 +9,25 @@ from functools import partial
 import numpy as np
 import pytest
 
-from slipstream.audit.statistics.hamming import hamming_kernel, mmd_test
-from slipstream.audit.statistics.likelihood import ReferenceTest, TokenScores, score_tokens
-from slipstream.audit.statistics.ngrams import NgramCounts, Reading
-from slipstream.audit.statistics.power import (
+from slipstream.stats.betting import Wealth
+from slipstream.tools.audit.statistics.hamming import hamming_kernel, mmd_test
+from slipstream.tools.audit.statistics.likelihood import ReferenceTest, TokenScores, score_tokens
+from slipstream.tools.audit.statistics.ngrams import NgramCounts, Reading
+from slipstream.tools.audit.statistics.power import (
     POWER,
     smallest_rate,
     smallest_shift,
     smallest_temperature,
 )
-from slipstream.audit.statistics.samples import PAD, code_points, padded
-from slipstream.audit.statistics.sequential import SequentialTest
-from slipstream.audit.statistics.ties import (
+from slipstream.tools.audit.statistics.samples import PAD, code_points, padded
+from slipstream.tools.audit.statistics.sequential import SequentialTest
+from slipstream.tools.audit.statistics.ties import (
     flip_probabilities,
     flip_test,
     smallest_rejected,
     tail_probability,
 )
-from slipstream.audit.ties import Rounding
-from slipstream.betting import Wealth
+from slipstream.tools.audit.ties import Rounding
 
 # ---- samples and MMD
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.bench.engine.measure import BenchRun, TimedAnswer
-from slipstream.bench.engine.order import Turn
-from slipstream.bench.engine.steps import StepTally
-from slipstream.bench.engine.summary import comparisons, summarise, timings
-from slipstream.bench.result import SCHEMA, BenchResult, ConfigurationSummary
-from slipstream.bench.settings import BenchSettings
-from slipstream.metrics.request import RequestMetrics
-from slipstream.metrics.step import StepReport
+from slipstream.assets.workload.prompts import Chosen, Prompt
+from slipstream.assets.workload.reading import Workload
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.metrics.step import StepReport
+from slipstream.engine.closed_loop import TimedAnswer
+from slipstream.profiling.steps import StepTally
 from slipstream.sampling.params import SamplingParams
-from slipstream.workload.prompts import Chosen, Prompt
-from slipstream.workload.reading import Workload
+from slipstream.tools.bench.engine.measure import BenchRun
+from slipstream.tools.bench.engine.order import Turn
+from slipstream.tools.bench.engine.summary import comparisons, summarise, timings
+from slipstream.tools.bench.result import SCHEMA, BenchResult, ConfigurationSummary
+from slipstream.tools.bench.settings import BenchSettings
 
 PROMPTS = [Prompt("a", "line 1", 9), Prompt("b", "line 2", 9), Prompt("a", "line 3", 9)]
 NAMES = ["off", "draft γ=2"]

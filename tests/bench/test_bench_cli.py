@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.provenance import command, commit, provenance
+from slipstream.profiling.provenance import command, commit, provenance
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,14 +111,14 @@ def test_results_are_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_starting_the_command_loads_nothing_heavy() -> None:
-    heavy = ("torch", "scipy", "matplotlib", "httpx2", "prometheus_client", "numpy", "slipstream.bench")
+    heavy = ("torch", "scipy", "matplotlib", "httpx2", "prometheus_client", "numpy", "slipstream.tools.bench")
     program = f"import slipstream.cli.main, sys; print([n for n in {heavy!r} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_a_server_is_benched_without_loading_a_model() -> None:
-    modules = "slipstream.bench.server.remote, slipstream.bench.report.server_report, sys"
+    modules = "slipstream.tools.bench.server.remote, slipstream.tools.bench.report.server_report, sys"
     program = f"import {modules}; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

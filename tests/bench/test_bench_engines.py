@@ -11,22 +11,22 @@ from bench_cases import key_names
 from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.bench.engine import engines as engines_module
-from slipstream.bench.engine.configurations import sweep
-from slipstream.bench.engine.engines import Engines
-from slipstream.bench.engine.local import BenchPlan, run
-from slipstream.bench.engine.measure import BenchJob, closed_loop
-from slipstream.bench.result import BenchResult
-from slipstream.bench.settings import BenchSettings
+from slipstream.assets.workload.reading import Question, Workload
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
-from slipstream.core import FinishReason
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import FinishReason
+from slipstream.engine.closed_loop import BenchJob, closed_loop
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError, RequestError
-from slipstream.metrics.step import StepReport
 from slipstream.sampling.params import SamplingParams
-from slipstream.workload.reading import Question, Workload
+from slipstream.tools.bench.engine import engines as engines_module
+from slipstream.tools.bench.engine.configurations import sweep
+from slipstream.tools.bench.engine.engines import Engines
+from slipstream.tools.bench.engine.local import BenchPlan, run
+from slipstream.tools.bench.result import BenchResult
+from slipstream.tools.bench.settings import BenchSettings
 
 KV = 40 * 2**20
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.engine.configurations import parse_counts, sweep
-from slipstream.bench.engine.order import cut, turns
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
+from slipstream.tools.bench.engine.configurations import parse_counts, sweep
+from slipstream.tools.bench.engine.order import cut, turns
 
 NGRAM = SpeculativeConfig("ngram")
 OFF = SpeculativeConfig("off")

@@ -6,8 +6,14 @@ import dataclasses
 
 import pytest
 
-from slipstream.bench.server.counters import ClientCounts, Counters, disagreements, growth, parse_counters
 from slipstream.errors import RemoteError
+from slipstream.tools.bench.server.counters import (
+    ClientCounts,
+    Counters,
+    disagreements,
+    growth,
+    parse_counters,
+)
 
 TEXT = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

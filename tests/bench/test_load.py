@@ -14,14 +14,14 @@ import pytest
 from fake_server import MODEL, FakeServer, serve
 from typer.testing import CliRunner
 
-from slipstream.bench.server import load
-from slipstream.bench.server.load import LoadPlan, first_turns
-from slipstream.bench.server.load_result import Arrivals, LoadResult
+from slipstream.assets.workload.prompts import Prompt
+from slipstream.assets.workload.reading import Question, Workload
 from slipstream.cli.main import app
-from slipstream.client import Exchange, ServerAddress
 from slipstream.errors import RemoteError, RequestError
-from slipstream.workload.prompts import Prompt
-from slipstream.workload.reading import Question, Workload
+from slipstream.rpc.client import Exchange, ServerAddress
+from slipstream.tools.bench.server import load
+from slipstream.tools.bench.server.load import LoadPlan, first_turns
+from slipstream.tools.bench.server.load_result import Arrivals, LoadResult
 
 TOKENS = 8
 """Of every answer of the fake server."""

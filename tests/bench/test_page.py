@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import pytest
 from bench_cases import answer, result_of, run, two_tasks
 
-from slipstream.bench.engine.measure import BenchRun
-from slipstream.bench.report.engine_report import render
-from slipstream.bench.report.plots import Estimate, estimates, lines, stacks
-from slipstream.bench.statistics import Interval
-from slipstream.metrics.step import StepReport
+from slipstream.core.metrics.step import StepReport
+from slipstream.tools.bench.engine.measure import BenchRun
+from slipstream.tools.bench.report.engine_report import render
+from slipstream.tools.bench.report.plots import Estimate, estimates, lines, stacks
+from slipstream.tools.bench.statistics import Interval
 
 
 def long_drafts() -> list[BenchRun]:

@@ -14,21 +14,21 @@ from bench_cases import key_names
 from fake_server import MODEL, PIECES, FakeServer, serve
 from typer.testing import CliRunner
 
-from slipstream import client
-from slipstream.audit.records import AuditRequest
-from slipstream.audit.remote.side import ServerSide
-from slipstream.bench.report.server_report import render_server
-from slipstream.bench.report.server_tables import server_remarks
-from slipstream.bench.result import ServerFigures, ServerResult
-from slipstream.bench.server import remote
-from slipstream.bench.server.remote import RemotePlan
-from slipstream.bench.settings import BenchSettings
+from slipstream.assets.workload.prompts import Prompt
+from slipstream.assets.workload.reading import Question, Workload
 from slipstream.cli.main import app
-from slipstream.client import ServerAddress, request_body
 from slipstream.errors import RemoteError
+from slipstream.rpc import client
+from slipstream.rpc.client import ServerAddress, request_body
 from slipstream.sampling.params import SamplingParams
-from slipstream.workload.prompts import Prompt
-from slipstream.workload.reading import Question, Workload
+from slipstream.tools.audit.records import AuditRequest
+from slipstream.tools.audit.remote.side import ServerSide
+from slipstream.tools.bench.report.server_report import render_server
+from slipstream.tools.bench.report.server_tables import server_remarks
+from slipstream.tools.bench.result import ServerFigures, ServerResult
+from slipstream.tools.bench.server import remote
+from slipstream.tools.bench.server.remote import RemotePlan
+from slipstream.tools.bench.settings import BenchSettings
 
 TOKENS = 8
 """Of every answer of the fake server."""

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.engine.steps import CONTEXT_BIN, StepTally, cost_model
-from slipstream.bench.statistics import (
+from slipstream.core.metrics.step import StepReport
+from slipstream.profiling.steps import CONTEXT_BIN, StepTally, cost_model
+from slipstream.tools.bench.statistics import (
     PairedTimes,
     first_difference,
     geometric_mean_speedup,
@@ -18,7 +19,6 @@ from slipstream.bench.statistics import (
     ratio,
     speedup_interval,
 )
-from slipstream.metrics.step import StepReport
 
 SECONDS = st.floats(0.01, 10)
 

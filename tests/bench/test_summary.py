@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from bench_cases import NAMES, PROMPTS, answer, result_of, run, two_tasks
 
-from slipstream.bench.engine.summary import summarise, timings
-from slipstream.bench.report.engine_tables import remarks, tables
-from slipstream.bench.result import EngineFigures
-from slipstream.metrics.step import StepReport
+from slipstream.core.metrics.step import StepReport
+from slipstream.tools.bench.engine.summary import summarise, timings
+from slipstream.tools.bench.report.engine_tables import remarks, tables
+from slipstream.tools.bench.result import EngineFigures
 
 
 def cell(figures: list[EngineFigures], name: str, task: str | None = None) -> EngineFigures:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from bench_cases import NAMES, answer, result_of, run
 
-from slipstream.bench.engine.measure import BenchRun
-from slipstream.bench.engine.summary import comparisons, summarise
-from slipstream.bench.report.engine_tables import tables
-from slipstream.bench.report.verdict import verdicts
-from slipstream.bench.result import BenchResult
-from slipstream.workload.prompts import Prompt
+from slipstream.assets.workload.prompts import Prompt
+from slipstream.tools.bench.engine.measure import BenchRun
+from slipstream.tools.bench.engine.summary import comparisons, summarise
+from slipstream.tools.bench.report.engine_tables import tables
+from slipstream.tools.bench.report.verdict import verdicts
+from slipstream.tools.bench.result import BenchResult
 
 THREE = [*NAMES, "suffix", "ngram"]
 

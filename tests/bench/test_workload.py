@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.assets.workload.prompts import Chosen, Lengths, Prompt, choose, task_names
+from slipstream.assets.workload.reading import Question, Workload, read_workload
 from slipstream.errors import RequestError
-from slipstream.workload.prompts import Chosen, Lengths, Prompt, choose, task_names
-from slipstream.workload.reading import Question, Workload, read_workload
 
 
 def write(folder: Path, rows: list[Any], name: str = "w.jsonl") -> Path:

@@ -10,7 +10,7 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
 from slipstream.control.types import DrafterTraits, StepRequest
-from slipstream.core import RequestOptions
+from slipstream.core.types import RequestOptions
 from slipstream.draft.choice import NOTHING, Choice
 from slipstream.draft.combine.auto import AutoOptions
 from slipstream.draft.rules import PlanRule

@@ -14,6 +14,9 @@ import pytest
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.core.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.step import StepReport
 from slipstream.deploy.counts import MAX_GONE, Ledger, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.relay import Relay
@@ -21,9 +24,6 @@ from slipstream.deploy.router import Router
 from slipstream.deploy.served import ServedFleet
 from slipstream.deploy.stepped import MAX_ROWS, StepCounter, steps_from_json, steps_to_json
 from slipstream.engine.engine import Engine
-from slipstream.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.step import StepReport
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.dashboard.history import History

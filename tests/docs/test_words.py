@@ -83,7 +83,7 @@ def test_help_of_the_metrics() -> None:
     assert [one for line in helps for one in complaints(line.split()[2], line)] == []
 
 
-@pytest.mark.parametrize("page", ["serve/dashboard/dashboard.html", "bench/report/page.html.j2"])
+@pytest.mark.parametrize("page", ["serve/dashboard/dashboard.html", "tools/bench/report/page.html.j2"])
 def test_web_pages(page: str) -> None:
     assert list(complaints(page, (SOURCES / page).read_text(encoding="utf-8"))) == []
 

@@ -1,7 +1,7 @@
 """Random histories of an engine; behind each, every entry that the caches call valid is computed anew and compared.
 
 Keys and values depend on all tokens before them, so one entry of another text, of a rejected node or of a neighbour
-shows as other bits. Accounting alone is tested as a state machine in tests/unit/test_kv_accounting.py.
+shows as other bits. Accounting alone is tested as a state machine in tests/unit/kv/test_kv_accounting.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.core import RequestOptions
+from slipstream.core.types import RequestOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kv.cache import KVCache

@@ -9,7 +9,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import FinishReason
+from slipstream.core.types import FinishReason
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 

@@ -17,7 +17,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.policy import Policy
 from slipstream.control.types import StepRequest
-from slipstream.core import Proposal, ProposalKind, Sequence
+from slipstream.core.types import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from slipstream.draft.guard import FIRST_PAUSE_S

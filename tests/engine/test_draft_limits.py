@@ -11,7 +11,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import Proposal, StepItem
+from slipstream.core.types import Proposal, StepItem
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.models.cpu.chains import Chains
 from slipstream.models.rows import Rows

@@ -21,6 +21,7 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.core.metrics.worker import WorkerStats
 from slipstream.draft.remote import link as link_module
 from slipstream.draft.remote import worker as worker_module
 from slipstream.draft.remote.address import Address
@@ -32,7 +33,6 @@ from slipstream.draft.remote.protocol import PROTOCOL_VERSION, MessageDecoder, e
 from slipstream.draft.remote.serving import serve_drafter
 from slipstream.draft.remote.worker import DraftWorker
 from slipstream.errors import ConfigError
-from slipstream.metrics.worker import WorkerStats
 from slipstream.testing.workers import running_worker
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.audit.replaying import Replayer
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError
@@ -22,7 +21,8 @@ from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, loading
 from slipstream.models.cpu import native
 from slipstream.models.rows import Rows
-from tests.unit.quantised_folders import gptq_folder
+from slipstream.tools.audit.replaying import Replayer
+from tests.kit.quantised_folders import gptq_folder
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="it is the native kernels'")
 

@@ -10,7 +10,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import RequestOptions, Sequence
+from slipstream.core.types import RequestOptions, Sequence
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.lookup.suffix import SuffixDrafter
 from slipstream.draft.model.draft_model import DraftModelDrafter

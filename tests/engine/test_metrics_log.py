@@ -14,7 +14,7 @@ from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence, StepItem
+from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence, StepItem
 from slipstream.engine.outputs import CompletionOutput, RequestOutput
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions
 

@@ -9,7 +9,7 @@ from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import ROOT, ProposalKind, Verdict
+from slipstream.core.types import ROOT, ProposalKind, Verdict
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Stream
 from slipstream.verify.base import Judgement, Verifier

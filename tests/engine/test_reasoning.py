@@ -11,7 +11,7 @@ from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core import EmittedTokens, StepItem
+from slipstream.core.types import EmittedTokens, StepItem
 from slipstream.errors import ConfigError, ReasoningError, RequestError
 
 SMALL = {"max_model_len": 256, "kv_cache_bytes": 64 * 2**20}

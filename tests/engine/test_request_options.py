@@ -9,7 +9,7 @@ import pytest
 from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
-from slipstream.core import Sequence
+from slipstream.core.types import Sequence
 from slipstream.engine.requests import batch_options, request_options
 from slipstream.errors import RequestError
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import MakeLLM
 
 from slipstream import LLM, RequestOptions, SamplingParams
-from slipstream.core import StepItem
+from slipstream.core.types import StepItem
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation
 

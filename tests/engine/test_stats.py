@@ -12,7 +12,7 @@ from conftest import MakeLLM
 
 import slipstream
 from slipstream import AsyncEngine, SamplingParams
-from slipstream.core import Proposal, Sequence
+from slipstream.core.types import Proposal, Sequence
 from slipstream.errors import EngineStoppedError
 from slipstream.testing.stub_drafters import OracleDrafter
 

@@ -11,10 +11,10 @@ import pytest
 from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
-from slipstream.core import Proposal, Sequence
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import Proposal, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.cache import KVCache
-from slipstream.metrics.step import StepReport
 from slipstream.testing.stub_drafters import OracleOptions
 
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from slipstream.export.record import (
+from slipstream.tools.export.record import (
     METHODS_WITH_MODEL,
     SAMPLINGS,
     VERIFIES,

@@ -17,15 +17,15 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.draft.heads.checkpoints import read_checkpoint
 from slipstream.draft.heads.eagle_files import read_eagle
 from slipstream.errors import ModelError
-from slipstream.export.checkpoints import convert, convert_back
-from slipstream.export.checkpoints.converted import ConvertedCheckpoint
-from slipstream.export.checkpoints.target_files import TargetFiles
-from slipstream.export.contract import ExportError
-from slipstream.export.record import SpeculativeRecord
 from slipstream.models import load_tokenizer
 from slipstream.models.files.gguf_rope import llama3_factors
+from slipstream.tools.export.checkpoints import convert, convert_back
+from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
+from slipstream.tools.export.checkpoints.target_files import TargetFiles
+from slipstream.tools.export.contract import ExportError
+from slipstream.tools.export.record import SpeculativeRecord
 from tests.export.test_checkpoint_eagle import equal, random_head, record
-from tests.unit.tokenizer_families import byte_fallback, byte_level, save_model
+from tests.kit.tokenizer_families import byte_fallback, byte_level, save_model
 
 gguf = pytest.importorskip("gguf", reason="the extra `export` is not installed")
 TEXT = "Show me tar.  1234 don't\n\té 日本 👍 <|end|><|user|>x"

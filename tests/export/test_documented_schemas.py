@@ -10,8 +10,8 @@ from documented_schemas import sglang_faults, tensorrt_faults
 from export_cases import records
 from hypothesis import given, settings
 
-from slipstream.export import ENGINES, ExportError
-from slipstream.export.record import SpeculativeRecord
+from slipstream.tools.export import ENGINES, ExportError
+from slipstream.tools.export.record import SpeculativeRecord
 
 EXAMPLES = settings(max_examples=50, derandomize=True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.export_engines import NUM_TOKENS, RESULT, compared, ours
 from benchmarks.export_page import METHODS, NAMES, met, page
-from slipstream.export import SpeculativeRecord
+from slipstream.tools.export import SpeculativeRecord
 
 NEAR_TIE = 0.01
 """Nats. Where our target prefers its own token by less, another order of sums may choose the other."""

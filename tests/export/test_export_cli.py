@@ -16,9 +16,9 @@ from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
-from slipstream.export import ENGINES, from_own, to_own
-from slipstream.export.converting import converted
-from slipstream.export.record import ScheduleRange, SpeculativeRecord, TreeShape
+from slipstream.tools.export import ENGINES, from_own, to_own
+from slipstream.tools.export.converting import converted
+from slipstream.tools.export.record import ScheduleRange, SpeculativeRecord, TreeShape
 
 
 def run(*words: str) -> Result:

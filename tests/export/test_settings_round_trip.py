@@ -9,9 +9,9 @@ from export_cases import records
 from hypothesis import HealthCheck, given, settings
 
 from slipstream.errors import ConfigError
-from slipstream.export import ENGINES, ExportedSetting, ExportError, SettingSource, read_source, to_own
-from slipstream.export.record import SpeculativeRecord
-from slipstream.export.refusals import described
+from slipstream.tools.export import ENGINES, ExportedSetting, ExportError, SettingSource, read_source, to_own
+from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import described
 
 EXAMPLES = settings(
     max_examples=35, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

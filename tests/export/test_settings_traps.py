@@ -12,10 +12,10 @@ import yaml
 from export_cases import draft_record
 
 from slipstream.errors import ConfigError
-from slipstream.export import ENGINES, ExportedSetting, ExportError, read_source, settings_format
-from slipstream.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
-from slipstream.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
-from slipstream.export.settings.openvino import tree_fits
+from slipstream.tools.export import ENGINES, ExportedSetting, ExportError, read_source, settings_format
+from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
+from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
+from slipstream.tools.export.settings.openvino import tree_fits
 
 HEAD = HeadFacts(layout="eagle3", version=3, output="own", aux_layers=AuxLayers((2, 16, 29)))
 EAGLE3 = draft_record(method="eagle3", head=HEAD)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.handoff.plan import ServeCommand
-from slipstream.handoff.process import VllmProcess
+from slipstream.tools.handoff.plan import ServeCommand
+from slipstream.tools.handoff.process import VllmProcess
 
 HERE = Path(__file__).parent
 SPECULATION = ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3}))

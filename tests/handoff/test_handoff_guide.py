@@ -13,8 +13,8 @@ from typer.main import get_command
 
 from benchmarks.handoff.page import page
 from slipstream.cli.main import app
-from slipstream.handoff.plan import OffSide
-from slipstream.monitor.alarms import LEARN_KINDS, AlarmKind
+from slipstream.control.monitor.alarms import LEARN_KINDS, AlarmKind
+from slipstream.tools.handoff.plan import OffSide
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/handoff.md").read_text()
 LINES = [

@@ -11,13 +11,13 @@ import httpx2
 import pytest
 from handoff_cases import fake_command, free_port, running, serve_command
 
-from slipstream.client import ServerAddress, connect
+from slipstream.assets.workload.prompts import Prompt
 from slipstream.errors import RemoteError
-from slipstream.handoff.canary import NUM_WARM_UP, AlternatingCanary
-from slipstream.handoff.instance import InstanceProbes
-from slipstream.handoff.pairs import MAX_BACKGROUND, ProbeAnswer, ProbePrompts, ProbeSide
-from slipstream.handoff.watch import Watch, WatchedServer
-from slipstream.workload.prompts import Prompt
+from slipstream.rpc.client import ServerAddress, connect
+from slipstream.tools.handoff.canary import NUM_WARM_UP, AlternatingCanary
+from slipstream.tools.handoff.instance import InstanceProbes
+from slipstream.tools.handoff.pairs import MAX_BACKGROUND, ProbeAnswer, ProbePrompts, ProbeSide
+from slipstream.tools.handoff.watch import Watch, WatchedServer
 
 PROMPTS = ProbePrompts([Prompt("task", f"prompt {number}", 24, f"text {number}", ()) for number in range(5)])
 ADDRESS = ServerAddress("http://127.0.0.1:9/v1", "m", "http://127.0.0.1:9/metrics")

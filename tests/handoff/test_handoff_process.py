@@ -15,7 +15,7 @@ import pytest
 from handoff_cases import fake_command, free_port, is_alive, running, serve_command
 
 from slipstream.errors import ConfigError, RemoteError
-from slipstream.handoff.plan import (
+from slipstream.tools.handoff.plan import (
     HandoffPlan,
     OffSide,
     ServeCommand,
@@ -24,7 +24,7 @@ from slipstream.handoff.plan import (
     plain_url,
     url_of,
 )
-from slipstream.handoff.process import VllmProcess, find_vllm, version_of
+from slipstream.tools.handoff.process import VllmProcess, find_vllm, version_of
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_one_that_never_serves_is_given_up(vllm: str) -> None:
 
 def test_it_ends_when_its_parent_is_killed(vllm: str, tmp_path: Path) -> None:
     program = (
-        "import sys, time; from slipstream.handoff.process import VllmProcess\n"
+        "import sys, time; from slipstream.tools.handoff.process import VllmProcess\n"
         "process = VllmProcess(sys.argv[1:], 'http://127.0.0.1:9'); process.start()\n"
         "print(process.pid, flush=True); time.sleep(60)"
     )

@@ -18,14 +18,14 @@ import pytest
 from handoff_cases import fake_command, free_port, is_alive, running, serve_command
 from typer.testing import CliRunner
 
+from slipstream.assets.workload.prompts import Prompt
 from slipstream.cli.main import app
 from slipstream.errors import RemoteError
-from slipstream.handoff.pairs import ProbePrompts
-from slipstream.handoff.plan import HandoffPlan, OffSide
-from slipstream.handoff.reading import parse_reading
-from slipstream.handoff.run import Handoff
 from slipstream.serve.network.listening import bind
-from slipstream.workload.prompts import Prompt
+from slipstream.tools.handoff.pairs import ProbePrompts
+from slipstream.tools.handoff.plan import HandoffPlan, OffSide
+from slipstream.tools.handoff.reading import parse_reading
+from slipstream.tools.handoff.run import Handoff
 
 RECORDED = Path(__file__).parent / "vllm_metrics.txt"
 """`/metrics` of vLLM 0.32 on a CPU after four answers of the embedded pair, without help and times of creation."""
@@ -40,7 +40,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def quick_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("watch", "history"):
-        monkeypatch.setattr(f"slipstream.handoff.{module}.READ_EVERY_S", 0.05)
+        monkeypatch.setattr(f"slipstream.tools.handoff.{module}.READ_EVERY_S", 0.05)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def test_a_fault_of_the_watch_is_shown_and_does_not_stop_the_server(
     def fail(watch: Any, interval: Any) -> None:
         raise KeyError("a fault of ours")
 
-    monkeypatch.setattr("slipstream.handoff.watch.Watch.on_interval", fail)
+    monkeypatch.setattr("slipstream.tools.handoff.watch.Watch.on_interval", fail)
     port = free_port()
     with served(plan_of(vllm, port)) as (address, _, raised):
         until(lambda: httpx2.get(f"{address}/health").status_code == 503)

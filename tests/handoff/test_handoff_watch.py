@@ -9,14 +9,14 @@ import httpx2
 import pytest
 
 from slipstream.control.explore import Pair, ratio_of
+from slipstream.control.monitor.alarms import AlarmKind
 from slipstream.errors import RemoteError
-from slipstream.handoff.history import ReadingInterval, ServerHistory
-from slipstream.handoff.pairs import PairLog, ProbeAnswer
-from slipstream.handoff.reading import EngineCounts, VllmReading, added, parse_reading
-from slipstream.handoff.slower import SlowerTest
-from slipstream.handoff.watch import MIN_REACHED, TASK, UNREACHABLE_READINGS, Watch, WatchedServer
-from slipstream.monitor.alarms import AlarmKind
 from slipstream.serve.dashboard.latency import BucketCounts, LatencyWindow
+from slipstream.tools.handoff.history import ReadingInterval, ServerHistory
+from slipstream.tools.handoff.pairs import PairLog, ProbeAnswer
+from slipstream.tools.handoff.reading import EngineCounts, VllmReading, added, parse_reading
+from slipstream.tools.handoff.slower import SlowerTest
+from slipstream.tools.handoff.watch import MIN_REACHED, TASK, UNREACHABLE_READINGS, Watch, WatchedServer
 
 SERVER = WatchedServer("http://127.0.0.1:9", "some/model", "ngram")
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from learn_cases import some_record
 
-from slipstream.betting import PairedTest
 from slipstream.errors import LearnError
 from slipstream.learn.judge import ANCHOR, JudgeOptions, VersionJudge, judge
 from slipstream.learn.records import Purpose
 from slipstream.learn.scoring import replayed
+from slipstream.stats.betting import PairedTest
 
 
 def test_an_answer_is_decoded_again_from_where_a_draft_is_right():

@@ -13,7 +13,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core import EmittedTokens, RequestOptions
+from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.errors import LearnError
 from slipstream.learn.capture import Capture
 from slipstream.learn.checked import StepRows, reduced, top_of

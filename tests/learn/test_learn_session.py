@@ -16,7 +16,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core import RequestOptions
+from slipstream.core.types import RequestOptions
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.learn import by_hand
 from slipstream.learn.folder import LearnFolder

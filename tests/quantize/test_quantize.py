@@ -29,12 +29,12 @@ from slipstream.cli.main import app
 from slipstream.errors import ModelError
 from slipstream.models import RowGroup, load_model, load_plain, load_tokenizer
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
-from slipstream.quantize.calibration import LayerDone, round_layers
-from slipstream.quantize.folder import layer_tensors, packed, settings
-from slipstream.quantize.job import FORMATS, QuantizeOptions, quantise
-from slipstream.quantize.rounding import RoundedWeight, lost_share, rounded
-from slipstream.quantize.texts import as_rows
-from tests.unit.gguf_files import write
+from slipstream.tools.quantize.calibration import LayerDone, round_layers
+from slipstream.tools.quantize.folder import layer_tensors, packed, settings
+from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
+from slipstream.tools.quantize.rounding import RoundedWeight, lost_share, rounded
+from slipstream.tools.quantize.texts import as_rows
+from tests.kit.gguf_files import write
 
 INPUTS, OUTPUTS = 96, 24
 
@@ -123,7 +123,7 @@ def test_calibration_makes_good_for_what_is_rounded_away(group: int) -> None:
 def test_corrections_reach_over_the_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, correlations = correlated(3)
     at_once = rounded(weight, correlations, 4, INPUTS, torch.float16)
-    monkeypatch.setattr("slipstream.quantize.rounding.BLOCK", 7)
+    monkeypatch.setattr("slipstream.tools.quantize.rounding.BLOCK", 7)
     parts = rounded(weight, correlations, 4, INPUTS, torch.float16)
     assert float((at_once.codes != parts.codes).float().mean()) < 0.01  # sums in another order
 
@@ -387,7 +387,7 @@ def test_the_verb(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
 def test_groups_that_do_not_divide_are_refused_before_weights_are_read(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.quantize.job.load_plain", None)
+    monkeypatch.setattr("slipstream.tools.quantize.job.load_plain", None)
     done = run(checkpoint, tmp_path / "out", "--quantization", "int4_g128")
     assert done.exit_code == 2, done.output
     assert "inputs, which groups of 128 do not divide" in done.stderr
@@ -411,7 +411,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("slipstream.quantize.folder.save_torch_state_dict", full)
+    monkeypatch.setattr("slipstream.tools.quantize.folder.save_torch_state_dict", full)
     done = run(checkpoint, tmp_path / "out", "--no-calibration")
     assert done.exit_code == 2, done.output
     assert "No space left on device" in done.stderr

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core import EmittedTokens, RequestOptions, TokenLogprob
+from slipstream.core.metrics.decoded import DecodedRow
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import EmittedTokens, RequestOptions, TokenLogprob
 from slipstream.errors import ProtocolError, RequestError
-from slipstream.metrics.decoded import DecodedRow
-from slipstream.metrics.step import StepReport
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.process.outbox import Outbox
 from slipstream.serve.process.protocol import (

@@ -21,12 +21,12 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
+from slipstream.control.monitor.alarms import AlarmKind
+from slipstream.control.monitor.shift import Value
 from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
-from slipstream.metrics.decoded import DecodedRow
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.request import RequestMetrics
-from slipstream.monitor.alarms import AlarmKind
-from slipstream.monitor.shift import Value
+from slipstream.core.metrics.decoded import DecodedRow
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.request import RequestMetrics
 from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.facts import decoded_rows
 from slipstream.serve.logs import JsonFormatter

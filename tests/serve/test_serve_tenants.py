@@ -9,8 +9,8 @@ from serve_cases import MESSAGES, MakeApp, counters
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
-from slipstream.core import RequestOptions, Sequence
-from slipstream.monitor.alarms import AlarmKind
+from slipstream.control.monitor.alarms import AlarmKind
+from slipstream.core.types import RequestOptions, Sequence
 from slipstream.sampling.grammars import compiler
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.serve.app import create_app

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from slipstream.assets.workload.reading import Question, read_workload
 from slipstream.cli.main import app
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.overlap import find_overlap
 from slipstream.train.runs import first_a_task
 from slipstream.train.trainer import Progress
-from slipstream.workload.reading import Question, read_workload
 
 LONG = "Write a short story about a lighthouse keeper who finds a letter in a bottle and answers it."
 PROMPTS = [LONG, "What is 4 + 9?", "Summarise the plot of the novel in no more than three plain sentences."]

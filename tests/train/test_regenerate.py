@@ -19,9 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.client import ServerAddress
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, RemoteError, RequestError
+from slipstream.rpc.client import ServerAddress
 from slipstream.train.answerers import EngineAnswerer, ServerAnswerer, TargetAnswer
 from slipstream.train.journal import Journal
 from slipstream.train.options import RegenerateOptions, parse_weights

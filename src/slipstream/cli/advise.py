@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.advise.advice import Advice
+    from slipstream.tools.advise.advice import Advice
 
 _TRAFFIC, _SPECULATION = "Traffic", "Speculation"
 JSON_NAME, PAGE_NAME, SERVE_NAME = "advice.json", "advice.html", "serve.toml"
@@ -128,8 +128,8 @@ def advise(
     The target answers the prompts once; every drafter is scored on what came, costs are measured, and the best setting
     is checked. "Do not enable" is an answer.
     """
-    from slipstream.advise.traffic import read_traffic
-    from slipstream.bench.engine.configurations import parse_counts
+    from slipstream.tools.advise.traffic import read_traffic
+    from slipstream.tools.bench.engine.configurations import parse_counts
 
     files = _files(output, overwrite)
     if resume and output is None:
@@ -141,10 +141,10 @@ def advise(
     say_loading(model, "advising on")
     chosen = _drafters(spec, config, model, engine)
     # Imported last, because it loads PyTorch: all other errors are raised before.
-    from slipstream.advise.candidates import make_candidates
-    from slipstream.advise.job import AdviceJob
-    from slipstream.advise.kept_parts import forget_parts, has_parts
-    from slipstream.advise.run import advise as run
+    from slipstream.tools.advise.candidates import make_candidates
+    from slipstream.tools.advise.job import AdviceJob
+    from slipstream.tools.advise.kept_parts import forget_parts, has_parts
+    from slipstream.tools.advise.run import advise as run
 
     if resume and output is not None and not has_parts(output):
         notes().print(f"no finished parts of an advice in {str(output)!r}: it begins anew", markup=False)
@@ -178,7 +178,7 @@ def _drafters(
     ]
     if flags:
         return [speculative_config(each, model) for each in flags]
-    from slipstream.advise.candidates import own_draft
+    from slipstream.tools.advise.candidates import own_draft
 
     reading = {key: engine[key] for key in ("revision", "trust_remote_code", "dtype") if key in engine}
     own = own_draft(engine.get("quantization"), engine.get("device", "auto"), model, **reading)
@@ -200,10 +200,10 @@ def _files(output: Path | None, overwrite: bool) -> dict[str, Path]:
 
 def _deliver(advice: Advice, json: bool, files: dict[str, Path], model: str | None, engine: Values) -> None:
     """Write the files and print the advice; files first, so that a closed pipe does not lose them."""
-    from slipstream.advise.report import render
-    from slipstream.advise.served import serve_file
-    from slipstream.advise.tables import tables
-    from slipstream.advise.verdict import remarks, verdict
+    from slipstream.tools.advise.report import render
+    from slipstream.tools.advise.served import serve_file
+    from slipstream.tools.advise.tables import tables
+    from slipstream.tools.advise.verdict import remarks, verdict
 
     if files:
         write_text(files["json"], dumps(advice.as_json(), ensure_ascii=False, indent=1) + "\n")

@@ -16,16 +16,16 @@ from slipstream.cli.flags.remote import TIMED_SAMPLING, api_key_of, metrics_url_
 from slipstream.cli.output.console import notes, wide_results
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder, unwritable, write_text
+from slipstream.core.model_path import check_model_path
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.model_path import check_model_path
 
 if TYPE_CHECKING:
-    from slipstream.audit.certificate import Certificate
-    from slipstream.audit.journal import AuditJournal
-    from slipstream.audit.mix import Profile
-    from slipstream.audit.remote.side import ServerSide
-    from slipstream.audit.settings import AuditSettings
     from slipstream.engine.engine import Engine
+    from slipstream.tools.audit.certificate import Certificate
+    from slipstream.tools.audit.journal import AuditJournal
+    from slipstream.tools.audit.mix import Profile
+    from slipstream.tools.audit.remote.side import ServerSide
+    from slipstream.tools.audit.settings import AuditSettings
 
 _SERVERS = "Servers"
 CERTIFICATE, PAGE = "certificate.json", "audit.html"
@@ -145,8 +145,8 @@ def audit(
 
     Exits with 0 where it is certified, 1 where it is not, and 2 where the audit could not tell.
     """
-    from slipstream.audit.mix import mix_of, one_profile
-    from slipstream.workload.reading import read_workload
+    from slipstream.assets.workload.reading import read_workload
+    from slipstream.tools.audit.mix import mix_of, one_profile
 
     questions = read_workload(workload)
     is_server = subject is not None and "://" in subject
@@ -165,8 +165,8 @@ def audit(
     _check_output(output, resume, overwrite)
     say_loading(subject, "auditing")
 
-    from slipstream.audit.journal import FILE, AuditJournal
-    from slipstream.audit.settings import AuditSettings
+    from slipstream.tools.audit.journal import FILE, AuditJournal
+    from slipstream.tools.audit.settings import AuditSettings
 
     settings = AuditSettings(
         workload=questions,
@@ -218,8 +218,8 @@ class _Servers:
 
     def side(self, name: str, url: str, model: str | None, metrics_url: str | None) -> ServerSide:
         """A server; asks it for its model where none is given."""
-        from slipstream.audit.remote.side import ServerSide
-        from slipstream.client import ServerAddress, find_model, find_url
+        from slipstream.rpc.client import ServerAddress, find_model, find_url
+        from slipstream.tools.audit.remote.side import ServerSide
 
         url = find_url(url, self._key, self._timeout_s)
         model = model or find_model(url, self._key, self._timeout_s)
@@ -250,7 +250,7 @@ def _audit_server(
     has_own_size: bool,
     journal: AuditJournal,
 ) -> Certificate:
-    from slipstream.audit.remote.audit import RemoteAudit, run_remote
+    from slipstream.tools.audit.remote.audit import RemoteAudit, run_remote
 
     return run_remote(RemoteAudit(settings, first, second, reference, profiles, has_own_size, journal))
 
@@ -266,7 +266,7 @@ def _audit_engine(
     speculative = chosen_speculation(speculation, model)
     if speculative.method == "off":
         raise ConfigError("there is no speculation to audit; choose a drafter, as in --spec ngram")
-    from slipstream.audit.local import LocalAudit, run_local
+    from slipstream.tools.audit.local import LocalAudit, run_local
 
     plan = LocalAudit(settings, speculative, model, engine, journal=journal)
     return run_local(plan if profiles is None else replace(plan, profiles=profiles))
@@ -286,7 +286,7 @@ def _check_output(output: Path | None, resume: bool, overwrite: bool) -> None:
         return
     check_folder(output)
     if output.exists() and not resume:
-        from slipstream.audit.journal import FILE
+        from slipstream.tools.audit.journal import FILE
 
         for name in (CERTIFICATE, PAGE, FILE):
             check_file(output / name, overwrite)
@@ -294,7 +294,7 @@ def _check_output(output: Path | None, resume: bool, overwrite: bool) -> None:
 
 def _deliver(certificate: Certificate, json: bool, output: Path | None) -> None:
     """Write the certificate and print it; files first, so that a closed pipe does not lose them."""
-    from slipstream.audit.report import audit_tables, render_certificate, verdict
+    from slipstream.tools.audit.report import audit_tables, render_certificate, verdict
 
     if output is not None:
         text = dumps(certificate.as_json(), ensure_ascii=False, indent=1)

@@ -31,8 +31,8 @@ from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.bench.result import BenchResult, ServerResult
-    from slipstream.bench.settings import BenchSettings
+    from slipstream.tools.bench.result import BenchResult, ServerResult
+    from slipstream.tools.bench.settings import BenchSettings
 
 _TOKENIZER_FLAGS = ("tokenizer", "revision", "trust_remote_code")
 _SPECULATION = "Speculation"
@@ -129,9 +129,9 @@ def bench(
 
     With --url, measure a server through its clients instead, and compare with its own counters.
     """
-    from slipstream.bench.engine.configurations import parse_counts
-    from slipstream.bench.settings import BenchSettings
-    from slipstream.workload.reading import read_workload
+    from slipstream.assets.workload.reading import read_workload
+    from slipstream.tools.bench.engine.configurations import parse_counts
+    from slipstream.tools.bench.settings import BenchSettings
 
     files = _files(output, html, overwrite)
     settings = BenchSettings(
@@ -204,11 +204,11 @@ def _bench_engines(
     lengths: list[int],
     engine: Values,
 ) -> BenchResult:
-    from slipstream.bench.engine.configurations import sweep
+    from slipstream.tools.bench.engine.configurations import sweep
 
     configurations = sweep(drafters, lengths)
     # Imported last, because it loads PyTorch: all other errors are raised before.
-    from slipstream.bench.engine.local import BenchPlan, run
+    from slipstream.tools.bench.engine.local import BenchPlan, run
 
     return run(BenchPlan(settings, configurations, model, engine))
 
@@ -217,8 +217,8 @@ def _bench_server(
     settings: BenchSettings, flags: _ServerFlags, sampling: Values, engine: Values
 ) -> ServerResult:
     """Benchmark a server. Of the `engine` flags only those of the tokenizer are allowed; raises `ConfigError`."""
-    from slipstream.bench.server.remote import RemotePlan, run
-    from slipstream.client import ServerAddress, find_model, find_url
+    from slipstream.rpc.client import ServerAddress, find_model, find_url
+    from slipstream.tools.bench.server.remote import RemotePlan, run
 
     others = {name: value for name, value in engine.items() if name not in _TOKENIZER_FLAGS}
     _refuse(
@@ -287,18 +287,18 @@ def _deliver(result: BenchResult | ServerResult, json: bool, files: dict[str, Pa
 
 
 def _page(result: BenchResult | ServerResult) -> str:
-    from slipstream.bench.report.engine_report import render
-    from slipstream.bench.report.server_report import render_server
-    from slipstream.bench.result import BenchResult
+    from slipstream.tools.bench.report.engine_report import render
+    from slipstream.tools.bench.report.server_report import render_server
+    from slipstream.tools.bench.result import BenchResult
 
     return render(result) if isinstance(result, BenchResult) else render_server(result)
 
 
 def _print(result: BenchResult | ServerResult) -> None:
-    from slipstream.bench.report.engine_tables import remarks, tables
-    from slipstream.bench.report.server_tables import server_remarks, server_tables
-    from slipstream.bench.report.verdict import verdicts
-    from slipstream.bench.result import BenchResult
+    from slipstream.tools.bench.report.engine_tables import remarks, tables
+    from slipstream.tools.bench.report.server_tables import server_remarks, server_tables
+    from slipstream.tools.bench.report.verdict import verdicts
+    from slipstream.tools.bench.result import BenchResult
 
     if isinstance(result, BenchResult):
         grids, lines = tables(result), [*verdicts(result), *remarks(result)]

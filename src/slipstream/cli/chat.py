@@ -31,8 +31,8 @@ from slipstream.cli.output.lines import typed_lines
 from slipstream.cli.output.loading import loading
 from slipstream.cli.output.report import print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import Message
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.jsonl import Message
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

@@ -11,7 +11,7 @@ from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import ENGINE, Json, print_json
 from slipstream.cli.output.console import notes, results
 from slipstream.cli.output.loading import say_loading
-from slipstream.model_path import check_model_path
+from slipstream.core.model_path import check_model_path
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
@@ -39,7 +39,7 @@ def doctor(
     say_loading(target)
 
     from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.doctor import CheckOutcome, examine
+    from slipstream.tools.doctor import CheckOutcome, examine
 
     findings = []
     console = results()

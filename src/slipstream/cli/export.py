@@ -21,7 +21,7 @@ from slipstream.cli.output.console import notes, results
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 
 if TYPE_CHECKING:
-    from slipstream.export import ExportedSetting
+    from slipstream.tools.export import ExportedSetting
 
 
 @with_model
@@ -58,9 +58,9 @@ def export(
     """
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.errors import ConfigError
-    from slipstream.export import from_own, setting_or_nearest, settings_format
-    from slipstream.export.converting import FOLDER, check_destination, converted
-    from slipstream.export.writing import file_names, write_setting
+    from slipstream.tools.export import from_own, setting_or_nearest, settings_format
+    from slipstream.tools.export.converting import FOLDER, check_destination, converted
+    from slipstream.tools.export.writing import file_names, write_setting
 
     form = settings_format(engine)
     version = form.check_version(engine_version)
@@ -88,7 +88,7 @@ def export(
 
 
 def _report(setting: ExportedSetting, remarks: tuple[str, ...], written: list[Path], json: bool) -> None:
-    from slipstream.export.writing import command_line
+    from slipstream.tools.export.writing import command_line
 
     if json:
         whole = asdict(setting) | {"record": setting.record.to_mapping()}

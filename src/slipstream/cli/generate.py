@@ -37,10 +37,10 @@ from slipstream.cli.output.loading import loading, waiting
 from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import read_text
 from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
+from slipstream.text.jsonl import read_text
 from slipstream.text.prediction import parse_prediction
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from slipstream.cli.flags.remote import api_key_of
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.writing import Overwrite
 from slipstream.errors import ConfigError, RemoteError
-from slipstream.provenance import without_folders
+from slipstream.profiling.provenance import without_folders
 
 if TYPE_CHECKING:
-    from slipstream.handoff.pairs import ProbePrompts
-    from slipstream.handoff.plan import HandoffPlan, OffSide
-    from slipstream.handoff.run import Handoff
-    from slipstream.handoff.setting import VllmSetting
+    from slipstream.tools.handoff.pairs import ProbePrompts
+    from slipstream.tools.handoff.plan import HandoffPlan, OffSide
+    from slipstream.tools.handoff.run import Handoff
+    from slipstream.tools.handoff.setting import VllmSetting
 
 app = typer.Typer(help="Hand a model to another engine with our speculative setting, and watch it.")
 
@@ -154,9 +154,9 @@ def hand_to_vllm(
     bench --url, load and audit work on the server; dashboard, metrics and alarms come from its own metrics.
     """
     from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.handoff import plan as plans
-    from slipstream.handoff.process import find_vllm, version_of
-    from slipstream.handoff.setting import VllmSetting, exported
+    from slipstream.tools.handoff import plan as plans
+    from slipstream.tools.handoff.process import find_vllm, version_of
+    from slipstream.tools.handoff.setting import VllmSetting, exported
 
     model, words = _words(model, extra)
     side = _side(off_side)
@@ -204,7 +204,7 @@ def hand_to_vllm(
 
 def _words(model: str | None, extra: list[str] | None) -> tuple[str | None, list[str]]:
     """(the model, vLLM's own flags); without a model the first flag comes in its place."""
-    from slipstream.handoff.plan import check_extra
+    from slipstream.tools.handoff.plan import check_extra
 
     words = list(extra or [])
     if model is not None and model.startswith("-"):
@@ -220,7 +220,7 @@ def _words(model: str | None, extra: list[str] | None) -> tuple[str | None, list
 
 def _side(name: str) -> OffSide:
     from slipstream.config import reject_unknown
-    from slipstream.handoff.plan import OffSide
+    from slipstream.tools.handoff.plan import OffSide
 
     reject_unknown([name], list(OffSide), "--off-side")
     return OffSide(name)
@@ -234,9 +234,9 @@ def _environment(given: list[str] | None) -> dict[str, str]:
 
 
 def _probes(workload: str, max_tokens: int) -> ProbePrompts:
-    from slipstream.bench.server.load import first_turns
-    from slipstream.handoff.pairs import ProbePrompts
-    from slipstream.workload.reading import read_workload
+    from slipstream.assets.workload.reading import read_workload
+    from slipstream.tools.bench.server.load import first_turns
+    from slipstream.tools.handoff.pairs import ProbePrompts
 
     return ProbePrompts(first_turns(read_workload(workload), [], max_tokens))
 
@@ -276,7 +276,14 @@ def _started(
 ) -> HandoffPlan:
     """The plan of a server that is started; raises `ConfigError` before anything is."""
     from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.handoff.plan import HandoffPlan, OffSide, ServeCommand, check_free, plain_url, url_of
+    from slipstream.tools.handoff.plan import (
+        HandoffPlan,
+        OffSide,
+        ServeCommand,
+        check_free,
+        plain_url,
+        url_of,
+    )
 
     target = EMBEDDED_TARGET if model is None else model
     host, port = where
@@ -311,11 +318,11 @@ def _started(
 
 
 def start_and_watch(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bool) -> None:
-    from slipstream.handoff.plan import url_of
-    from slipstream.handoff.run import Handoff
     from slipstream.serve import logs
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.network.listening import bind
+    from slipstream.tools.handoff.plan import url_of
+    from slipstream.tools.handoff.run import Handoff
 
     bound = bind(host, port)  # before vLLM loads the model: the port may be in use
     console = notes()

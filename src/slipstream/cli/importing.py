@@ -39,8 +39,8 @@ def import_(
     """Read another engine's speculative setting and print it as --speculative-config takes it. Says what has no
     counterpart here; a setting that changes the text is refused. Programs are read, not run.
     """
-    from slipstream.export import read_source, settings_format, to_own
-    from slipstream.export.converting import check_destination, converted_back
+    from slipstream.tools.export import read_source, settings_format, to_own
+    from slipstream.tools.export.converting import check_destination, converted_back
 
     form = settings_format(engine)
     form.check_version(engine_version)

@@ -26,10 +26,10 @@ from slipstream.cli.output.loading import loaded_name, waiting
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
+from slipstream.core.model_path import check_model_path
+from slipstream.core.model_path import describe as describe_path
+from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, VocabularyMismatchError
-from slipstream.labels import is_cost_expanded
-from slipstream.model_path import check_model_path
-from slipstream.model_path import describe as describe_path
 from slipstream.profiling.break_even import round_cost
 from slipstream.profiling.store import prepare_folder
 

@@ -17,10 +17,10 @@ from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.bench.report.grid import Grid
     from slipstream.learn.folder import LearnFolder
     from slipstream.learn.state import LearnLane, LearnState
     from slipstream.learn.versions import Version
+    from slipstream.tools.bench.report.grid import Grid
 
 app = typer.Typer(help="See and steer what a server that learns (slipstream serve --learn) has learned.")
 app.command(cls=PlainHelp)(learn_replay.replay)
@@ -215,7 +215,7 @@ def _told(what: Any, text: str, json: bool) -> None:
 
 
 def _table(found: list[Version], state: LearnState) -> Grid:
-    from slipstream.bench.report.grid import Grid
+    from slipstream.tools.bench.report.grid import Grid
 
     grid = Grid(
         "versions, the oldest first",

@@ -146,7 +146,7 @@ def _line(one: ReplayedRound) -> str:
 
 
 def _show(report: ReplayReport) -> None:
-    from slipstream.bench.report.grid import Grid
+    from slipstream.tools.bench.report.grid import Grid
 
     grid = Grid("tokens a pass over the whole trace", ["task", "floor", "learning", "gain"])
     for task, floor in sorted(report.floor.items()):

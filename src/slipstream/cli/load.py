@@ -97,10 +97,10 @@ def load(
 
     After Ctrl-C the report covers the requests finished by then.
     """
-    from slipstream.bench.server.load import LoadPlan, first_turns, run
-    from slipstream.bench.server.load_result import Arrivals
-    from slipstream.client import ServerAddress, find_model, find_url
-    from slipstream.workload.reading import read_workload
+    from slipstream.assets.workload.reading import read_workload
+    from slipstream.rpc.client import ServerAddress, find_model, find_url
+    from slipstream.tools.bench.server.load import LoadPlan, first_turns, run
+    from slipstream.tools.bench.server.load_result import Arrivals
 
     if concurrency is not None and rate is not None:
         raise ConfigError("--concurrency is a closed loop and --rate an open one; give one of them")
@@ -145,7 +145,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 def _deliver(result: Any, json: bool, output: Path | None, plot: Path | None) -> None:
     """Write and print the result; files first, so that a closed pipe does not lose them."""
-    from slipstream.bench.report.load_report import load_remarks, load_tables, plot_load
+    from slipstream.tools.bench.report.load_report import load_remarks, load_tables, plot_load
 
     if output is not None:
         text = json_.dumps(result.as_json(), ensure_ascii=False, indent=1)

@@ -17,8 +17,8 @@ from typer.exceptions import TyperException
 from slipstream import __version__
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.output.writing import unwritable
+from slipstream.core.garbage import leave_garbage_at_exit
 from slipstream.errors import SlipstreamError
-from slipstream.garbage import leave_garbage_at_exit
 
 VERBS = {
     "generate": "generate",

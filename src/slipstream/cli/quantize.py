@@ -11,11 +11,11 @@ import typer
 from slipstream.cli.output.console import notes, print_rows, results
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import check_folder
+from slipstream.core.model_path import check_model_path
 from slipstream.errors import ConfigError
-from slipstream.model_path import check_model_path
 
 if TYPE_CHECKING:
-    from slipstream.quantize.calibration import LayerDone
+    from slipstream.tools.quantize.calibration import LayerDone
 
 
 def quantize(
@@ -64,7 +64,7 @@ def quantize(
         check_model_path(model)
     say_loading(model)
 
-    from slipstream.quantize.job import QuantizeOptions, quantise
+    from slipstream.tools.quantize.job import QuantizeOptions, quantise
 
     options = QuantizeOptions(quantization, calibration, num_texts, length, seed)
     path = EMBEDDED_TARGET if model == "embedded" else model

@@ -30,12 +30,12 @@ from slipstream.cli.flags.prompts import prepare, read_jobs
 from slipstream.cli.output.console import print_rows, results
 from slipstream.cli.output.loading import loading
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import read_rows
 from slipstream.reasoning.calibration import DEFAULT_GRID, CalibrationCell, choose_threshold, is_expected
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.reasoning.options import StepOptions
 from slipstream.reasoning.paired import PairedAccuracy
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.jsonl import read_rows
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

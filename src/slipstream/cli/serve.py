@@ -21,8 +21,8 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.flags.settings import merged
 from slipstream.cli.output.loading import loaded_name
+from slipstream.engine.labels import engine_labels
 from slipstream.errors import LearnError
-from slipstream.labels import engine_labels
 from slipstream.serve.config import ServeConfig
 
 if TYPE_CHECKING:

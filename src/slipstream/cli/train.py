@@ -186,7 +186,7 @@ def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
 
 def _workload(measured: EvaluationOptions) -> None:
     """Raises `RequestError` for an invalid evaluation workload."""
-    from slipstream.workload.reading import read_workload
+    from slipstream.assets.workload.reading import read_workload
 
     read_workload(measured.eval_workload)
 
@@ -313,7 +313,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 def _server(
     url: str, model: str | None, api_key_env: str | None, timeout_s: float, engine: Values
 ) -> tuple[Answerer, dict[str, Any]]:
-    from slipstream.client import ServerAddress, find_model
+    from slipstream.rpc.client import ServerAddress, find_model
     from slipstream.train.answerers import ServerAnswerer
 
     for name in engine:

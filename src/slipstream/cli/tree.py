@@ -74,7 +74,7 @@ def tree(
     params = SamplingParams.from_mapping(sampling)
     jobs = _embedded(prompts) if file is None else read_jobs(None, file)
     with loading(model):
-        from slipstream.bench.engine.ranks import measure_rank_acceptance, with_tree
+        from slipstream.tools.bench.engine.ranks import measure_rank_acceptance, with_tree
 
         speculative = chosen_speculation(speculation, model)
         with_tree(speculative, [[0]])  # raises for a drafter without fixed trees, before anything is loaded

@@ -10,8 +10,8 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from slipstream.bounded import BoundedDict
 from slipstream.control.types import MAX_TASKS
+from slipstream.core.bounded import BoundedDict
 
 PRIOR = 0.75
 """Conditional acceptance of a drafter of which nothing is known."""

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slipstream.bounded import BoundedDict
 from slipstream.control.cost import Mean
 from slipstream.control.student import quantile
 from slipstream.control.types import MAX_TASKS, Outcome, Speedup, StepRequest
+from slipstream.core.bounded import BoundedDict
 from slipstream.draft.choice import Choice
 
 logger = logging.getLogger(__name__)

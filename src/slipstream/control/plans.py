@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.bounded import BoundedDict
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.types import MAX_TASKS, StepRequest
+from slipstream.core.bounded import BoundedDict
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 MAX_AGE = 384

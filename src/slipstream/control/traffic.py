@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.bounded import BoundedDict
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.cost import Mean
 from slipstream.control.types import MAX_TASKS, DrafterTraits, MethodReport, Outcome
+from slipstream.core.bounded import BoundedDict
 from slipstream.draft.choice import NOBODY
 
 FIRST_LENGTH = 64.0

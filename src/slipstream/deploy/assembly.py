@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core import FinishReason
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.types import FinishReason
 from slipstream.deploy.protocol import Message
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 

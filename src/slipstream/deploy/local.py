@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.children import child_environment, module_command
 from slipstream.deploy.process import ReplicaDescription
 from slipstream.errors import DeployError
+from slipstream.rpc.children import child_environment, module_command
 
 logger = logging.getLogger(__name__)
 

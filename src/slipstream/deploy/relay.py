@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.deploy import protocol
 from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.fleet import ReplicaReport
@@ -25,7 +26,6 @@ from slipstream.deploy.stepped import steps_from_json
 from slipstream.deploy.work import Work
 from slipstream.engine.client import RequestHandle
 from slipstream.errors import DeployError, OverloadedError, RequestError, SlipstreamError
-from slipstream.metrics.decoded import DecodedSteps
 
 logger = logging.getLogger(__name__)
 

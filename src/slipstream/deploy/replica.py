@@ -9,6 +9,7 @@ import logging
 import time
 from dataclasses import asdict, dataclass, field
 
+from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
 from slipstream.deploy.guard import FaultGuard
 from slipstream.deploy.protocol import Message, check_protocol, frame, read_frame, welcome
@@ -19,7 +20,6 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import RequestHandle
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, EngineStoppedError, RequestError
-from slipstream.metrics.decoded import DecodedSteps
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.core import DEFAULT_OPTIONS, RequestOptions, tenant_account
+from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions, tenant_account
 from slipstream.deploy.assembly import Assembly
 from slipstream.deploy.prefixes import blocks_of
 from slipstream.deploy.protocol import Message

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
-from slipstream.core import EmittedTokens, RequestOptions
+from slipstream.core.metrics.decoded import DecodedSteps
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.deploy.fleet import Health
 from slipstream.deploy.protocol import Message
 from slipstream.deploy.relay import Relay
@@ -22,8 +24,6 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.mailbox import Put
 from slipstream.engine.requests import request_options
 from slipstream.errors import DeployError, OverloadedError, RequestError
-from slipstream.metrics.decoded import DecodedSteps
-from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts

@@ -10,13 +10,13 @@ from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
-from slipstream.core import RequestOptions, StepItem, tenant_account
+from slipstream.core.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import RequestOptions, StepItem, tenant_account
 from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard
 from slipstream.engine.engine import Engine
-from slipstream.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
-from slipstream.metrics.step import StepReport
 from slipstream.serve.facts import decoded_rows
 
 MAX_STEPS = 10_000

@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from typing import Any
 
-from slipstream.core import EmittedTokens, FinishReason, RequestOptions, TokenLogprob
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.types import EmittedTokens, FinishReason, RequestOptions, TokenLogprob
 from slipstream.deploy.protocol import Message
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
-from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.stream import Piece
 

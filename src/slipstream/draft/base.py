@@ -7,15 +7,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.core import Proposal, ProposalKind, Sequence, StepItem, VerifierTraits
+from slipstream.core.types import Proposal, ProposalKind, Sequence, StepItem, VerifierTraits
 from slipstream.draft.outline import DraftOutline
 
 if TYPE_CHECKING:
     import torch
 
     from slipstream.config import EngineConfig
+    from slipstream.core.metrics.worker import WorkerStats
     from slipstream.kv.cache import KVCache
-    from slipstream.metrics.worker import WorkerStats
     from slipstream.models.causal_lm import CausalLM
     from slipstream.models.identity import ModelIdentity
     from slipstream.models.outline import ModelOutline

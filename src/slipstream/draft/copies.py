@@ -10,9 +10,9 @@ import copy
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from slipstream.core import Proposal, Sequence
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.types import Proposal, Sequence
 from slipstream.draft.base import Observation
-from slipstream.metrics.request import RequestMetrics
 
 
 class SequenceCopies:

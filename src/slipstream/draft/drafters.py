@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from itertools import compress
 from typing import NamedTuple
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, Choice
 from slipstream.draft.combine.merging import share_of

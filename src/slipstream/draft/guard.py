@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.call_thread import CallThread, CallTimeout
 from slipstream.draft.copies import SequenceCopies, copies_of_proposals, copy_of_observation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import Drafter
 
 

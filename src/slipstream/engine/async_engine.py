@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core import EmittedTokens, RequestOptions
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.mailbox import Item, Mailbox, Put
 from slipstream.engine.requests import request_options
 from slipstream.errors import ConfigError, EngineStoppedError
-from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput

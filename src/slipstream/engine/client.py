@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from slipstream.core import EmittedTokens, RequestOptions
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.engine.mailbox import Item, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.engine.requests import RequestKeywords, request_options
 from slipstream.engine.unread import UnreadUpdates
-from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.text.prompts import Prompt

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig, reject_unknown
 from slipstream.errors import ConfigError, RequestError
-from slipstream.huggingface import GenerationConfig
+from slipstream.models.huggingface import GenerationConfig
 from slipstream.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)

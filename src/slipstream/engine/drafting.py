@@ -17,7 +17,8 @@ from slipstream.control.types import (
     Outcome,
     StepRequest,
 )
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence, StepItem
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence, StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from slipstream.draft.combine.auto import AutoDrafter
@@ -27,7 +28,6 @@ from slipstream.draft.forced import under_grammar
 from slipstream.draft.guard import Guard
 from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter
 from slipstream.kv.cache import KVCache
-from slipstream.metrics.step import StepReport
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
 
 STEPS = "reasoning"

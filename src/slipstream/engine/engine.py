@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.control.types import ControlReport
-from slipstream.core import (
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import (
     DEFAULT_OPTIONS,
     EMPTY_PROPOSAL,
     ROOT,
@@ -54,8 +56,6 @@ from slipstream.engine.speculation import validate
 from slipstream.engine.steps import StepTimes, record_acceptance, record_prediction, report_of
 from slipstream.engine.target import check_same_target, load_target
 from slipstream.errors import RequestError
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.step import StepReport
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
 from slipstream.reasoning.config import ReasoningConfig

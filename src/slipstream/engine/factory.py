@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
+from slipstream.core.garbage import uncollected
 from slipstream.engine.engine import Engine
 from slipstream.engine.settings import engine_config
-from slipstream.garbage import uncollected
 
 
 def make_engine(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import EngineConfig
-from slipstream.core import DEFAULT_OPTIONS, EmittedTokens, RequestOptions, Sequence
+from slipstream.core.types import DEFAULT_OPTIONS, EmittedTokens, RequestOptions, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.engine.continuation import check_emitted, resume
 from slipstream.engine.drafting import Drafting

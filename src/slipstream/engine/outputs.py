@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from slipstream.core import FinishReason, Sequence, TokenLogprob
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.types import FinishReason, Sequence, TokenLogprob
 from slipstream.engine.logprobs import Logprob, TokenTexts, by_token
-from slipstream.metrics.request import RequestMetrics
 from slipstream.text.stream import Piece
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core import Proposal, Sequence, StepItem
+from slipstream.core.types import Proposal, Sequence, StepItem
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.registry import create_drafter

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
-from slipstream.core import DEFAULT_OPTIONS, RequestOptions, Sequence
+from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions, Sequence
 from slipstream.engine.outputs import Update
 from slipstream.engine.stopping import StopRules
 from slipstream.errors import RequestError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.core import Sequence, StepItem
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import Sequence, StepItem
 from slipstream.draft.lookup.alignment import num_found
-from slipstream.metrics.step import StepReport
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from slipstream.core import FinishReason, Sequence
+from slipstream.core.types import FinishReason, Sequence
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.processors import LogitsProcessor

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.core import FinishReason, Sequence, StepItem
+from slipstream.core.types import FinishReason, Sequence, StepItem
 from slipstream.errors import LearnError, RecordTooLargeError
 from slipstream.learn.checked import DEFAULT_BRANCH_ROWS, DEFAULT_WIDTH, StepRows, joined, reduced
 from slipstream.learn.facts import CaptureFacts

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core import ROOT, Proposal, StepItem
+from slipstream.core.types import ROOT, Proposal, StepItem
 from slipstream.learn.records import CheckedRows
 
 DEFAULT_WIDTH = 32

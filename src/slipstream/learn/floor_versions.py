@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
-from slipstream.bounded import BoundedDict
 from slipstream.config import SpeculativeConfig
+from slipstream.core.bounded import BoundedDict
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError

@@ -16,11 +16,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.betting import PairedTest
 from slipstream.config import check_at_least, check_types
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.records import Purpose, ServedRecord
 from slipstream.learn.scoring import RedraftedAnswer, Scorer, replayed
+from slipstream.stats.betting import PairedTest
 
 ANCHOR = "anchor"
 _MARGIN = 1e-3

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.children import child_environment, module_command
 from slipstream.learn.learner_log import LearnerLog
 from slipstream.learn.worker import BEGUN, COSTS, KEEP
+from slipstream.rpc.children import child_environment, module_command
 
 logger = logging.getLogger(__name__)
 

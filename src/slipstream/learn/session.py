@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from slipstream.core import FinishReason, Sequence, StepItem
+from slipstream.core.types import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from slipstream.core import RequestOptions
+from slipstream.assets.workload.reading import read_workload
+from slipstream.core.types import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
 from slipstream.learn.capture import Capture
@@ -20,7 +21,6 @@ from slipstream.learn.ring import MemoryRing
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_conversation
-from slipstream.workload.reading import read_workload
 
 _AT_ONCE = 32
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.bounded import BoundedDict
+from slipstream.core.bounded import BoundedDict
 from slipstream.errors import LearnError, SlipstreamError
 from slipstream.learn.anchor import judging_parts, training_parts
 from slipstream.learn.disk_ring import read_ring

@@ -1,6 +1,6 @@
 """Hugging Face models behind one adapter: load, attend over our cache, tap hidden states."""
 
-import slipstream.huggingface  # noqa: F401  (before any other module of Transformers)
+import slipstream.models.huggingface  # noqa: F401  (before any other module of Transformers)
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
 from slipstream.models.configuration import load_config
 from slipstream.models.loading import adapt, load_model, load_plain

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.huggingface import AttentionInterface, AttentionMaskInterface
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
 from slipstream.models.attention.hook import slipstream_attention
@@ -29,6 +28,7 @@ from slipstream.models.attention.probe import LayerProbe
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.huggingface import AttentionInterface, AttentionMaskInterface
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear

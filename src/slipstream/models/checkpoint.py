@@ -10,12 +10,6 @@ from typing import Any
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.huggingface import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    creating_models,
-    model_class,
-)
 from slipstream.models.configuration import load_config, meta_model, read_generation_config
 from slipstream.models.files.folder import as_transformers_reads, check_weight_files
 from slipstream.models.files.gguf import Gguf, open_gguf
@@ -25,6 +19,12 @@ from slipstream.models.files.lora import apply_adapter, chosen_adapter
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, settle_quantized
 from slipstream.models.files.stored import StoredModel
+from slipstream.models.huggingface import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    creating_models,
+    model_class,
+)
 from slipstream.models.linear.low_rank import LowRankChange
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.support import check_config, unsupported

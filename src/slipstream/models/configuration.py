@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from slipstream.core.model_path import names_gguf
 from slipstream.errors import ModelError
-from slipstream.huggingface import AutoConfig, AutoModelForCausalLM, GenerationConfig, creating_models
-from slipstream.model_path import names_gguf
 from slipstream.models.files.folder import check_folder
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf
+from slipstream.models.huggingface import AutoConfig, AutoModelForCausalLM, GenerationConfig, creating_models
 from slipstream.models.quiet import one_line, silenced
 
 

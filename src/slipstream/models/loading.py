@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.huggingface import model_class
 from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.registry import AUTO, choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
@@ -23,6 +22,7 @@ from slipstream.models.cpu.native import fingerprint
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.files.stored import KEPT_AS_STORED
+from slipstream.models.huggingface import model_class
 from slipstream.models.linear.formats import OF_DTYPE, check_quantization, checked_format
 from slipstream.models.linear.packing import pack_linears
 from slipstream.models.longrope import settle_frequencies

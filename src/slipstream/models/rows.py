@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core import Proposal
+from slipstream.core.types import Proposal
 from slipstream.kv.slots import SharedPrefix, SlotMap
 
 

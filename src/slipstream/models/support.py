@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
+from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError, VocabularyMismatchError
-from slipstream.huggingface import AutoTokenizer, PreTrainedTokenizerFast
 from slipstream.models.configuration import load_config, named
 from slipstream.models.files.folder import (
     chat_template_beside,
@@ -21,6 +20,7 @@ from slipstream.models.files.folder import (
 from slipstream.models.files.gguf import Gguf, open_gguf
 from slipstream.models.files.gguf_model import find_gguf
 from slipstream.models.files.gguf_tokenizer import has_the_tokens, read_tokenizer
+from slipstream.models.huggingface import AutoTokenizer, PreTrainedTokenizerFast
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.support import text_config
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.huggingface import unused_deferred
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
 from slipstream.models.attention.registry import choose_backend
@@ -28,6 +27,7 @@ from slipstream.models.files.lora import outlined_changes
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, settle_quantized
 from slipstream.models.files.stored import StoredModel
+from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.matrices import has_only_plain_matrices
 from slipstream.models.planned_adapter import planned_adapter

@@ -15,8 +15,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 
 from slipstream import __version__
-from slipstream.children import child_environment, module_command
 from slipstream.config import cache_folder
+from slipstream.rpc.children import child_environment, module_command
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol, TypeVar
 
 from slipstream.control.types import ControlReport
-from slipstream.core import StepItem
+from slipstream.core.metrics.decoded import DecodedRow, DecodedSteps
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import StepItem
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine
-from slipstream.metrics.decoded import DecodedRow, DecodedSteps
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.step import StepReport
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.facts import EngineFacts, decoded_rows
 

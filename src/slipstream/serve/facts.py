@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Any
 
-from slipstream.core import DEFAULT_OPTIONS, RequestOptions, StepItem
+from slipstream.core.metrics.decoded import DecodedRow
+from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions, StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import reproduces
-from slipstream.metrics.decoded import DecodedRow
 from slipstream.sampling.params import SamplingParams
 
 _ROOM = {"num_slots", "kv_bytes"}

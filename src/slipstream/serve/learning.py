@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipstream.control.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
 from slipstream.learn.ages import seconds_of_age
@@ -18,7 +19,6 @@ from slipstream.learn.folder import LearnFolder
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.retention import RetentionThread
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
-from slipstream.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.process.remote import RemoteEngine

@@ -99,7 +99,7 @@ def configure(config: ServeConfig) -> None:
 
 def take_over_transformers() -> None:
     """Send the logs of Transformers through our handlers; imports it."""
-    import slipstream.huggingface  # noqa: F401, I001  (before any other module of Transformers)
+    import slipstream.models.huggingface  # noqa: F401, I001  (before any other module of Transformers)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_default_handler()

@@ -10,16 +10,23 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+from slipstream.control.monitor.alarms import (
+    LEARN_KINDS,
+    TASK_KINDS,
+    Alarm,
+    AlarmKind,
+    Alarms,
+    FinishedRequest,
+)
+from slipstream.control.monitor.causes import Traits
 from slipstream.control.types import ControlReport
-from slipstream.core import FinishReason
+from slipstream.core.metrics.decoded import DecodedRow, DecodedSteps
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import FinishReason
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
-from slipstream.metrics.decoded import DecodedRow, DecodedSteps
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.request import RequestMetrics
-from slipstream.metrics.step import StepReport
-from slipstream.monitor.alarms import LEARN_KINDS, TASK_KINDS, Alarm, AlarmKind, Alarms, FinishedRequest
-from slipstream.monitor.causes import Traits
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.dashboard.history import History, Snapshot
 from slipstream.serve.dashboard.latency import LatencyWindow

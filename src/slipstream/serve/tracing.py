@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream import __version__
+from slipstream.core.metrics.request import RequestMetrics
 from slipstream.errors import ConfigError
-from slipstream.metrics.request import RequestMetrics
 from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.errors import LOG_FIELDS
 from slipstream.serve.api.stream import ANSWER

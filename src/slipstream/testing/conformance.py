@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.core import Proposal, Sequence
+from slipstream.core.types import Proposal, Sequence
 from slipstream.draft.base import Drafter
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.leftovers import remembered, size

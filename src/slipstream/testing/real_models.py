@@ -18,9 +18,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from slipstream.children import child_environment, module_command
 from slipstream.config import cache_folder
 from slipstream.errors import ModelError
+from slipstream.rpc.children import child_environment, module_command
 
 
 @dataclass(frozen=True, slots=True)

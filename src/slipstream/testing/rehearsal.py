@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slipstream.core import (
+from slipstream.core.types import (
     EMPTY_PROPOSAL,
     ROOT,
     FinishReason,

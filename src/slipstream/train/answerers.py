@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import httpx2
 
-from slipstream.client import ServerAddress, error_of
 from slipstream.engine.engine import Engine
 from slipstream.errors import RemoteError, RequestError
-from slipstream.jsonl import Message
+from slipstream.rpc.client import ServerAddress, error_of
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.jsonl import Message
 from slipstream.text.prompts import encode_conversation, encode_prompt
 
 

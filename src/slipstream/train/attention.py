@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.huggingface import AttentionInterface, AttentionMaskInterface, eager_mask
+from slipstream.models.huggingface import AttentionInterface, AttentionMaskInterface, eager_mask
 
 ATTENTION = "matmul"
 """Name of the function below in Transformers' registry."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import check_messages, read_rows
+from slipstream.text.jsonl import check_messages, read_rows
 from slipstream.text.prompts import encode_chat, plain_messages
 from slipstream.train.attention import PADDING, block_diagonal_mask
 from slipstream.train.target import FrozenTarget

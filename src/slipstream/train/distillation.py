@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, VocabularyMismatchError
-from slipstream.huggingface import AutoModelForCausalLM
+from slipstream.models.huggingface import AutoModelForCausalLM
 from slipstream.train.attention import ATTENTION
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows, pack
 from slipstream.train.options import DistillOptions

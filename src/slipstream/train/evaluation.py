@@ -6,16 +6,16 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from slipstream.bench.engine.measure import BenchJob, closed_loop
+from slipstream.assets.workload.reading import read_workload
 from slipstream.config import SpeculativeConfig
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.engine.closed_loop import BenchJob, closed_loop
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError, RequestError
-from slipstream.metrics.request import RequestMetrics
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_conversation
-from slipstream.workload.reading import read_workload
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import read_rows
+from slipstream.text.jsonl import read_rows
 
 
 class Journal:

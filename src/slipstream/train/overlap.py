@@ -20,8 +20,8 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
-from slipstream.jsonl import read_rows
-from slipstream.workload.reading import Question
+from slipstream.assets.workload.reading import Question
+from slipstream.text.jsonl import read_rows
 
 RUN = 5
 """Words in an n-gram."""

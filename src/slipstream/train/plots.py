@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slipstream.jsonl import read_rows
+from slipstream.text.jsonl import read_rows
 
 FILES = ("training.svg", "training.png")
 

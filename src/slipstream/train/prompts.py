@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import Message, check_messages, read_rows
+from slipstream.text.jsonl import Message, check_messages, read_rows
 
 _KINDS = ("prompt", "messages", "turns")
 _OTHER_KINDS = ("text", "question", "instruction")

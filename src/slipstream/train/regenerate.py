@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, RequestError
-from slipstream.jsonl import Message
-from slipstream.provenance import provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.jsonl import Message
 from slipstream.train.answerers import Answerer, TargetAnswer
 from slipstream.train.journal import Journal, check_complete
 from slipstream.train.options import RegenerateOptions, parse_weights

@@ -14,6 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.assets.workload.reading import Question, read_workload
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.train.allocator import keep_freed_memory
@@ -25,7 +26,6 @@ from slipstream.train.processes import Processes
 from slipstream.train.progress import too_few_tokens
 from slipstream.train.target import FeatureCache, FrozenTarget
 from slipstream.train.trainer import Progress, Student, Trainer
-from slipstream.workload.reading import Question, read_workload
 
 
 @dataclass(frozen=True)

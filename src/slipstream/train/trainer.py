@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
-from slipstream.provenance import provenance, without_folders
+from slipstream.profiling.provenance import provenance, without_folders
 from slipstream.train.batches import (
     Cursor,
     TrainingBatch,

@@ -16,9 +16,9 @@ from slipstream.cli.flags.flags import FlagSet, Values
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.output.console import notes
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.core.model_path import check_model_path, describe, models_in
+from slipstream.engine.labels import engine_labels
 from slipstream.errors import ConfigError
-from slipstream.labels import engine_labels
-from slipstream.model_path import check_model_path, describe, models_in
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import RequestError
-from slipstream.jsonl import Message, read_rows, read_text, up_to_last_user
+from slipstream.text.jsonl import Message, read_rows, read_text, up_to_last_user
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine

@@ -12,8 +12,8 @@ from typing import Any
 from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, writer_in_package
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
+from slipstream.core.model_path import check_model_path, models_in
 from slipstream.errors import ConfigError
-from slipstream.model_path import check_model_path, models_in
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
 """A drafter class, `my_module:MyDrafter`; a model's path does not look like that."""

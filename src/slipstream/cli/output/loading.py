@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from slipstream.cli.output.console import notes
-from slipstream.garbage import uncollected
-from slipstream.model_path import describe
+from slipstream.core.garbage import uncollected
+from slipstream.core.model_path import describe
 
 
 def loaded_name(model: str | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.core import TokenLogprob
+    from slipstream.core.types import TokenLogprob
     from slipstream.engine.outputs import CompletionOutput, RequestOutput
 
 

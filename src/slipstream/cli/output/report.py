@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slipstream.cli.output.console import print_rows
-from slipstream.metrics.request import RequestMetrics
+from slipstream.core.metrics.request import RequestMetrics
 
 if TYPE_CHECKING:
     from slipstream.engine.outputs import CompletionOutput, RequestOutput

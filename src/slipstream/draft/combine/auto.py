@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_types
-from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.choice import Choice
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members

@@ -6,14 +6,14 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core import ProposalKind, Sequence
+from slipstream.core.metrics.worker import WorkerStats
+from slipstream.core.types import ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.drafters import Drafters
 from slipstream.draft.guard import Guard
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.kv.cache import KVCache
-from slipstream.metrics.worker import WorkerStats
 from slipstream.models.causal_lm import CausalLM
 
 

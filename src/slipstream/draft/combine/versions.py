@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.outline import DraftOutline

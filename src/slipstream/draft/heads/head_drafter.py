@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import check_types
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes

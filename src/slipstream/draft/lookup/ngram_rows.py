@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from slipstream.bounded import BoundedDict
+from slipstream.core.bounded import BoundedDict
 
 ORDERS = (4, 3, 2, 1)
 """Lengths of the n-grams, the longest first."""

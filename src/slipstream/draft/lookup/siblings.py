@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core.bounded import BoundedDict
+from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.lookup.ngram_rows import ENTRY_BYTES, LOGIT_BYTES, ORDERS, NgramRow, NgramRows
 from slipstream.draft.outline import DraftOutline

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.bounded import BoundedDict
+from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import check_at_least, reject_unknown
-from slipstream.core import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
+from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.slots import SlotMap
 from slipstream.models.cpu.chains import ENDED, NOT_FINITE, Draw

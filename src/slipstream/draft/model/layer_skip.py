@@ -12,9 +12,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
-from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.bounded import BoundedDict
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.model.borrowed import BorrowingDrafter, check_choice, chosen_layers, outline_borrowing
 from slipstream.draft.model.correction import CorrectedOptions

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.correction import CorrectedOptions, Correction
 from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, Peaks, whole_chains

@@ -18,9 +18,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.bounded import BoundedDict
 from slipstream.config import check_at_least, check_types
-from slipstream.core import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.bounded import BoundedDict
+from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.combine.merging import node_along
 from slipstream.draft.outline import DraftOutline

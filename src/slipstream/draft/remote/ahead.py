@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core import ROOT, FinishReason, Proposal, RequestOptions, Sequence
+from slipstream.core.types import ROOT, FinishReason, Proposal, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, FrameError, Message, PrefixHash

@@ -18,7 +18,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.metrics.worker import WorkerStats
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.remote.handshake import KEY_VARIABLE, fingerprint, read_key
@@ -28,7 +29,6 @@ from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message
 from slipstream.draft.remote.sampling import sampling_message
 from slipstream.draft.remote.tails import Tail
 from slipstream.errors import ConfigError
-from slipstream.metrics.worker import WorkerStats
 
 logger = logging.getLogger(__name__)
 

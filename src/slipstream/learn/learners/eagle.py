@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.errors import ConfigError, LearnError
-from slipstream.huggingface import AutoConfig
 from slipstream.learn.learners.base import Learner, Tensors
 from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.objective import LearnLoss, TargetRows, row_losses, weighted_loss
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.records import TAPS, ServedRecord
 from slipstream.learn.scoring import Hits, Scorer, drawn
+from slipstream.models.huggingface import AutoConfig
 from slipstream.train.eagle_loss import TargetText, draft_states
 from slipstream.train.target import load_model
 

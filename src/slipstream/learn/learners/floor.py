@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.model.self_model import DRAFT_FORMAT
 from slipstream.errors import LearnError
-from slipstream.huggingface import DynamicCache
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.digest import digest_of, digest_of_files
+from slipstream.models.huggingface import DynamicCache
 from slipstream.models.layers import find_layers
 from slipstream.models.linear.formats import UNCHANGED, weight_format
 from slipstream.models.linear.packing import pack_linears

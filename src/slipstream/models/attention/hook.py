@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.huggingface import AttentionInterface
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, Variant
 from slipstream.models.attention.probe import LayerProbe
+from slipstream.models.huggingface import AttentionInterface
 
 _IGNORED = frozenset(
     {

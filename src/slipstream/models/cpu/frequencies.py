@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.huggingface import unused_deferred
+from slipstream.models.huggingface import unused_deferred
 from slipstream.models.longrope import FIXED, fixed_frequencies
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+from slipstream.core.model_path import check_model_path
 from slipstream.errors import ModelError
-from slipstream.huggingface import cached_file
-from slipstream.model_path import check_model_path
 from slipstream.models.files.lora import ADAPTER_CONFIG, has_adapter
 from slipstream.models.files.shards import SAFETENSORS_INDEX, mended_index, read_index, weight_files
+from slipstream.models.huggingface import cached_file
 from slipstream.models.quiet import one_line
 
 TOKENIZER_FILES = (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.huggingface import AutoConfig
 from slipstream.models.files.gguf import Gguf
 from slipstream.models.files.gguf_rope import rope_parameters
+from slipstream.models.huggingface import AutoConfig
 
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}

@@ -10,8 +10,8 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
+from slipstream.core.model_path import HUB_FILE, check_model_path, names_gguf
 from slipstream.errors import ModelError
-from slipstream.model_path import HUB_FILE, check_model_path, names_gguf
 from slipstream.models.cpu.pages import release
 from slipstream.models.files.gguf import Gguf, GgufTensor
 from slipstream.models.files.gguf_architectures import (

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.children import child_environment, module_command
+from slipstream.rpc.children import child_environment, module_command
 from slipstream.sampling.grammars.worker import MEMORY_BYTES, write_message
 from slipstream.text.byte_tokens import ByteTokens
 

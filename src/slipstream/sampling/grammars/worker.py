@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from slipstream.bounded import BoundedDict
+from slipstream.core.bounded import BoundedDict
 from slipstream.sampling.grammars.footprint import heap_bytes
 from slipstream.text.byte_tokens import ByteTokens
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.control.explore import MIN_PAIRS
+from slipstream.control.monitor.alarms import Alarm
+from slipstream.control.monitor.drift import REFERENCE_SIZES, ShiftWatch
 from slipstream.control.types import ControlReport, TaskReport
-from slipstream.monitor.alarms import Alarm
-from slipstream.monitor.drift import REFERENCE_SIZES, ShiftWatch
 
 MIN_REQUESTS = 30
 """Requests of a task that must have ended before its break-even and its estimated speedup are shown. Requests differ

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from slipstream import __version__
+from slipstream.control.monitor.alarms import Alarm, AlarmKind
 from slipstream.errors import EngineStoppedError
-from slipstream.monitor.alarms import Alarm, AlarmKind
 from slipstream.serve.dashboard.alarm_json import alarm_json, drift_json, speculation_json, task_json
 from slipstream.serve.dashboard.page import add_page
 from slipstream.serve.dashboard.page_data import PageData

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, TypeVar
 
-from slipstream.metrics.decoded import DecodedRow, DecodedSteps
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.step import StepReport
+from slipstream.core.metrics.decoded import DecodedRow, DecodedSteps
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.step import StepReport
 
 K = TypeVar("K", int, str)
 

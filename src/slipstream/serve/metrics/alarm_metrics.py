@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from slipstream.monitor.alarms import Alarm, AlarmKind
+from slipstream.control.monitor.alarms import Alarm, AlarmKind
 from slipstream.serve.metrics.vllm_metrics import PREFIX
 
 

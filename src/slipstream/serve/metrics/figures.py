@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from slipstream.core.metrics.request import RequestMetrics
 from slipstream.engine.outputs import RequestOutput
-from slipstream.metrics.request import RequestMetrics
 
 
 def usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, Any]:

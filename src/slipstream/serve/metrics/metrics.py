@@ -18,13 +18,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from slipstream.core import FinishReason
+from slipstream.control.monitor.alarms import AlarmKind
+from slipstream.core.metrics.decoded import DecodedRow
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.request import add_to_first
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import FinishReason
 from slipstream.engine.outputs import Update
-from slipstream.metrics.decoded import DecodedRow
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.request import add_to_first
-from slipstream.metrics.step import StepReport
-from slipstream.monitor.alarms import AlarmKind
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.dashboard.latency import LATENCIES, BucketCounts

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from slipstream.metrics.worker import WORKER_STATES, WorkerStats
+from slipstream.core.metrics.worker import WORKER_STATES, WorkerStats
 from slipstream.serve.metrics.vllm_metrics import PREFIX
 
 

@@ -16,13 +16,13 @@ from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
 
-from slipstream.core import StepItem
+from slipstream.core.metrics.decoded import DecodedRow
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.errors import EngineStoppedError, ProtocolError, RequestError
 from slipstream.learn.facts import LearnFacts
-from slipstream.metrics.decoded import DecodedRow
-from slipstream.metrics.step import StepReport
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.accounts import Accounts

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from slipstream.control.types import ControlReport
-from slipstream.core import EmittedTokens, FinishReason, RequestOptions, TokenLogprob
+from slipstream.core.metrics.decoded import DecodedRow
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.metrics.step import StepReport
+from slipstream.core.types import EmittedTokens, FinishReason, RequestOptions, TokenLogprob
 from slipstream.errors import ProtocolError
 from slipstream.learn.facts import LearnFacts
-from slipstream.metrics.decoded import DecodedRow
-from slipstream.metrics.engine import EngineStats
-from slipstream.metrics.request import RequestMetrics
-from slipstream.metrics.step import StepReport
 from slipstream.serve.facts import EngineFacts
 
 VERSION = 3

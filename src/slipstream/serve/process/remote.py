@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
-from slipstream.core import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.types import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
 from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.continuation import check_emitted
 from slipstream.engine.logprobs import TokenTexts
@@ -23,7 +24,6 @@ from slipstream.engine.outputs import Update
 from slipstream.engine.requests import request_seeds
 from slipstream.errors import EngineBusyError, EngineStoppedError, ProtocolError, RequestError
 from slipstream.learn.facts import LearnFacts
-from slipstream.metrics.engine import EngineStats
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput

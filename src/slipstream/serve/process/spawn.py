@@ -6,7 +6,7 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from slipstream.children import child_environment, module_command
+from slipstream.rpc.children import child_environment, module_command
 
 WORKER = "slipstream.serve.process.worker"
 

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import slipstream.errors
-from slipstream.core import EmittedTokens, FinishReason, TokenLogprob
+from slipstream.core.types import EmittedTokens, FinishReason, TokenLogprob
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
 from slipstream.errors import RequestError, SlipstreamError

@@ -18,8 +18,8 @@ from slipstream import __version__
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
+from slipstream.engine.labels import engine_labels
 from slipstream.errors import ProtocolError, SlipstreamError
-from slipstream.labels import engine_labels
 from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.retention import RetentionThread

@@ -1,7 +1,0 @@
-"""Draft models and heads in the layouts that other engines load, and back."""
-
-from slipstream.export.checkpoints.convert import convert
-from slipstream.export.checkpoints.convert_back import convert_back
-from slipstream.export.checkpoints.converted import ConvertedCheckpoint
-
-__all__ = ["ConvertedCheckpoint", "convert", "convert_back"]

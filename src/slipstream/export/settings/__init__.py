@@ -1,1 +1,0 @@
-"""One file an engine: its own form of a speculative setting, behind `slipstream.export.contract.SettingsFormat`."""

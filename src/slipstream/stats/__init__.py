@@ -1,0 +1,1 @@
+"""Tests that stay valid however often they are looked at."""

@@ -1,0 +1,148 @@
+"""A drafter that has others draft beside decoding, and proposes nothing of theirs.
+
+The target decodes alone, so the text, its noise and its hidden states are those without speculation. What each of the
+others would have proposed is kept, or timed. Under coupled verification a draft token is right or wrong whichever
+drafter runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.config import SpeculativeConfig, check_types
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.combine.group import DrafterGroup
+
+NOT_ASKED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowOptions:
+    """Keys of the recording's own `speculative_config`."""
+
+    drafters: list[Any] = field(default_factory=list)
+    """Each a `speculative_config` of its own."""
+    room: int = 1
+    """The most draft tokens that a step may check, where steps are rehearsed."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "shadow")
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowDraft:
+    """What one drafter would have proposed at one place of one answer."""
+
+    request_id: str
+    member: int
+    position: int
+    """Tokens of the answer before it."""
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What the next steps are to do: which drafter is asked for how many levels, and how many tokens are checked."""
+
+    member: int = NOT_ASKED
+    levels: int = 0
+    num_checked: int = 0
+    """A sequence."""
+    right: bool = False
+    """Whether the checked tokens are those that come, as far as these are known."""
+
+
+@dataclass(slots=True)
+class DraftTimes:
+    """What one step's drafting took."""
+
+    seconds: float = 0.0
+    num_sequences: int = 0
+    prompt_seconds: dict[int, float] = field(default_factory=dict)
+    """By drafter, for the prompts that the target computes in the step."""
+
+
+class ShadowDrafter(DrafterGroup):
+    """Asks all of its members for everything and proposes nothing; or rehearses steps of chosen sizes, timed."""
+
+    summary = "records what other drafters would have proposed"
+
+    Options = ShadowOptions
+    observes_all = False
+
+    def __init__(self, options: ShadowOptions, context: DraftContext) -> None:
+        configs = [SpeculativeConfig.from_mapping(drafter) for drafter in options.drafters]
+        super().__init__(options, context, configs)
+        self.rehearsal: Rehearsal | None = None
+        """What a rehearsed step does; None records."""
+        self.drafts: list[ShadowDraft] = []
+        """What was recorded; the caller takes it out."""
+        self.times = DraftTimes()
+        """Of the last rehearsed step."""
+        self.texts: dict[str, list[int]] = {}
+        """Request id to the answer that is known to come."""
+
+    def remembers(self) -> bool:
+        """False: nothing is proposed but what the caller says."""
+        return False
+
+    def max_nodes(self) -> int:
+        """The largest member's, or the room for rehearsed steps."""
+        room: int = self.options.room
+        return max([room, *(member.drafter.max_nodes() for member in self.members)])
+
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        """Empty proposals while it records, those of the rehearsal otherwise."""
+        if self.rehearsal is None:
+            self._record(sequences, budgets)
+            return [EMPTY_PROPOSAL] * len(sequences)
+        return self._rehearse(self.rehearsal, sequences, budgets)
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """Members that learn from verdicts are no candidates."""
+        return
+
+    def _record(self, sequences: Seq[Sequence], budgets: Seq[int]) -> None:
+        for number, guard in enumerate(self.members):
+            if guard.drafter.looks_up:
+                continue  # these are asked again, of the text alone
+            most = guard.drafter.max_nodes()
+            proposals = guard.ask(sequences, [min(budget, most) for budget in budgets])
+            self.drafts += [
+                ShadowDraft(sequence.request_id, number, sequence.num_output_tokens, proposal)
+                for sequence, budget, proposal in zip(sequences, budgets, proposals, strict=True)
+                if budget
+            ]
+
+    def _rehearse(self, rehearsal: Rehearsal, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+        self.times = DraftTimes(num_sequences=sum(budget > 0 for budget in budgets))
+        if any(sequence.num_pending > 1 for sequence in sequences):  # prompts: for all members, apart
+            for number, guard in enumerate(self.members):
+                started_s = time.perf_counter()
+                guard.ask(sequences, [0] * len(sequences))
+                self.times.prompt_seconds[number] = time.perf_counter() - started_s
+            return [EMPTY_PROPOSAL] * len(sequences)
+        if rehearsal.member != NOT_ASKED:
+            guard = self.members[rehearsal.member]
+            limit = min(rehearsal.levels, guard.drafter.max_nodes())
+            started_s = time.perf_counter()
+            guard.ask(sequences, [min(budget, limit) for budget in budgets])
+            self.times.seconds = time.perf_counter() - started_s
+        return [
+            self._known(sequence, min(budget, rehearsal.num_checked), rehearsal.right)
+            for sequence, budget in zip(sequences, budgets, strict=True)
+        ]
+
+    def _known(self, sequence: Sequence, number: int, right: bool) -> Proposal:
+        """A chain of `number` tokens that are what comes, or are not."""
+        if number <= 0:
+            return EMPTY_PROPOSAL
+        done = sequence.num_output_tokens
+        coming = self.texts.get(sequence.request_id, [])[done : done + number]
+        coming = coming + [0] * (number - len(coming))
+        other = [token if right else (token + 1) % self.context.vocab_size for token in coming]
+        return Proposal.chain(other)

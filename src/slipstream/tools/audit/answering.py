@@ -1,0 +1,93 @@
+"""Answers of an engine in this process, in mixed batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from slipstream.core.types import RequestOptions
+from slipstream.engine.engine import Engine
+from slipstream.engine.outputs import RequestOutput, Update
+from slipstream.sampling.params import SamplingParams
+from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest
+
+
+@dataclass(slots=True)
+class Streamed:
+    """What the updates of a request added up to, by answer."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+
+    def add(self, update: Update) -> None:
+        """Append an update."""
+        self.token_ids.setdefault(update.index, []).extend(update.token_ids)
+        self.text[update.index] = self.text.get(update.index, "") + update.text
+
+
+def sampling_params(request: AuditRequest) -> SamplingParams:
+    """The engine's parameters for a request; raises `RequestError`."""
+    params = {**request.params, "max_tokens": request.max_tokens, "seed": request.seed}
+    return SamplingParams.from_mapping(params)
+
+
+def answer_params(request: AuditRequest) -> SamplingParams:
+    """The same for one of its answers alone."""
+    return SamplingParams.from_mapping({**request.params, "max_tokens": request.max_tokens, "n": 1})
+
+
+def answer_all(
+    engine: Engine,
+    requests: Seq[AuditRequest],
+    concurrency: int,
+    on_reply: Callable[[AuditReply, RequestOutput, Streamed], None],
+) -> None:
+    """Answer the requests, `concurrency` at a time: when one ends, the next is added. Nothing is left behind."""
+    waiting = deque(requests)
+    running: dict[str, AuditRequest] = {}
+    streamed: dict[str, Streamed] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                request = waiting.popleft()
+                name = f"audit-{request.number}"
+                assert request.token_ids is not None
+                options = RequestOptions(task=request.task)
+                engine.add_request(name, list(request.token_ids), sampling_params(request), options)
+                running[name], streamed[name] = request, Streamed()
+            for update in engine.step():
+                streamed[update.request_id].add(update)
+                if update.output is not None:
+                    request = running.pop(update.request_id)
+                    shown = streamed.pop(update.request_id)
+                    on_reply(reply_of(request, update.output), update.output, shown)
+    finally:
+        for name in list(running):
+            engine.abort(name)
+
+
+def reply_of(request: AuditRequest, output: RequestOutput) -> AuditReply:
+    """An engine's output as a reply; its metrics are its `usage`."""
+    answers = [
+        AuditAnswer(
+            index=one.index,
+            text=one.text,
+            token_ids=list(one.token_ids),
+            finish_reason=str(one.finish_reason),
+            stop_reason=one.stop_reason,
+            num_tokens=len(one.token_ids),
+        )
+        for one in output.outputs
+    ]
+    counts = output.metrics
+    return AuditReply(
+        request=request.number,
+        answers=answers,
+        num_prompt_tokens=counts.num_prompt_tokens,
+        num_output_tokens=counts.num_output_tokens,
+        prompt_token_ids=list(output.prompt_token_ids),
+        num_draft_tokens=counts.num_draft_tokens,
+        num_accepted_tokens=counts.num_accepted_tokens,
+    )

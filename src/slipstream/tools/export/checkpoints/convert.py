@@ -1,0 +1,139 @@
+"""Writes what another engine must load: the target and the draft model or head of a speculative setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.config import reject_unknown
+from slipstream.models import load_tokenizer
+from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
+from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
+from slipstream.tools.export.checkpoints.eagle_folders import write_eagle
+from slipstream.tools.export.checkpoints.eagle_heads import read_head
+from slipstream.tools.export.checkpoints.gguf_eagle3 import eagle3_writer
+from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
+from slipstream.tools.export.checkpoints.medusa_folders import read_medusa, write_medusa
+from slipstream.tools.export.checkpoints.openvino_folders import write_openvino
+from slipstream.tools.export.checkpoints.target_files import TargetFiles
+from slipstream.tools.export.contract import ExportError
+from slipstream.tools.export.record import SpeculativeRecord
+
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino", "transformers")
+DRAFT_MODELS = ("draft_model", "tli", "slem")
+"""Methods whose draft is a language model of its own."""
+EAGLE = {"eagle": 1, "eagle3": 3}
+NEAREST_TO_HEADS = "use a draft model, or train an EAGLE-3 head with `slipstream train eagle3`"
+
+
+def convert(
+    record: SpeculativeRecord,
+    engine: str,
+    folder: Path,
+    *,
+    version: str | None = None,
+    layout: str | None = None,
+) -> ConvertedCheckpoint:
+    """Write into `folder` what `engine` must load to run `record`.
+
+    `version` is the engine's, such as 0.33; None: the newest that is known. `layout="speculators"` writes an EAGLE-3
+    head for vLLM in that library's form instead of EAGLE's own. Raises `ExportError` where the engine would not run the
+    checkpoint as it was trained, with what can be done instead; `ModelError` where it cannot be read.
+    """
+    reject_unknown([engine], ENGINES, "engine")
+    if layout not in (None, "eagle3", "speculators"):
+        raise ExportError(f"the layout of an EAGLE-3 head is eagle3 or speculators, got {layout!r}")
+    if layout == "speculators" and engine != "vllm":
+        raise ExportError("the speculators layout is read by vLLM only; leave the layout out")
+    folder = Path(folder)
+    if engine == "llama_cpp":
+        return _llama_cpp(record, folder)
+    if engine == "openvino":
+        return write_openvino(record, folder)
+    if record.method in EAGLE:
+        return _eagle(record, engine, folder, layout)
+    if record.method == "medusa":
+        return _medusa(record, engine, folder, version)
+    if record.method == "hydra":
+        raise ExportError(f"no other engine runs Hydra heads; {NEAREST_TO_HEADS}")
+    notes = (
+        ("the target and the draft model are loaded as they are",) if record.method in DRAFT_MODELS else ()
+    )
+    return ConvertedCheckpoint(notes=notes)
+
+
+def _eagle(record: SpeculativeRecord, engine: str, folder: Path, layout: str | None) -> ConvertedCheckpoint:
+    if engine not in DIALECTS:
+        raise ExportError(f"Transformers runs no EAGLE heads; {NEAREST_TO_HEADS.split(',')[0]}")
+    target, model = target_of(record), model_of(record)
+    return write_eagle(
+        read_head(model, target, record.revision),
+        DIALECTS[engine],
+        target,
+        folder,
+        path=model,
+        layout=layout,
+        num_speculative_tokens=record.depth or 4,
+    )
+
+
+def _medusa(record: SpeculativeRecord, engine: str, folder: Path, version: str | None) -> ConvertedCheckpoint:
+    if engine != "vllm":
+        raise ExportError(f"{engine} runs no Medusa heads (vLLM up to 0.32 does); {NEAREST_TO_HEADS}")
+    if version is None or _number(version) >= (0, 33):
+        raise ExportError(f"vLLM removed Medusa in 0.33; export for version 0.32, or {NEAREST_TO_HEADS}")
+    target = target_of(record)
+    return write_medusa(read_medusa(model_of(record), target, record.revision), target, folder)
+
+
+def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
+    """The target too: llama.cpp reads GGUF files only. Nothing is written where either cannot be."""
+    if record.method in ("medusa", "hydra", "eagle"):
+        raise ExportError(f"llama.cpp runs no {record.method} heads; {NEAREST_TO_HEADS}")
+    draft = None
+    if record.method in (*DRAFT_MODELS, "eagle3"):
+        draft = folder / ("eagle3.gguf" if record.method == "eagle3" else "draft.gguf")
+    target = folder / "target.gguf"
+    writers = []
+    notes = ["16-bit and 32-bit weights are written as they are; llama-quantize makes smaller files of them"]
+    if draft is not None and record.method == "eagle3":
+        files, model = target_of(record), model_of(record)
+        head = read_head(model, files, record.revision)
+        writers.append(eagle3_writer(head, files, load_tokenizer(files.path), draft, model))
+        if head.config.draft_vocab_size < head.config.vocab_size:
+            notes.append(
+                "the draft vocabulary is a map of absolute ids (d2t); folders of other engines hold offsets"
+            )
+    elif draft is not None:
+        writers.append(model_writer(model_of(record), draft))
+    writers.append(model_writer(target_of(record).path, target))
+    folder.mkdir(parents=True, exist_ok=True)
+    for writer in writers:
+        finish(writer)
+    return ConvertedCheckpoint(
+        target=target,
+        draft=draft,
+        files=(target,) if draft is None else (target, draft),
+        notes=tuple(notes),
+    )
+
+
+def target_of(record: SpeculativeRecord) -> TargetFiles:
+    """The record's target; raises `ExportError` where it names none."""
+    if record.target is None:
+        raise ExportError("a checkpoint is converted for its target, and the setting names none")
+    return TargetFiles(record.target)
+
+
+def model_of(record: SpeculativeRecord) -> str:
+    """The record's draft model or head; raises `ExportError` where it names none."""
+    if record.model is None:
+        raise ExportError(f"method {record.method} has no model to convert: name the folder of its draft")
+    return record.model
+
+
+def _number(version: str) -> tuple[int, int]:
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        raise ExportError(f"a version is written as 0.32, got {version!r}") from None
+    return major, minor

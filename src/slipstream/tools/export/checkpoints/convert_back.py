@@ -1,0 +1,119 @@
+"""Makes a checkpoint that was written for another engine one that Slipstream loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import reject_unknown
+from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
+from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.draft.heads.eagle_head import default_feature_layers
+from slipstream.errors import ModelError
+from slipstream.tools.export.checkpoints.convert import DRAFT_MODELS, EAGLE, ENGINES, model_of, target_of
+from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
+from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
+from slipstream.tools.export.checkpoints.eagle_heads import read_head
+from slipstream.tools.export.checkpoints.gguf_eagle3 import ARCH, read_eagle3
+from slipstream.tools.export.checkpoints.gguf_reading import read_gguf, write_folder
+from slipstream.tools.export.checkpoints.target_files import TargetFiles
+from slipstream.tools.export.contract import ExportError
+from slipstream.tools.export.record import SpeculativeRecord
+
+
+def convert_back(record: SpeculativeRecord, engine: str, folder: Path) -> ConvertedCheckpoint:
+    """Write into `folder` what Slipstream must load to run `record`, whose checkpoints were made for `engine`.
+
+    Raises `ExportError` or `ModelError` where Slipstream would not run them as that engine does.
+    """
+    reject_unknown([engine], ENGINES, "engine")
+    folder = Path(folder)
+    target = _model_back(record.target, folder / "target") if record.target else None
+    named = str(target) if target else record.target
+    if record.method in EAGLE:
+        return _head_back(record, engine, named, target, folder)
+    draft = None
+    if record.method in DRAFT_MODELS:
+        draft = _model_back(model_of(record), folder / "draft")
+    written = tuple(path for path in (target, draft) if path)
+    return ConvertedCheckpoint(target=target, draft=draft, files=written, notes=_kept(written))
+
+
+def _model_back(path: str, folder: Path) -> Path | None:
+    """The folder that was written; None for a model that is one already."""
+    if not path.lower().endswith(".gguf"):
+        return None
+    write_folder(read_gguf(path), folder)
+    return folder
+
+
+def _head_back(
+    record: SpeculativeRecord, engine: str, target: str | None, written: Path | None, folder: Path
+) -> ConvertedCheckpoint:
+    if target is None:
+        target_of(record)
+    files, model = TargetFiles(str(target)), model_of(record)
+    place = folder / record.method
+    if model.lower().endswith(".gguf"):
+        _gguf_head_back(model, files, place)
+    else:
+        _folder_head_back(record, engine, files, model, place)
+    return ConvertedCheckpoint(
+        target=written, draft=place, files=(place, *((written,) if written else ())), notes=_kept([place])
+    )
+
+
+def _gguf_head_back(model: str, target: TargetFiles, place: Path) -> None:
+    file = read_gguf(model)
+    if file.arch != ARCH:
+        raise ModelError(f"{model!r} holds a {file.arch} model, not an EAGLE-3 head")
+    save_eagle(read_eagle3(file.fields, file.tensors, model), place, target=target.path)
+    read_head(str(place), target)  # the sizes fit the target
+
+
+def _folder_head_back(
+    record: SpeculativeRecord, engine: str, target: TargetFiles, model: str, place: Path
+) -> None:
+    raw, tensors = read_checkpoint(model, revision=record.revision)
+    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise ModelError(
+            f"{model!r} reads the target's last hidden state only (use_aux_hidden_state false), which is not supported"
+        )
+    head = read_head(model, target, record.revision)
+    version = EAGLE[record.method]
+    if head.config.version != version:
+        raise ModelError(f"{model!r} is an EAGLE-{head.config.version} head, not an EAGLE-{version} one")
+    layout = "speculators" if "speculators_model_type" in raw else {1: "eagle", 3: "eagle3"}[version]
+    save_eagle(head, place, target=target.path, layout=layout, num_speculative_tokens=record.depth or 4)
+    if version == 3 and layout == "eagle3":
+        config, tensors = read_checkpoint(str(place))
+        layers = _layers(record, engine, raw, target)
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}
+        write_checkpoint(place, config, tensors)
+        read_head(str(place), target)  # the layers exist
+
+
+def _layers(record: SpeculativeRecord, engine: str, raw: Mapping[str, Any], target: TargetFiles) -> list[int]:
+    """Which hidden states the head reads, in our numbers: as the engine finds them in the head or in its settings.
+
+    Where neither says, they are the engines' own defaults.
+    """
+    dialect = DIALECTS[engine]
+    listed = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    listed = listed or raw.get("eagle_aux_hidden_state_layer_ids")
+    given = record.head.aux_layers if record.head is not None else None
+    if given is not None and not (listed and dialect.layers_in_head):
+        return list(given.as_convention("before_layer").ids)
+    if listed:
+        return [layer - dialect.layer_shift for layer in listed]
+    if target.num_layers < 10:
+        raise ExportError(
+            "neither the settings nor the head say which hidden states it reads "
+            f"(eagle_aux_hidden_state_layer_ids), and a target of {target.num_layers} layers has no usual ones"
+        )
+    return list(default_feature_layers(target.num_layers))
+
+
+def _kept(written: Any) -> tuple[str, ...]:
+    return () if written else ("Slipstream loads the checkpoints as they are",)

@@ -1,0 +1,115 @@
+"""Writes an EAGLE head as the folder that an engine loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
+from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
+from slipstream.tools.export.checkpoints.eagle_dialects import EagleDialect, check_head
+from slipstream.tools.export.checkpoints.target_files import TargetFiles
+
+SHIFTS = {0: "the layer that reads it", -1: "the layer that wrote it"}
+
+
+def write_eagle(
+    head: EagleHead,
+    dialect: EagleDialect,
+    target: TargetFiles,
+    folder: Path,
+    *,
+    path: str,
+    layout: str | None = None,
+    num_speculative_tokens: int = 4,
+) -> ConvertedCheckpoint:
+    """Write `head`, which was read from `path`, for an engine; `layout` is EAGLE's own or `speculators`.
+
+    Raises `ExportError` where the engine would not run the head as it was trained.
+    """
+    check_head(dialect, head, target, path)
+    layout = layout or {1: "eagle", 3: "eagle3"}[head.config.version]
+    save_eagle(head, folder, target=target.path, layout=layout, num_speculative_tokens=num_speculative_tokens)
+    config, tensors = read_checkpoint(str(folder))
+    tensors = _tensors(tensors, head, dialect)
+    if dialect.all_tensors:
+        tensors = _filled(tensors, head, target)
+    write_checkpoint(folder, _config(config, head, dialect, target), tensors)
+    files = (folder / "config.json", folder / "model.safetensors")
+    return ConvertedCheckpoint(draft=folder, files=files, notes=tuple(_notes(head, dialect)))
+
+
+def _config(
+    written: Mapping[str, Any], head: EagleHead, dialect: EagleDialect, target: TargetFiles
+) -> dict[str, Any]:
+    config, ours = dict(written), head.config
+    inner = config.get("transformer_layer_config", config)
+    inner |= {
+        # Two names of one thing: which one is read depends on the Transformers that an engine comes with.
+        "dtype": _name_of(head.fc.weight.dtype),
+        "torch_dtype": _name_of(head.fc.weight.dtype),
+        **{
+            name: getattr(target.config, name, None)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        },
+    }
+    if ours.rope_parameters.get("rope_type", "default") != "default":
+        inner["rope_scaling"] = dict(ours.rope_parameters)
+    if (
+        "speculators_model_type" in config
+    ):  # its own names of architectures and layers hold for all its readers
+        return config
+    config["architectures"] = [dialect.architectures[ours.version]]
+    config["bias"] = ours.fc_bias or dialect.fc_bias[ours.version] == "always"
+    if ours.version == 1:
+        return config
+    layers = [layer + dialect.layer_shift for layer in ours.feature_layers]
+    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}
+    config["eagle_aux_hidden_state_layer_ids"] = layers
+    config["num_aux_hidden_states"] = len(layers)
+    return config
+
+
+def _tensors(tensors: Mapping[str, Tensor], head: EagleHead, dialect: EagleDialect) -> dict[str, Tensor]:
+    written = dict(tensors)
+    wanted = dialect.fc_bias[head.config.version]
+    if wanted == "always" and "fc.bias" not in written:
+        written["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=head.fc.weight.dtype)
+    if wanted == "never":
+        written.pop("fc.bias", None)  # `check_head` lets zeros through only
+    return written
+
+
+def _filled(tensors: Mapping[str, Tensor], head: EagleHead, target: TargetFiles) -> dict[str, Tensor]:
+    """With the tensors that EAGLE's layout may leave out: the target's embedding, a map of the whole vocabulary."""
+    size = head.config.vocab_size
+    whole = {
+        "embed_tokens.weight": target.embed(torch.arange(size)).to(head.fc.weight.dtype),
+        "d2t": torch.zeros(size, dtype=torch.int64),
+        "t2d": torch.ones(size, dtype=torch.bool),
+    }
+    return {**whole, **tensors}
+
+
+def _notes(head: EagleHead, dialect: EagleDialect) -> list[str]:
+    notes = []
+    if head.embedding is None:
+        notes.append(f"the head reads the target's embedding, which {dialect.name} shares with it")
+    if head.config.version == 3:
+        layers = [layer + dialect.layer_shift for layer in head.config.feature_layers]
+        where = "in the head's config.json" if dialect.layers_in_head else "in the settings"
+        counted = SHIFTS[dialect.layer_shift]
+        notes.append(f"hidden states {layers}, {where}: {dialect.name} numbers a hidden state by {counted}")
+    if head.config.draft_vocab_size < head.config.vocab_size:
+        notes.append(f"the draft vocabulary of {head.config.draft_vocab_size} tokens is an offset map (d2t)")
+    return notes
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,55 @@
+"""Tensors as GGUF files hold them, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.files.gguf import Gguf
+from slipstream.tools.export.checkpoints.gguf_package import gguf_package
+
+
+def add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
+    """Add a tensor to a `gguf.GGUFWriter`: matrices in their own dtype, vectors in float32.
+
+    llama.cpp multiplies and adds vectors in float32 only; every 16-bit number is also a float32 number.
+    """
+    kinds = gguf_package().GGMLQuantizationType
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype.is_floating_point and (tensor.ndim == 1 or tensor.dtype == torch.float64):
+        tensor = tensor.float()
+    if tensor.dtype == torch.bfloat16:  # numpy has none
+        writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=kinds.BF16)
+    else:
+        writer.add_tensor(name, tensor.numpy())
+
+
+def read_tensors(file: Gguf) -> dict[str, Tensor]:
+    """All tensors of a file, copied; raises `ModelError` for quantised ones."""
+    tensors = {}
+    for entry in file.tensors.values():
+        if entry.format.dtype is None:
+            raise ModelError(
+                f"{file.path!r} holds {entry.format.name} weights, which were rounded; import the checkpoint that it "
+                "was made from, or a GGUF file in F32, F16 or BF16"
+            )
+        tensors[entry.name] = entry.numbers().clone()
+    return tensors
+
+
+def neighbouring(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key projection in llama.cpp's order for Llamas: [heads * dim, ...], the same shape.
+
+    Transformers rotates the first half of a head with the second, llama.cpp neighbours.
+    """
+    dim = len(weight) // heads
+    return weight.reshape(heads, 2, dim // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def halves(weight: Tensor, heads: int) -> Tensor:
+    """The way back of `neighbouring`."""
+    dim = len(weight) // heads
+    return weight.reshape(heads, dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,133 @@
+"""The contract of an engine's form of a speculative setting: written from a record, and read back into one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
+from slipstream.tools.export.reading import SettingSource
+from slipstream.tools.export.record import SpeculativeRecord
+
+USUAL_DEPTH = 4
+_WRITTEN = "the depth is always written, so that it does not change with the engine's defaults"
+
+
+class ExportError(ConfigError):
+    """An engine cannot run a speculative setting; `nearest` is one that it can run, if there is any."""
+
+    def __init__(self, why: str, nearest: SpeculativeRecord | None = None, instead: str = "") -> None:
+        self.nearest = nearest
+        self.instead = instead
+        """What `nearest` is, in a few words."""
+        super().__init__(f"{why}; the nearest that it can run is {instead}" if instead else why)
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One file of an exported setting."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedSetting:
+    """An engine's own form of a setting."""
+
+    engine: str
+    version: str
+    record: SpeculativeRecord
+    """What the engine will run: the given record, as far as its form can express it."""
+    argv: tuple[str, ...] = ()
+    """The command, word by word; empty for an engine that is a library. It names `files` by their bare names."""
+    files: tuple[ExportedFile, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Field of the record to why `record` differs from what was given there."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the engine's behaviour."""
+
+
+@dataclass(frozen=True)
+class ImportedSetting:
+    """A setting read from an engine's own form."""
+
+    record: SpeculativeRecord
+    notes: tuple[str, ...] = ()
+    """What was left out, and what to know."""
+
+
+class SettingsFormat(ABC):
+    """One engine's form. `to_engine` and `from_engine` read no checkpoint and start nothing."""
+
+    name: ClassVar[str]
+    versions: ClassVar[tuple[str, ...]]
+    """Versions whose settings are known, the newest last; that is the default."""
+    default_depths: ClassVar[Mapping[str, int]] = {}
+    """Method to the engine's own depth, where it is not `USUAL_DEPTH`; written for records that have none."""
+
+    def check_version(self, version: str | None) -> str:
+        """The known version that `version` belongs to (0.33.1 is 0.33); raises `ConfigError` for another."""
+        if version is None:
+            return self.versions[-1]
+        for known in self.versions:
+            if version == known or version.startswith(known + "."):
+                return known
+        raise ConfigError(
+            f"{self.name} {version} is not known; known versions: {', '.join(self.versions)}; "
+            f"{self.versions[-1]} by default"
+        )
+
+    def to_engine(self, record: SpeculativeRecord, version: str | None = None) -> ExportedSetting:
+        """The engine's form of `record`; raises `ExportError` where the engine cannot run it."""
+        version = self.check_version(version)
+        whole = self._with_depth(record)
+        setting = self.write(whole, version)
+        reasons = dict.fromkeys(record.differences(whole), _WRITTEN) | dict(setting.lost)
+        different = record.differences(setting.record)
+        return replace(setting, lost={name: why for name, why in reasons.items() if name in different})
+
+    def _with_depth(self, record: SpeculativeRecord) -> SpeculativeRecord:
+        if record.method == "off" or record.depth is not None:
+            return record
+        deepest = max((each.depth for each in record.schedule), default=0)
+        return replace(record, depth=deepest or self.default_depths.get(record.method, USUAL_DEPTH))
+
+    @abstractmethod
+    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
+        """What `to_engine` says of a record with a depth, for a known version; `lost` may name too much."""
+
+    @abstractmethod
+    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
+        """The record of an engine's own form; raises `ConfigError` for what Slipstream cannot run, with what it can."""
+
+
+class Losses:
+    """Collects what an engine's form cannot express, while a record is adapted to it."""
+
+    def __init__(self, record: SpeculativeRecord) -> None:
+        self.record = record.setting()
+        self.lost: dict[str, str] = {}
+
+    def change(self, name: str, value: Any, why: str) -> None:
+        """Set a field to what the engine will run, with the reason; nothing happens where it is that already."""
+        if getattr(self.record, name) == value:
+            return
+        before, self.record = self.record, replace(self.record, **{name: value})
+        for changed in before.differences(self.record):  # a schedule that is always the depth is none
+            self.lost.setdefault(changed, why)
+
+
+def changes_the_text(what: str, instead: str = "omit it") -> ConfigError:
+    """The error for a setting of another engine under which drafts are accepted where the target does not agree."""
+    return ConfigError(
+        f"{what} changes the text; Slipstream accepts drafts only where the target agrees: {instead}"
+    )
+
+
+def check_keys(given: Mapping[str, Any], known: Mapping[str, Any], engine: str) -> None:
+    """Raise `ConfigError` for a key that the engine does not have, with the nearest that it has."""
+    reject_unknown(given, known, f"{engine} key")

@@ -1,0 +1,192 @@
+"""What a head's checkpoint says of itself, read from `config.json` and the names of its tensors; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ModelError
+from slipstream.tools.export.vocabulary import KINDS, kind_of_map
+
+CONVENTIONS = ("before_layer", "after_layer")
+"""Two numberings of a hidden state: by the layer that reads it (EAGLE's own code, vLLM, Slipstream), and by the layer
+that wrote it, one less (SpecForge, TensorRT-LLM, and SGLang's explicit ids)."""
+WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+
+
+@dataclass(frozen=True)
+class VocabularyMap:
+    """The part of the target's vocabulary that a head drafts."""
+
+    kind: str
+    """`offset`, `absolute` or `hot_ids`, see `slipstream.tools.export.vocabulary`."""
+    num_tokens: int
+    file: str | None = None
+    """With `hot_ids`: the file of the list."""
+
+    def __post_init__(self) -> None:
+        reject_unknown([self.kind], KINDS, "kind of vocabulary map")
+
+
+@dataclass(frozen=True)
+class AuxLayers:
+    """The target's hidden states that an EAGLE-3 head reads."""
+
+    ids: tuple[int, ...]
+    convention: str = "before_layer"
+
+    def __post_init__(self) -> None:
+        reject_unknown([self.convention], CONVENTIONS, "layer convention")
+        object.__setattr__(self, "ids", tuple(self.ids))
+
+    def as_convention(self, convention: str) -> AuxLayers:
+        """The same hidden states in another numbering."""
+        reject_unknown([convention], CONVENTIONS, "layer convention")
+        step = CONVENTIONS.index(self.convention) - CONVENTIONS.index(convention)
+        return AuxLayers(tuple(layer + step for layer in self.ids), convention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorms:
+    """Where an EAGLE-3 head normalises; None: its configuration does not say, and engines' defaults differ."""
+
+    before_residual: bool | None = None
+    before_fc: bool | None = None
+    fc_norm: bool | None = None
+    output: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFacts:
+    """A head of EAGLE, Medusa or Hydra."""
+
+    layout: str
+    """`eagle`, `eagle3`, `speculators`, `medusa` or `hydra`."""
+    version: int = 0
+    """Of EAGLE, 1 or 3; 0 for others."""
+    num_layers: int = 1
+    num_heads: int | None = None
+    """Of Medusa and Hydra."""
+    vocabulary: VocabularyMap | None = None
+    """None: the whole of the target's."""
+    aux_layers: AuxLayers | None = None
+    """None: the configuration does not say, and engines' defaults differ."""
+    norms: HeadNorms = HeadNorms()
+    embedding: str | None = "shared"
+    """`own` or `shared` with the target; None: the weights are in a format that is not read for this."""
+    output: str | None = "shared"
+    """Of the output layer, likewise."""
+    num_positions: int | None = None
+    """Longest text that its rotary embedding was made for."""
+
+    @property
+    def method(self) -> str:
+        """The method that runs it."""
+        return {"eagle": "eagle", "medusa": "medusa", "hydra": "hydra"}.get(self.layout, "eagle3")
+
+
+def read_config(folder: str | Path) -> dict[str, Any] | None:
+    """`config.json` of a folder; None where there is no such file. Raises `ModelError` where it cannot be read."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {str(file)!r}: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{str(file)!r} is not a JSON object")
+    return config
+
+
+def context_length(folder: str | None) -> int | None:
+    """Longest text of a model in a local folder, in tokens; None where nothing says."""
+    config = read_config(folder) if folder and Path(folder).is_dir() else None
+    length = (config or {}).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def head_facts(folder: str | Path) -> HeadFacts | None:
+    """The facts of the head in a local folder; None for anything else. Raises `ModelError` for a damaged checkpoint."""
+    config = read_config(folder) if Path(folder).is_dir() else None
+    if config is None:
+        return None
+    layout = _layout(config)
+    if layout is None:
+        return None
+    if layout in ("medusa", "hydra"):
+        return HeadFacts(
+            layout=layout, num_heads=config.get(f"{layout}_num_heads") or config.get("num_heads")
+        )
+    return _eagle_facts(layout, config, _Tensors(Path(folder)))
+
+
+def _layout(config: Mapping[str, Any]) -> str | None:
+    names = " ".join(map(str, config.get("architectures") or ()))
+    if "hydra_num_heads" in config:
+        return "hydra"
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
+        return "medusa"
+    if "speculators_model_type" in config:
+        return "speculators"
+    if "draft_vocab_size" in config or "Eagle3" in names:
+        return "eagle3"
+    return "eagle" if "Eagle" in names else None
+
+
+def _eagle_facts(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> HeadFacts:
+    layer = config.get("transformer_layer_config") or config
+    nested = config.get("eagle_config") or {}
+    layers = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+    return HeadFacts(
+        layout=layout,
+        version=1 if layout == "eagle" else 3,
+        num_layers=int(layer.get("num_hidden_layers", 1)),
+        vocabulary=tensors.vocabulary(layer.get("vocab_size") or 0, config.get("draft_vocab_size") or 0),
+        aux_layers=None if not layers else AuxLayers(tuple(layers)),
+        norms=HeadNorms(
+            before_residual=config.get("norm_before_residual"),
+            before_fc=config.get("norm_before_fc"),
+            fc_norm=config.get("fc_norm"),
+            output=config.get("norm_output"),
+        ),
+        embedding=tensors.whose("embed_tokens.weight"),
+        output=tensors.whose("lm_head.weight"),
+        num_positions=layer.get("max_position_embeddings"),
+    )
+
+
+class _Tensors:
+    """The safetensors file of a folder: names, and the small tensors of a vocabulary map."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+        self._names: frozenset[str] | None = None
+        if self._file is None:
+            return
+        try:
+            with safe_open(self._file, framework="numpy") as opened:
+                self._names = frozenset(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {str(self._file)!r}: {error}") from None
+
+    def whose(self, name: str) -> str | None:
+        """`own` where the file has the tensor, `shared` where not; None without a safetensors file."""
+        return None if self._names is None else "own" if name in self._names else "shared"
+
+    def vocabulary(self, vocab_size: int, draft_vocab_size: int) -> VocabularyMap | None:
+        """The map of `d2t`, None without one. Weights in PyTorch's own format are not read, and hold offsets."""
+        if self._names is None or self._file is None:
+            return VocabularyMap("offset", draft_vocab_size) if 0 < draft_vocab_size < vocab_size else None
+        if "d2t" not in self._names:
+            return None
+        with safe_open(self._file, framework="numpy") as opened:
+            d2t = opened.get_tensor("d2t").astype("int64")
+            t2d = opened.get_tensor("t2d").astype(bool) if "t2d" in self._names else None
+        return VocabularyMap(kind_of_map(d2t, vocab_size, t2d), len(d2t))

@@ -1,0 +1,238 @@
+"""Slipstream's own configuration as a neutral record, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.config import SpeculativeConfig
+from slipstream.engine.speculation import validate
+from slipstream.errors import ConfigError
+from slipstream.tools.export.head_facts import context_length, head_facts
+from slipstream.tools.export.plans import DEPTH, as_plan, of_plan
+from slipstream.tools.export.record import (
+    METHODS,
+    METHODS_WITH_MODEL,
+    NgramLookup,
+    SpeculativeRecord,
+    SuffixLimits,
+    TreeShape,
+)
+
+_SUFFIX = {f"suffix_decoding_{field.name}": field.name for field in dataclasses.fields(SuffixLimits)}
+_SAMPLINGS = {"greedy": "one_hot", "probabilistic": "sampled", "coupled": "coupled"}
+_VERIFIERS = {"any": "coupled", "coupled": "coupled", "rejection": "rejection", "block": "block"}
+_USED = frozenset(
+    {
+        *("model", "revision", "quantization", "num_speculative_tokens", "tree_top_k", "num_draft_nodes"),
+        *("tree_choices", "confidence_threshold", "draft_sample_method", "prompt_lookup_min"),
+        *("prompt_lookup_max", "exit_layer", *_SUFFIX),
+    }
+)
+
+
+def from_own(
+    config: SpeculativeConfig, target: str | None = None
+) -> tuple[SpeculativeRecord, tuple[str, ...]]:
+    """(the record of a configuration for `target`, notes on options that no other engine has).
+
+    Defaults are written out. Reads configurations and names of tensors of local folders, no weights. Raises
+    `ConfigError` for an invalid configuration and `ModelError` for a damaged checkpoint.
+    """
+    if config.method not in METHODS:
+        raise ConfigError(f"drafter {config.method!r} is a package's own; no other engine has it")
+    if config.verifier not in _VERIFIERS:
+        raise ConfigError(
+            f"verifier {config.verifier!r} is a package's own; export with coupled, rejection or block"
+        )
+    _, options = validate(config)
+    if config.method == "auto" and options.plan is not None:
+        return _from_plan(config, options, target)
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    unused = sorted(
+        name
+        for name, value in values.items()
+        if name not in _USED and value != defaults[name] and config.method in _CARRIED
+    )
+    model = values.get("model") if config.method in METHODS_WITH_MODEL else None
+    record = SpeculativeRecord(
+        method=config.method,
+        target=target,
+        model=model,
+        revision=values.get("revision") if model else None,
+        quantization=values.get("quantization"),
+        depth=_depth(values),
+        tree=_tree(values),
+        verify=config.verifier,
+        draft_sampling=_sampling(config, values),
+        confidence_threshold=values.get("confidence_threshold") or 0.0,
+        exit_layer=values.get("exit_layer"),
+        ngram=_ngram(values),
+        suffix=SuffixLimits(**{name: values[key] for key, name in _SUFFIX.items()})
+        if "suffix_decoding_max_tree_depth" in values
+        else None,
+        **_of_checkpoints(config.method, model, target),
+    )
+    return record, tuple(f"{name} is left out: no other engine has it" for name in unused)
+
+
+def _from_plan(
+    config: SpeculativeConfig, options: Any, target: str | None
+) -> tuple[SpeculativeRecord, tuple[str, ...]]:
+    """The record of `auto` with a fixed plan; raises `ConfigError` where no schedule of one drafter says the same."""
+    rules = options.rules()
+    found = of_plan([_with_depth(each) for each in options.configs()], rules)
+    if found is None:
+        raise ConfigError(
+            "this plan has more than one drafter for requests without a task, or none; other engines run one: "
+            "export that with --spec"
+        )
+    drafter, schedule = found
+    record, notes = from_own(dataclasses.replace(drafter, verifier=config.verifier), target)
+    named = sorted({rule.task for rule in rules if rule.task is not None})
+    if named:
+        notes += (f"rules for tasks are left out ({', '.join(named)}): no other engine has tasks",)
+    if record.tree is not None:  # which is as configured at any load
+        schedule = tuple(
+            dataclasses.replace(each, depth=min(each.depth, 1) * (record.depth or 1)) for each in schedule
+        )
+    deepest = max(each.depth for each in schedule)
+    return dataclasses.replace(record, depth=deepest, schedule=schedule), notes
+
+
+def _with_depth(config: SpeculativeConfig) -> SpeculativeConfig:
+    """With the default of a depth that is left out."""
+    _, options = validate(config)
+    depth = getattr(options, DEPTH, None)
+    return config if depth is None else dataclasses.replace(config, options={DEPTH: depth, **config.options})
+
+
+_CARRIED = frozenset({"ngram", "suffix", *METHODS_WITH_MODEL, "layer_skip"})
+"""Methods that some other engine runs."""
+
+
+def _depth(values: Mapping[str, Any]) -> int | None:
+    if choices := values.get("tree_choices"):
+        return max(map(len, choices))
+    depth: int | None = values.get("num_speculative_tokens")
+    return depth
+
+
+def _tree(values: Mapping[str, Any]) -> TreeShape | None:
+    if choices := values.get("tree_choices"):
+        widest = max(rank for path in choices for rank in path) + 1
+        return TreeShape(top_k=widest, num_nodes=len(choices), choices=tuple(tuple(path) for path in choices))
+    top_k = values.get("tree_top_k", 1)
+    if top_k > 1:
+        nodes = values.get("num_draft_nodes") or values["num_speculative_tokens"] * top_k
+        return TreeShape(top_k=top_k, num_nodes=nodes)
+    return None
+
+
+def _sampling(config: SpeculativeConfig, values: Mapping[str, Any]) -> str | None:
+    """What `auto` comes to, since other engines have other defaults."""
+    method = values.get("draft_sample_method")
+    if method is None:
+        return None
+    if method != "auto":
+        return _SAMPLINGS[method]
+    if config.verifier == "coupled":
+        return "coupled"
+    return "one_hot" if values.get("tree_top_k", 1) > 1 else "sampled"
+
+
+def _ngram(values: Mapping[str, Any]) -> NgramLookup | None:
+    if "prompt_lookup_min" not in values:
+        return None
+    return NgramLookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
+
+
+def _of_checkpoints(method: str, model: str | None, target: str | None) -> dict[str, Any]:
+    is_head = method in ("eagle", "eagle3", "medusa", "hydra")
+    return {
+        "head": head_facts(model) if model and is_head else None,
+        "draft_context": context_length(model),
+        "target_context": context_length(target),
+    }
+
+
+def to_own(record: SpeculativeRecord) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(what `--speculative-config` takes, notes on what it cannot say); the configuration is checked.
+
+    Raises `ConfigError` for a record that is no valid configuration, such as a group of drafters.
+    """
+    if record.method in ("cascade", "ensemble", "auto", "versions"):
+        raise ConfigError(
+            f"a record of {record.method!r} does not name its drafters; write the configuration"
+        )
+    config: dict[str, Any] = {"method": record.method}
+    notes: list[str] = []
+    if record.method in METHODS_WITH_MODEL:
+        config["model"] = record.model
+        if record.revision is not None:
+            config["revision"] = record.revision
+    if record.method == "off":
+        return config, ()
+    if record.quantization is not None:
+        config["quantization"] = record.quantization
+    config |= _shape(record)
+    if record.ngram is not None:
+        config |= {"prompt_lookup_min": record.ngram.min, "prompt_lookup_max": record.ngram.max}
+    if record.suffix is not None:
+        config |= {key: getattr(record.suffix, name) for key, name in _SUFFIX.items()}
+    if record.exit_layer is not None:
+        config["exit_layer"] = record.exit_layer
+    if record.verify not in ("any", "coupled"):
+        config["verifier"] = record.verify
+        notes.append(
+            f"verifier {record.verify} as in the setting; omit it, and a seed gives the same text always"
+        )
+    names = _option_names(config)
+    unknown = [key for key in config if key not in names]
+    for key in unknown:
+        del config[key]
+        notes.append(f"{key} is left out: {record.method} has no such option here")
+    if record.schedule:
+        config = _planned(record, config, notes)
+    validate(SpeculativeConfig.from_mapping(config))
+    return config, tuple(notes)
+
+
+def _planned(record: SpeculativeRecord, config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`config` by the record's schedule, where the depth can follow it."""
+    try:
+        if record.tree is not None:
+            raise ConfigError("a tree stays as it is at any load")
+        return as_plan(config, record.schedule)
+    except ConfigError as error:
+        notes.append(f"the schedule by running requests is left out: {error}")
+        return config
+
+
+def _shape(record: SpeculativeRecord) -> dict[str, Any]:
+    shape: dict[str, Any] = {}
+    tree = record.tree
+    if tree is not None and tree.choices is not None:
+        shape["tree_choices"] = [list(path) for path in tree.choices]
+    elif record.depth is not None:
+        shape["num_speculative_tokens"] = record.depth
+    if tree is not None and tree.choices is None:
+        shape |= {"tree_top_k": tree.top_k, "num_draft_nodes": tree.num_nodes}
+    elif record.method in ("eagle", "eagle3"):  # whose own default is a tree
+        shape |= {"tree_top_k": 1, "num_draft_nodes": None}
+    if record.confidence_threshold:
+        shape["confidence_threshold"] = record.confidence_threshold
+    if record.draft_sampling is not None:
+        theirs = {value: key for key, value in _SAMPLINGS.items()}
+        shape["draft_sample_method"] = theirs[record.draft_sampling]
+    return shape
+
+
+def _option_names(config: Mapping[str, Any]) -> frozenset[str]:
+    from slipstream.draft.registry import DRAFTERS
+
+    own = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    options = {field.name for field in dataclasses.fields(DRAFTERS.load(config["method"]).Options)}
+    return frozenset(own | options)

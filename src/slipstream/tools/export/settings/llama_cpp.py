@@ -1,0 +1,341 @@
+"""llama.cpp: flags of `llama-server`. Read in its server's manual of November 2026 and in its parser of September 2026.
+
+The target is sampled and compared with a greedy draft, or, from build 11368 on, a draft model is sampled and tested by
+rejection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
+from slipstream.tools.export.contract import (
+    ExportedSetting,
+    ImportedSetting,
+    Losses,
+    SettingsFormat,
+    changes_the_text,
+    check_keys,
+)
+from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
+from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
+from slipstream.tools.export.refusals import refuse_method, refuse_tree
+
+TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3", "ngram": "ngram-simple"}
+LOOKUPS = {"ngram-simple": "ngram", "ngram-map-k": "ngram", "ngram-map-k4v": "ngram", "ngram-mod": "ngram"}
+"""Its kinds of n-gram drafters, all of them `ngram` here."""
+ELSEWHERE = {
+    "draft-mtp": "train an EAGLE-3 head for the model",
+    "draft-dflash": "convert or train an EAGLE-3 head",
+    "draft-dspark": "convert or train an EAGLE-3 head",
+    "ngram-cache": "use --spec suffix, which keeps past answers too",
+}
+SYNONYMS = {
+    "-m": "--model",
+    "-hf": "--hf-repo",
+    "-hfr": "--hf-repo",
+    "-md": "--spec-draft-model",
+    "--model-draft": "--spec-draft-model",
+    "-hfd": "--spec-draft-hf",
+    "-hfrd": "--spec-draft-hf",
+    "--hf-repo-draft": "--spec-draft-hf",
+    "--draft-p-min": "--spec-draft-p-min",
+    "--draft-p-split": "--spec-draft-p-split",
+    "--draft": "--draft-max",
+    "--draft-n": "--draft-max",
+    "--draft-n-min": "--draft-min",
+}
+REMOVED = {"--draft-max": "--spec-draft-n-max", "--draft-min": "--spec-draft-n-min"}
+"""Flags of older versions, and what they are called today."""
+SYNTHETIC = ("--spec-synth-len", "--spec-synth-rates")
+WITHOUT_SAMPLED_DRAFTS = "2026-09"
+"""Builds before 11368, which do not know `--spec-draft-sampling`."""
+_SIZES = ("size-n", "size-m", "min-hits")
+FLAGS = dict.fromkeys(
+    (
+        *("--spec-type", "--spec-default", "--spec-draft-model", "--spec-draft-hf", "--spec-draft-n-max"),
+        *("--spec-draft-n-min", "--spec-draft-p-min", "--spec-draft-p-split", "--spec-draft-sampling"),
+        *(
+            "--spec-draft-conf-min",
+            "--spec-ngram-mod-n-match",
+            "--spec-ngram-mod-n-min",
+            "--spec-ngram-mod-n-max",
+        ),
+        *(f"--spec-ngram-{kind}-{size}" for kind in ("simple", "map-k", "map-k4v") for size in _SIZES),
+        *("--spec-draft-threads", "--spec-draft-threads-batch", "--spec-draft-device", "--spec-draft-ngl"),
+        *(
+            "--spec-draft-type-k",
+            "--spec-draft-type-v",
+            "--spec-draft-backend-sampling",
+            "--spec-draft-cpu-moe",
+        ),
+        *(
+            "--spec-draft-override-tensor",
+            "--spec-draft-n-cpu-moe",
+            "--no-spec-draft-backend-sampling",
+            *SYNTHETIC,
+        ),
+        *("--spec-draft-cpu-mask", "--spec-draft-cpu-range", "--spec-draft-cpu-strict", "--spec-draft-prio"),
+        *("--spec-draft-poll", "--spec-draft-ncmoe", "--draft-max", "--draft-min"),
+        *(f"--spec-draft-{name}-batch" for name in ("cpu-mask", "cpu-range", "cpu-strict", "prio", "poll")),
+    )
+)
+DEFAULT_DEPTH = 3
+DEFAULT_SIZES = (12, 48)
+"""Length of the n-gram that is looked up, and of what is drafted."""
+DEFAULT_MOD = (24, 64)
+"""The same of `ngram-mod`."""
+
+
+class LlamaCppSettings(SettingsFormat):
+    """The `--spec-*` flags."""
+
+    name = "llama-cpp"
+    versions = (WITHOUT_SAMPLED_DRAFTS, "2026-11")
+    default_depths: ClassVar[Mapping[str, int]] = {
+        "draft_model": DEFAULT_DEPTH,
+        "eagle3": DEFAULT_DEPTH,
+        "ngram": DEFAULT_SIZES[1],
+    }
+
+    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
+        """A chain of a GGUF draft model, a GGUF EAGLE-3 head, or n-grams."""
+        if record.method not in ("off", *TYPES):
+            raise refuse_method(record, "llama.cpp", TYPES)
+        if record.tree is not None and record.method != "off":
+            raise refuse_tree(record, "llama.cpp")
+        _check_head(record)
+        samples_drafts = version != WITHOUT_SAMPLED_DRAFTS
+        losses = _adapted(record, samples_drafts)
+        return ExportedSetting(
+            engine=self.name,
+            version=version,
+            record=losses.record,
+            argv=("llama-server", *_model_words(record.target), *_words(losses.record, samples_drafts)),
+            lost=losses.lost,
+            notes=tuple(_notes(record)),
+        )
+
+    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
+        """From a command of `llama-server` or `llama-cli`."""
+        self.check_version(version)
+        if source.words is None:
+            raise ConfigError(f"llama.cpp is set by a command; {source.where} is none")
+        flags = {
+            SYNONYMS.get(flag, flag): value for flag, value in command_flags(source.words).values.items()
+        }
+        given = {flag: value for flag, value in flags.items() if flag.startswith(("--spec-", "--draft"))}
+        check_keys(given, FLAGS, "llama.cpp")
+        for flag in SYNTHETIC:
+            if flag in given:
+                raise changes_the_text(f"{flag} of llama.cpp")
+        target = flags.get("--model", flags.get("--hf-repo"))
+        kind = _kind(given)
+        if kind is None:
+            return ImportedSetting(
+                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+            )
+        notes = _import_notes(given)
+        record = _lookup(kind, given, target) if kind in LOOKUPS else _draft(kind, given, target)
+        return ImportedSetting(record, tuple(notes))
+
+
+def _check_head(record: SpeculativeRecord) -> None:
+    head = record.head
+    if record.method != "eagle3" or head is None:
+        return
+    reasons = []
+    if head.norms.fc_norm:
+        reasons.append("normalises each hidden state (fc_norm)")
+    if head.num_layers != 1:
+        reasons.append(f"has {head.num_layers} layers")
+    if head.aux_layers is not None and len(head.aux_layers.ids) != 3:
+        reasons.append(f"reads {len(head.aux_layers.ids)} hidden states")
+    if reasons:
+        why = f"llama.cpp runs EAGLE-3 heads of one layer that read three hidden states; {record.model!r} "
+        raise refuse_method(record, "llama.cpp", TYPES, why + " and ".join(reasons))
+
+
+def _adapted(record: SpeculativeRecord, samples_drafts: bool) -> Losses:
+    losses = Losses(record)
+    losses.change("quantization", None, "a GGUF file has its own format")
+    losses.change("exit_layer", None, "llama.cpp has no early exit")
+    losses.change("suffix", None, "llama.cpp has no suffix drafter")
+    losses.change("schedule", (), "llama.cpp drafts the same depth at any load")
+    losses.change("revision", None, "llama.cpp takes a file or the newest of the hub")
+    _adapt_verification(record, losses, samples_drafts)
+    if record.method not in ("draft_model", "eagle3"):
+        losses.change("model", None, "this drafter has no model")
+        losses.change("confidence_threshold", 0.0, "an n-gram has no probability")
+        losses.change("tree", None, "nothing is drafted")
+    if record.method == "off":
+        losses.change("depth", None, "nothing is drafted")
+    if record.method != "ngram":
+        losses.change("ngram", None, "only ngram has it")
+    elif record.ngram is None:
+        losses.change("ngram", NgramLookup(DEFAULT_SIZES[0], DEFAULT_SIZES[0]), "its own default")
+    else:
+        shortest = record.ngram.min
+        losses.change("ngram", NgramLookup(shortest, shortest), "llama.cpp looks up n-grams of one length")
+    return losses
+
+
+def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_drafts: bool) -> None:
+    """Only a draft model may be sampled, and only by newer builds; then it is verified by rejection."""
+    drawn = record.method == "draft_model" and record.draft_sampling in ("sampled", "coupled")
+    if drawn and not samples_drafts:
+        losses.change("draft_sampling", "one_hot", "llama.cpp samples drafts from build 11368 on")
+    elif drawn:
+        losses.change(
+            "draft_sampling", "sampled", "llama.cpp has no coupled noise: drafts are drawn on their own"
+        )
+        losses.change(
+            "verify", "rejection", "llama.cpp tests sampled drafts by rejection; the same distribution"
+        )
+        return
+    losses.change(
+        "verify", "any", "llama.cpp compares drafts with the target's own draw; the same distribution"
+    )
+    if record.method != "draft_model":
+        losses.change("draft_sampling", None, "llama.cpp drafts the most probable tokens here")
+
+
+def _words(record: SpeculativeRecord, samples_drafts: bool) -> list[str]:
+    if record.method == "off":
+        return []
+    words = ["--spec-type", TYPES[record.method]]
+    if record.ngram is not None:
+        return [
+            *words,
+            *("--spec-ngram-simple-size-n", str(record.ngram.max)),
+            *("--spec-ngram-simple-size-m", str(record.depth)),
+        ]
+    words += [*_model_words(record.model, draft=True), "--spec-draft-n-max", str(record.depth)]
+    if record.confidence_threshold:
+        words += ["--spec-draft-p-min", repr(record.confidence_threshold)]
+    if record.draft_sampling is not None and samples_drafts:
+        words += [
+            "--spec-draft-sampling",
+            {"one_hot": "greedy", "sampled": "probabilistic"}[record.draft_sampling],
+        ]
+    return words
+
+
+def _model_words(model: str | None, draft: bool = False) -> list[str]:
+    """`-m FILE`, or `-hf ID` for a hub id."""
+    model = model or "MODEL.gguf"
+    is_id = model.count("/") == 1 and not model.endswith(".gguf") and not Path(model).exists()
+    is_id = is_id and not model.startswith((".", "/", "~"))
+    file, hub = ("--spec-draft-model", "--spec-draft-hf") if draft else ("--model", "--hf-repo")
+    return [hub if is_id else file, model]
+
+
+def _notes(record: SpeculativeRecord) -> list[str]:
+    notes = []
+    for name, what in (("target", record.target), ("draft", record.model)):
+        if what and Path(what).is_dir():
+            notes.append(f"llama.cpp reads GGUF files: the {name} {what} must be converted (--checkpoint)")
+    if record.confidence_threshold and record.method in ("draft_model", "eagle3"):
+        notes.append(
+            "--spec-draft-p-min compares each token's probability, confidence_threshold the product of them: the same "
+            "number drafts longer there"
+        )
+    if record.method == "eagle3" and record.head is not None and record.head.vocabulary is not None:
+        notes.append(
+            "a GGUF head holds the target's token ids in d2t, not offsets; the conversion changes them"
+        )
+    if record.method != "off":
+        notes.append(
+            "llama-server reports the log-probability 0 for every token that a speculating pass yields"
+        )
+    return notes
+
+
+def _kind(given: Mapping[str, str]) -> str | None:
+    if "--spec-default" in given:
+        return "ngram-mod"
+    text = given.get("--spec-type")
+    has_draft = "--spec-draft-model" in given or "--spec-draft-hf" in given
+    if text is None:  # a draft model without a type is an ordinary one
+        return "draft-simple" if has_draft else None
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip() not in ("", "none")]
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"--spec-type {text} names {len(kinds)} drafters; import one, and list them with "
+            '{"method": "ensemble", "mode": "first", "members": […]}'
+        )
+    if not kinds:
+        return None
+    kind = kinds[0]
+    if kind.startswith("synth"):
+        raise changes_the_text(f"--spec-type {kind} of llama.cpp")
+    if kind in ELSEWHERE:
+        raise ConfigError(f"--spec-type {kind} of llama.cpp has no counterpart here; {ELSEWHERE[kind]}")
+    reject_unknown([kind], (*TYPES.values(), *LOOKUPS), "--spec-type of llama.cpp")
+    return kind
+
+
+_USED = frozenset(
+    {
+        *("--spec-type", "--spec-default", "--spec-draft-model", "--spec-draft-hf", "--spec-draft-n-max"),
+        *(
+            "--spec-draft-p-min",
+            "--spec-draft-sampling",
+            "--spec-ngram-mod-n-match",
+            "--spec-ngram-mod-n-max",
+        ),
+        *(f"--spec-ngram-{kind}-{size}" for kind in ("simple", "map-k", "map-k4v") for size in _SIZES[:2]),
+        "--draft-max",
+    }
+)
+
+
+def _import_notes(given: Mapping[str, str]) -> list[str]:
+    notes = [f"{flag} is left out: it has no counterpart here" for flag in sorted(given) if flag not in _USED]
+    notes += [f"{flag} is called {now} in newer versions" for flag, now in REMOVED.items() if flag in given]
+    if given.get("--spec-draft-p-min"):
+        notes.append(
+            "confidence_threshold compares the product of probabilities, --spec-draft-p-min each of them: the same "
+            "number drafts shorter here"
+        )
+    return notes
+
+
+def _draft(kind: str, given: Mapping[str, str], target: str | None) -> SpeculativeRecord:
+    method = next(ours for ours, theirs in TYPES.items() if theirs == kind)
+    model = given.get("--spec-draft-model", given.get("--spec-draft-hf"))
+    if not model:
+        raise ConfigError(f"--spec-type {kind} needs a draft: --spec-draft-model FILE")
+    sampling: dict[str | None, str | None] = {None: None, "greedy": "one_hot", "probabilistic": "sampled"}
+    chosen = given.get("--spec-draft-sampling")
+    if chosen not in sampling:
+        raise ConfigError(f"--spec-draft-sampling must be greedy or probabilistic, got {chosen!r}")
+    depth: Any = given.get("--spec-draft-n-max", given.get("--draft-max", DEFAULT_DEPTH))
+    drawn = sampling[chosen] if method == "draft_model" else None  # EAGLE-3 drafts greedily whatever is said
+    return SpeculativeRecord(
+        method=method,
+        target=target,
+        model=model,
+        depth=whole_number(depth, "--spec-draft-n-max"),
+        verify="rejection" if drawn == "sampled" else "any",
+        draft_sampling=drawn,
+        confidence_threshold=real_number(given.get("--spec-draft-p-min", 0.0), "--spec-draft-p-min"),
+    )
+
+
+def _lookup(kind: str, given: Mapping[str, str], target: str | None) -> SpeculativeRecord:
+    record = SpeculativeRecord(method="ngram", target=target)
+    if kind == "ngram-mod":
+        names = ("--spec-ngram-mod-n-match", "--spec-ngram-mod-n-max")
+        defaults = DEFAULT_MOD
+    else:
+        names = (f"--spec-{kind}-size-n", f"--spec-{kind}-size-m")
+        defaults = DEFAULT_SIZES
+    size, depth = (
+        whole_number(given.get(name, default), name) for name, default in zip(names, defaults, strict=True)
+    )
+    return replace(record, ngram=NgramLookup(size, size), depth=depth)

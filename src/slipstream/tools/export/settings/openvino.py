@@ -1,0 +1,258 @@
+"""OpenVINO GenAI: a program, since the pipeline is made in Python and the rest is set for each request.
+
+Read in its documentation of speculative decoding of August 2026. `num_assistant_tokens` does not count the root.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from slipstream.errors import ConfigError
+from slipstream.tools.export.contract import (
+    ExportedFile,
+    ExportedSetting,
+    ExportError,
+    ImportedSetting,
+    Losses,
+    SettingsFormat,
+    check_keys,
+)
+from slipstream.tools.export.reading import PythonCall, SettingSource, real_number, whole_number
+from slipstream.tools.export.record import NgramLookup, SpeculativeRecord, TreeShape
+from slipstream.tools.export.refusals import described, refuse_method, refuse_tree
+
+PROGRAM = "run_openvino.py"
+FILE = "openvino_genai.json"
+METHODS = frozenset({"draft_model", "eagle3", "ngram"})
+KEYS = dict.fromkeys(
+    (
+        *("model", "device", "draft_model", "draft_device", "prompt_lookup", "num_assistant_tokens"),
+        *("assistant_confidence_threshold", "max_ngram_size", "branching_factor", "tree_depth", "method"),
+    )
+)
+DEFAULT_DEPTH = 5
+DEFAULT_NGRAM = 3
+
+
+class OpenvinoSettings(SettingsFormat):
+    """A program, and the same values as JSON."""
+
+    name = "openvino"
+    versions = ("2026",)
+    default_depths: ClassVar[Mapping[str, int]] = dict.fromkeys(METHODS, DEFAULT_DEPTH)
+
+    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
+        """A chain, or for EAGLE-3 a dynamic tree within the bounds that it documents."""
+        if record.method not in ("off", *METHODS):
+            raise refuse_method(record, "OpenVINO GenAI", METHODS)
+        _check_tree(record)
+        losses = _adapted(record)
+        values = _values(losses.record)
+        program = _program(values)
+        return ExportedSetting(
+            engine=self.name,
+            version=version,
+            record=losses.record,
+            files=(ExportedFile(FILE, json.dumps(values, indent=2) + "\n"), ExportedFile(PROGRAM, program)),
+            lost=losses.lost,
+            notes=tuple(_notes(losses.record)),
+        )
+
+    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
+        """From the JSON, or from a program that makes an `LLMPipeline`."""
+        self.check_version(version)
+        if source.words is not None:
+            raise ConfigError("OpenVINO GenAI is set in Python; give the program or its JSON")
+        given = dict(source.mapping) if source.mapping is not None else _from_calls(source)
+        check_keys(given, KEYS, "OpenVINO GenAI")
+        record = _record(given)
+        unsaid = source.calls is not None and record.method == "draft_model"
+        note = "a program does not say whether its draft is an EAGLE-3 head; where it is, set the method to eagle3"
+        return ImportedSetting(record, (note,) if unsaid else ())
+
+
+def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:
+    """Whether a tree can be drafted: b²(d - 1) + b >= n >= d, by its documentation.
+
+    `GenerationConfig.validate` of 2026.4 checks the second of them only.
+    """
+    return TreeShape(top_k=top_k, num_nodes=num_nodes).most_nodes(depth) >= num_nodes >= depth
+
+
+def _check_tree(record: SpeculativeRecord) -> None:
+    tree = record.tree
+    if tree is None or record.method in ("off", "ngram"):
+        return
+    if record.method != "eagle3":
+        raise refuse_tree(record, "OpenVINO GenAI", "OpenVINO GenAI grows trees for EAGLE-3 only")
+    depth = record.depth or 1
+    if tree.choices is None and tree_fits(tree.top_k, depth, tree.num_nodes):
+        return
+    top_k = max(2, tree.top_k)
+    most = replace(tree, choices=None, top_k=top_k).most_nodes(depth)
+    nearest = replace(
+        record, tree=TreeShape(top_k=top_k, num_nodes=min(max(tree.num_nodes, depth), most)), depth=depth
+    )
+    why = (
+        "OpenVINO GenAI grows its trees itself and takes no fixed one"
+        if tree.choices is not None
+        else f"OpenVINO GenAI needs from {depth} to {most} tokens in this tree, not {tree.num_nodes}"
+    )
+    raise ExportError(why, nearest, described(nearest))
+
+
+def _adapted(record: SpeculativeRecord) -> Losses:
+    losses = Losses(record)
+    losses.change("quantization", None, "weights have the format in which they were exported")
+    losses.change("exit_layer", None, "OpenVINO GenAI has no early exit")
+    losses.change("suffix", None, "OpenVINO GenAI has no suffix drafter")
+    losses.change("schedule", (), "OpenVINO GenAI drafts the same depth at any load")
+    losses.change("revision", None, "OpenVINO GenAI reads a folder")
+    losses.change("verify", "any", "OpenVINO GenAI has one rule; the same distribution")
+    losses.change("draft_sampling", None, "OpenVINO GenAI has no choice of it")
+    if record.method in ("off", "ngram"):
+        losses.change("model", None, "this drafter has no model")
+        losses.change("tree", None, "this drafter proposes chains")
+    if record.method != "draft_model":
+        losses.change("confidence_threshold", 0.0, "only a draft model has it")
+    if record.method != "ngram":
+        losses.change("ngram", None, "only ngram has it")
+    else:
+        longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
+        losses.change("ngram", NgramLookup(1, longest), "OpenVINO GenAI looks up any shorter n-gram too")
+    if record.method == "off":
+        losses.change("depth", None, "nothing is drafted")
+    elif losses.record.confidence_threshold:
+        losses.change("depth", None, "OpenVINO GenAI has a threshold or a number of tokens, never both")
+    return losses
+
+
+def _values(record: SpeculativeRecord) -> dict[str, Any]:
+    values: dict[str, Any] = {"model": record.target or "MODEL", "device": "CPU"}
+    if record.method == "off":
+        return values
+    if record.method == "ngram":
+        assert record.ngram is not None
+        values |= {"prompt_lookup": True, "max_ngram_size": record.ngram.max}
+    else:
+        values |= {"draft_model": record.model, "draft_device": "CPU", "method": record.method}
+    if record.confidence_threshold:
+        return values | {"assistant_confidence_threshold": record.confidence_threshold}
+    if record.tree is None:
+        return values | {"num_assistant_tokens": record.depth}
+    return values | {
+        "num_assistant_tokens": record.tree.num_nodes,
+        "branching_factor": record.tree.top_k,
+        "tree_depth": record.depth,
+    }
+
+
+OPTIONS = (
+    *("num_assistant_tokens", "assistant_confidence_threshold", "max_ngram_size"),
+    *("branching_factor", "tree_depth"),
+)
+"""What is set for each request."""
+
+
+def _program(values: Mapping[str, Any]) -> str:
+    lines = ["import openvino_genai", ""]
+    extra = ""
+    if "draft_model" in values:
+        kind = "an EAGLE-3 head" if values["method"] == "eagle3" else "a draft model"
+        lines.append(f"# {kind}; {values['method']} in Slipstream")
+        lines.append(
+            f"draft = openvino_genai.draft_model({values['draft_model']!r}, {values['draft_device']!r})"
+        )
+        extra = ", draft_model=draft"
+    elif values.get("prompt_lookup"):
+        extra = ", prompt_lookup=True"
+    lines.append(f"pipe = openvino_genai.LLMPipeline({values['model']!r}, {values['device']!r}{extra})")
+    lines += ["", "config = openvino_genai.GenerationConfig()", "config.max_new_tokens = 256"]
+    lines += [f"config.{name} = {values[name]!r}" for name in OPTIONS if name in values]
+    lines += ["", 'print(pipe.generate("The river is", config))', ""]
+    return "\n".join(lines)
+
+
+def _notes(record: SpeculativeRecord) -> list[str]:
+    notes: list[str] = []
+    if record.model is not None:
+        trust = " --trust-remote-code" if record.method == "eagle3" else ""
+        notes.append(
+            "target and draft are folders that `optimum-cli export openvino --task text-generation-with-past"
+            f"{trust}` writes; they share the cache's size"
+        )
+    if record.tree is not None:
+        notes.append("OpenVINO GenAI runs trees at temperature 0 only")
+    if record.confidence_threshold:
+        notes.append(
+            "its threshold compares each token's probability, confidence_threshold the product of them: the same "
+            "number drafts longer there"
+        )
+    return notes
+
+
+def _from_calls(source: SettingSource) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    found = False
+    for call in source.calls or ():
+        if call.name == "LLMPipeline":
+            found = True
+            given |= _pipeline(call)
+        elif call.name in ("=", "GenerationConfig", "generate"):
+            given |= {name: value for name, value in call.kwargs.items() if name in OPTIONS}
+    if not found:
+        raise ConfigError(f"{source.where} makes no LLMPipeline of OpenVINO GenAI")
+    return given
+
+
+def _pipeline(call: PythonCall) -> dict[str, Any]:
+    values: dict[str, Any] = {"model": call.args[0] if call.args else call.kwargs.get("models_path")}
+    draft = call.kwargs.get("draft_model")
+    if isinstance(draft, PythonCall) and draft.args:
+        values["draft_model"] = draft.args[0]
+    elif isinstance(draft, str):
+        values["draft_model"] = draft
+    if call.kwargs.get("prompt_lookup") is True:
+        values["prompt_lookup"] = True
+    return {name: value for name, value in values.items() if isinstance(value, str | bool)}
+
+
+def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
+    lookup, draft = bool(given.get("prompt_lookup")), given.get("draft_model")
+    if lookup and draft:
+        raise ConfigError("OpenVINO GenAI takes draft_model or prompt_lookup, not both")
+    record = SpeculativeRecord(method="off", target=given.get("model"))
+    if not lookup and not draft:
+        return record
+    threshold = real_number(
+        given.get("assistant_confidence_threshold", 0.0), "assistant_confidence_threshold"
+    )
+    number = given.get("num_assistant_tokens")
+    if threshold and number:
+        raise ConfigError(
+            "OpenVINO GenAI takes assistant_confidence_threshold or num_assistant_tokens, not both"
+        )
+    total = whole_number(number or DEFAULT_DEPTH, "num_assistant_tokens")
+    if lookup:
+        longest = whole_number(given.get("max_ngram_size") or DEFAULT_NGRAM, "max_ngram_size")
+        return replace(record, method="ngram", depth=total, ngram=NgramLookup(1, longest))
+    depth = given.get("tree_depth")
+    if not depth:
+        return replace(
+            record,
+            method=given.get("method", "draft_model"),
+            model=draft,
+            depth=None if threshold else total,
+            confidence_threshold=threshold,
+        )
+    top_k = whole_number(given.get("branching_factor", 1), "branching_factor")
+    depth = whole_number(depth, "tree_depth")
+    if total < depth:
+        raise ConfigError(
+            f"OpenVINO GenAI refuses a tree of {total} tokens with tree_depth {depth}: it takes one for each level"
+        )
+    tree = None if top_k == 1 else TreeShape(top_k=top_k, num_nodes=total)
+    return replace(record, method="eagle3", model=draft, depth=depth, tree=tree)

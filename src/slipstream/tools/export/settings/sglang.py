@@ -1,0 +1,378 @@
+"""SGLang: flags of `python -m sglang.launch_server`, and a JSON file for a schedule. Read in 0.5.23.
+
+`--speculative-num-draft-tokens` counts the root: a chain of 4 draft tokens is 5 there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
+from slipstream.tools.export.contract import (
+    ExportedFile,
+    ExportedSetting,
+    ExportError,
+    ImportedSetting,
+    Losses,
+    SettingsFormat,
+    changes_the_text,
+    check_keys,
+)
+from slipstream.tools.export.reading import (
+    PythonCall,
+    SettingSource,
+    command_flags,
+    real_number,
+    whole_number,
+)
+from slipstream.tools.export.record import ScheduleRange, SpeculativeRecord, TreeShape
+from slipstream.tools.export.refusals import described, refuse_method
+
+ADAPTIVE_FILE = "speculative_adaptive.json"
+ALGORITHMS = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "ngram": "NGRAM"}
+ELSEWHERE = {
+    "NEXTN": "train an EAGLE-3 head for the model",
+    "DFLASH": "convert or train an EAGLE-3 head",
+    "DSPARK": "convert or train an EAGLE-3 head",
+    "UNO": "train an EAGLE-3 head for the model",
+    "FROZEN_KV_MTP": "train an EAGLE-3 head for the model",
+}
+"""Its algorithms that nothing of ours runs."""
+_PREFIX = "--speculative-"
+USED_FLAGS = (
+    *("algorithm", "draft-model-path", "draft-model", "draft-model-revision", "num-steps", "eagle-topk"),
+    *("num-draft-tokens", "use-rejection-sampling", "use-block-verification", "adaptive", "adaptive-config"),
+    *("accept-threshold-single", "accept-threshold-acc", "ngram-max-bfs-breadth", "ngram-min-bfs-breadth"),
+)
+OTHER_FLAGS = (
+    *("draft-load-format", "dflash-block-size", "domino-candidate-pool-size", "dspark-block-size"),
+    *("dspark-sps-table-path", "dspark-confidence-sts-path", "dspark-align-verify-tokens-to-graph-tier"),
+    *("token-map", "attention-mode", "draft-attention-backend", "dsa-topk-backend", "draft-kv-cache-dtype"),
+    *("draft-window-size", "draft-sink-size", "moe-runner-backend", "moe-a2a-backend"),
+    *("enable-w4a4-mxfp4-megamoe", "draft-model-quantization", "skip-dp-mlp-sync", "ngram-match-type"),
+    *("ngram-max-trie-depth", "ngram-capacity", "ngram-external-corpus-path", "ngram-external-sam-budget"),
+    "ngram-external-corpus-max-tokens",
+)
+FLAGS = dict.fromkeys(_PREFIX + name for name in (*USED_FLAGS, *OTHER_FLAGS))
+_DEFAULT_NGRAM_TOKENS = 12
+"""What it checks in a step of NGRAM unless told otherwise, the root included."""
+_DEFAULT_BREADTH = 10
+_NUMBERS = ("num-steps", "eagle-topk", "num-draft-tokens")
+_DEFAULT_SHAPES = {"draft_model": (3, 1, 4), "eagle": (5, 4, 8), "eagle3": (5, 4, 8)}
+"""The three numbers that it chooses itself; of EAGLE for Llama, and (3, 1, 4) for most other targets."""
+
+
+class SglangSettings(SettingsFormat):
+    """The `--speculative-*` flags."""
+
+    name = "sglang"
+    versions = ("0.5",)
+
+    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
+        """Chains and dynamic trees; a schedule needs an EAGLE chain."""
+        if record.method not in ("off", *ALGORITHMS):
+            raise refuse_method(record, "SGLang", ALGORITHMS)
+        _check_tree(record)
+        losses = _adapted(record)
+        words, files = _words(losses.record)
+        words += _token_map(record)
+        target = record.target or "MODEL"
+        return ExportedSetting(
+            engine=self.name,
+            version=version,
+            record=losses.record,
+            argv=("python", "-m", "sglang.launch_server", "--model-path", target, *words),
+            files=files,
+            lost=losses.lost,
+            notes=tuple(_notes(record, losses.record)),
+        )
+
+    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
+        """From a command, a configuration file of the server, or a program that calls `Engine`."""
+        self.check_version(version)
+        given, target = _found(source)
+        check_keys(given, FLAGS, "SGLang")
+        algorithm = given.get(_PREFIX + "algorithm")
+        if algorithm is None:
+            return ImportedSetting(
+                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+            )
+        algorithm = str(algorithm).upper()
+        if algorithm in ELSEWHERE:
+            raise ConfigError(
+                f"SGLang's algorithm {algorithm} has no counterpart here; {ELSEWHERE[algorithm]}"
+            )
+        reject_unknown([algorithm], ALGORITHMS.values(), "algorithm of SGLang")
+        _check_thresholds(given)
+        method = next(ours for ours, theirs in ALGORITHMS.items() if theirs == algorithm)
+        notes = [
+            f"{flag} is left out: it sets loading or speed of SGLang's own parts"
+            for flag in sorted(given)
+            if flag.removeprefix(_PREFIX) in OTHER_FLAGS
+        ]
+        return ImportedSetting(_record(method, given, target, source, notes), tuple(notes))
+
+
+def _check_tree(record: SpeculativeRecord) -> None:
+    tree = record.tree
+    if tree is None:
+        return
+    if record.method == "ngram":
+        return
+    if tree.choices is not None:
+        nearest = replace(record, tree=replace(tree, choices=None, top_k=max(2, tree.top_k)))
+        nearest = replace(nearest, tree=_within(nearest))
+        raise ExportError("SGLang grows its trees itself and takes no fixed one", nearest, described(nearest))
+    if tree.num_nodes > _most_nodes(record):
+        nearest = replace(record, tree=_within(record))
+        raise ExportError(
+            f"SGLang finds at most {_most_nodes(record)} draft tokens in this tree, not {tree.num_nodes}",
+            nearest,
+            described(nearest),
+        )
+
+
+def _most_nodes(record: SpeculativeRecord) -> int:
+    assert record.tree is not None
+    assert record.depth is not None
+    return record.tree.most_nodes(record.depth)
+
+
+def _within(record: SpeculativeRecord) -> TreeShape:
+    assert record.tree is not None
+    return replace(record.tree, num_nodes=min(record.tree.num_nodes, _most_nodes(record)))
+
+
+def _adapted(record: SpeculativeRecord) -> Losses:
+    losses = Losses(record)
+    losses.change("confidence_threshold", 0.0, "SGLang drafts the whole depth always")
+    losses.change("quantization", None, "SGLang quantises a draft by its checkpoint; give one in that format")
+    losses.change("exit_layer", None, "SGLang has no early exit")
+    losses.change("suffix", None, "SGLang has no suffix drafter")
+    losses.change("ngram", None, "SGLang's n-gram drafter matches any length up to its trie's depth")
+    if record.method in ("off", "ngram"):
+        losses.change("model", None, "this drafter has no model")
+        losses.change("revision", None, "this drafter has no model")
+        losses.change("tree", None, "SGLang is given a chain of n-grams")
+    if record.method == "off":
+        losses.change("depth", None, "nothing is drafted")
+    _adapt_verification(record, losses)
+    _adapt_schedule(losses)
+    return losses
+
+
+def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
+    is_eagle_chain = record.method in ("eagle", "eagle3") and record.tree is None
+    whole = record.head is None or record.head.vocabulary is None
+    if is_eagle_chain and record.verify == "block":
+        losses.change("draft_sampling", None, "block verification of SGLang draws as it needs to")
+        return
+    wants = record.verify == "rejection" or record.draft_sampling in ("sampled", "coupled")
+    if is_eagle_chain and whole and wants:
+        losses.change(
+            "verify", "rejection", "SGLang tests sampled drafts by rejection; the same distribution"
+        )
+        losses.change("draft_sampling", "sampled", "rejection sampling of SGLang draws its drafts")
+        return
+    reason = (
+        "SGLang's rejection sampling needs a head with the whole vocabulary"
+        if is_eagle_chain and not whole
+        else "SGLang has it for EAGLE chains only"
+    )
+    losses.change("verify", "any", f"{reason}; its default rule keeps the distribution too")
+    losses.change("draft_sampling", None, "SGLang drafts the most probable tokens here")
+
+
+def _adapt_schedule(losses: Losses) -> None:
+    record = losses.record
+    if not record.schedule:
+        return
+    if record.method not in ("eagle", "eagle3") or record.tree is not None:
+        losses.change("schedule", (), "SGLang changes the depth of EAGLE chains only")
+        return
+    deepest = max(each.depth for each in record.schedule)
+    if deepest == 0:
+        nearest = SpeculativeRecord(method="off", target=record.target)
+        raise ExportError("this schedule never drafts", nearest, described(nearest))
+    losses.change("depth", deepest, "SGLang's steps are the schedule's deepest")
+
+
+def _words(record: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ...]]:
+    if record.method == "off":
+        return [], ()
+    assert record.depth is not None
+    flags: dict[str, Any] = {"algorithm": ALGORITHMS[record.method]}
+    if record.model is not None:
+        flags["draft-model-path"] = record.model
+    if record.revision is not None:
+        flags["draft-model-revision"] = record.revision
+    if record.method == "ngram":
+        # A breadth of 1 is a chain; its default is a tree.
+        flags |= {
+            "num-draft-tokens": record.depth + 1,
+            "ngram-min-bfs-breadth": 1,
+            "ngram-max-bfs-breadth": 1,
+        }
+    else:
+        num_nodes = record.depth if record.tree is None else record.tree.num_nodes
+        top_k = 1 if record.tree is None else record.tree.top_k
+        flags |= {"num-steps": record.depth, "eagle-topk": top_k, "num-draft-tokens": num_nodes + 1}
+    switches = {"rejection": "use-rejection-sampling", "block": "use-block-verification"}
+    words = [word for flag, value in flags.items() for word in (_PREFIX + flag, str(value))]
+    if record.verify in switches:
+        words.append(_PREFIX + switches[record.verify])
+    if not record.schedule:
+        return words, ()
+    words += [_PREFIX + "adaptive", _PREFIX + "adaptive-config", ADAPTIVE_FILE]
+    # A slot holds from its batch size up to the next slot's. With one candidate there is nothing to adapt.
+    slots = {str(each.low): {"candidate_steps": [each.depth]} for each in record.schedule}
+    text = json.dumps({"strategy": "ema", **slots}, indent=2) + "\n"
+    return words, (ExportedFile(ADAPTIVE_FILE, text),)
+
+
+def _token_map(record: SpeculativeRecord) -> list[str]:
+    vocabulary = None if record.head is None else record.head.vocabulary
+    if vocabulary is None or vocabulary.kind != "hot_ids" or vocabulary.file is None:
+        return []
+    return [_PREFIX + "token-map", vocabulary.file]
+
+
+def _notes(record: SpeculativeRecord, runs: SpeculativeRecord) -> list[str]:
+    if record.method == "off":
+        return []
+    notes = ["without --max-running-requests SGLang runs at most 48 requests at once while it speculates"]
+    head = record.head
+    if record.method == "eagle3" and head is not None:
+        if head.embedding == "own":
+            notes.append(
+                "SGLang replaces the head's own embedding by the target's: fewer draft tokens are accepted than here"
+            )
+        if head.aux_layers is not None:
+            ids = list(head.aux_layers.as_convention("after_layer").ids)
+            notes.append(
+                f"SGLang numbers the layers that a head reads by the layer that wrote: the head must name {ids}"
+            )
+    if runs.schedule:
+        notes.append("SGLang rounds the batch up to a captured size before it looks into the schedule")
+    return notes
+
+
+def _found(source: SettingSource) -> tuple[dict[str, Any], str | None]:
+    """(flag to value, target); flags that are not about speculation are dropped."""
+    if source.calls is not None:
+        pairs = dict(_engine_call(source.calls, source.where).kwargs)
+    elif source.mapping is not None:
+        pairs = dict(source.mapping)
+    else:
+        pairs = {
+            key.removeprefix("--"): value for key, value in command_flags(source.words or ()).values.items()
+        }
+    named = {"--" + str(key).replace("_", "-"): value for key, value in pairs.items()}
+    target = named.get("--model-path", named.get("--model"))
+    given = {
+        flag: value
+        for flag, value in named.items()
+        if flag.startswith(_PREFIX) and value is not None and value is not False
+    }
+    return given, target if isinstance(target, str) else None
+
+
+def _engine_call(calls: tuple[PythonCall, ...], where: str) -> PythonCall:
+    for call in calls:
+        if call.name in ("Engine", "ServerArgs"):
+            return call
+    raise ConfigError(f"{where} calls neither Engine nor ServerArgs of SGLang")
+
+
+def _check_thresholds(given: Mapping[str, Any]) -> None:
+    for name in ("accept-threshold-single", "accept-threshold-acc"):
+        value = given.get(_PREFIX + name)
+        if value is not None and real_number(value, _PREFIX + name) < 1:
+            raise changes_the_text(f"{_PREFIX}{name} {value}")
+
+
+def _record(
+    method: str, given: Mapping[str, Any], target: str | None, source: SettingSource, notes: list[str]
+) -> SpeculativeRecord:
+    depth, tree = _ngram_shape(given, notes) if method == "ngram" else _shape(given, method, notes)
+    block = _PREFIX + "use-block-verification" in given
+    rejection = _PREFIX + "use-rejection-sampling" in given
+    model = given.get(_PREFIX + "draft-model-path", given.get(_PREFIX + "draft-model"))
+    record = SpeculativeRecord(
+        method=method,
+        target=target,
+        model=None if method == "ngram" else model,
+        revision=given.get(_PREFIX + "draft-model-revision"),
+        depth=depth,
+        tree=tree,
+        verify="block" if block else "rejection" if rejection else "any",
+        draft_sampling="sampled" if rejection and not block else None,
+    )
+    if _PREFIX + "adaptive" not in given:
+        return record
+    file = given.get(_PREFIX + "adaptive-config")
+    schedule = None if file is None else _schedule(source.read_beside(str(file)))
+    if schedule is None:
+        notes.append(
+            'the depth that SGLang adapts to what was accepted is left out; here {"method": "auto"} chooses it'
+        )
+        return record
+    deepest = max(each.depth for each in schedule)  # the number of steps is only what SGLang begins with
+    return replace(record, depth=max(record.depth or 1, deepest), schedule=schedule)
+
+
+def _shape(given: Mapping[str, Any], method: str, notes: list[str]) -> tuple[int | None, TreeShape | None]:
+    """(depth, tree), the root no longer counted; what SGLang chooses itself where nothing is given."""
+    number = {
+        name: whole_number(given[_PREFIX + name], _PREFIX + name)
+        for name in _NUMBERS
+        if _PREFIX + name in given
+    }
+    if not number and _PREFIX + "adaptive" in given:  # a chain, as deep as its configuration says
+        return None, None
+    if not number:
+        number = dict(zip(_NUMBERS, _DEFAULT_SHAPES[method], strict=True))
+        if method != "draft_model":
+            notes.append(
+                "SGLang chooses its numbers by the target: here those of Llama; most others have 3 steps and top-k 1"
+            )
+    if "num-steps" not in number:
+        raise ConfigError("SGLang needs --speculative-num-steps beside its other two numbers")
+    depth, top_k = number["num-steps"], number.get("eagle-topk", 1)
+    if top_k == 1:  # SGLang itself sets the draft tokens of a chain to its steps + 1
+        return depth, None
+    return depth, TreeShape(top_k=top_k, num_nodes=number.get("num-draft-tokens", top_k * depth + 1) - 1)
+
+
+def _ngram_shape(given: Mapping[str, Any], notes: list[str]) -> tuple[int, None]:
+    flag = _PREFIX + "num-draft-tokens"
+    total = whole_number(given.get(flag, _DEFAULT_NGRAM_TOKENS), flag)
+    breadth = whole_number(
+        given.get(_PREFIX + "ngram-max-bfs-breadth", _DEFAULT_BREADTH), _PREFIX + "ngram-max-bfs-breadth"
+    )
+    if breadth > 1:
+        notes.append(
+            "the tree of n-grams is left out: ngram proposes chains here, suffix with tree=true a tree"
+        )
+    if total < 2:
+        raise ConfigError(f"{flag} counts the root, so it is at least 2, got {total}")
+    return total - 1, None
+
+
+def _schedule(config: Mapping[str, Any]) -> tuple[ScheduleRange, ...] | None:
+    """Slots with one candidate each are a schedule; None where there is a choice left."""
+    slots = sorted((int(key), value) for key, value in config.items() if str(key).isdigit())
+    steps = [value.get("candidate_steps") if isinstance(value, Mapping) else None for _, value in slots]
+    depths = [each for each in steps if isinstance(each, list) and len(each) == 1]
+    if not slots or len(depths) < len(slots):
+        return None
+    lows = [1, *(low for low, _ in slots[1:])]  # batches below the first slot take it too
+    highs = [low - 1 for low in lows[1:]]
+    return tuple(
+        ScheduleRange(low, high, whole_number(depth[0], "candidate_steps"))
+        for low, high, depth in zip(lows, [*highs, None], depths, strict=True)
+    )

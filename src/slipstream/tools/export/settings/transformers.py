@@ -1,0 +1,292 @@
+"""Hugging Face Transformers: keywords of `generate`, and the draft's own `generation_config.json`. Read in 5.23.
+
+Trap: `num_assistant_tokens`, its schedule and its threshold are read from the *draft's* generation configuration; as
+keywords of the target's `generate` they have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from slipstream.errors import ConfigError
+from slipstream.tools.export.contract import (
+    ExportedFile,
+    ExportedSetting,
+    ImportedSetting,
+    Losses,
+    SettingsFormat,
+    changes_the_text,
+    check_keys,
+)
+from slipstream.tools.export.reading import UNKNOWN, PythonCall, SettingSource, real_number, whole_number
+from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
+from slipstream.tools.export.refusals import refuse_method, refuse_tree
+
+FILE = "transformers_generate.json"
+PROGRAM = "run_transformers.py"
+METHODS = frozenset({"draft_model", "tli", "slem", "ngram", "layer_skip"})
+DRAFT_KEYS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+"""Keys of the draft's generation configuration."""
+KEYS = dict.fromkeys(
+    (
+        *("model", "assistant_model", "assistant_tokenizer", "do_sample", "prompt_lookup_num_tokens"),
+        *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+        *("speculation_type", "use_mtp", "assistant_ensemble_weight", "is_assistant", *DRAFT_KEYS),
+    )
+)
+REFUSED = {
+    "use_mtp": "train an EAGLE-3 head for the model",
+    "speculation_type": "convert or train an EAGLE-3 head",
+}
+LOSSY = "assistant_ensemble_weight"
+"""Mixes the draft's distribution into the target's."""
+DEFAULT_DEPTH = 20
+DEFAULT_THRESHOLD = 0.4
+"""Below which probability of a draft token it ends a draft, unless told otherwise."""
+DEFAULT_NGRAM = 2
+
+
+class TransformersSettings(SettingsFormat):
+    """Keywords of `generate`, as JSON and as a program."""
+
+    name = "transformers"
+    versions = ("5",)
+    default_depths: ClassVar[Mapping[str, int]] = dict.fromkeys(METHODS, DEFAULT_DEPTH)
+
+    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
+        """A chain for one request at a time."""
+        if record.method not in ("off", *METHODS):
+            raise refuse_method(record, "Transformers", METHODS)
+        if record.method == "layer_skip" and record.exit_layer is None:
+            why = "Transformers drafts with the first layers only; set exit_layer"
+            raise refuse_method(record, "Transformers", METHODS, why)
+        if record.tree is not None and record.method not in ("off", "ngram"):
+            raise refuse_tree(record, "Transformers")
+        losses = _adapted(record)
+        values = _values(losses.record)
+        return ExportedSetting(
+            engine=self.name,
+            version=version,
+            record=losses.record,
+            files=(
+                ExportedFile(FILE, json.dumps(values, indent=2) + "\n"),
+                ExportedFile(PROGRAM, _program(values)),
+            ),
+            lost=losses.lost,
+            notes=tuple(_notes(record)),
+        )
+
+    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
+        """From the JSON, a `generation_config.json`, or a program that calls `generate`."""
+        self.check_version(version)
+        if source.words is not None:
+            raise ConfigError(
+                "Transformers is set in Python; give the program, its JSON or a generation_config.json"
+            )
+        given = _from_calls(source) if source.calls is not None else _from_mapping(source.mapping or {})
+        check_keys(given, KEYS, "Transformers")
+        if given.get(LOSSY) not in (None, False):
+            raise changes_the_text(f"{LOSSY} of Transformers")
+        for key, instead in REFUSED.items():
+            if given.get(key) not in (None, False):
+                raise ConfigError(f"{key} of Transformers cannot be imported: {instead}")
+        notes = [
+            f"{key} is left out: it has no counterpart here"
+            for key in ("assistant_lookbehind", "target_lookbehind")
+            if given.get(key) is not None
+        ]
+        if given.get("assistant_model") or given.get("assistant_early_exit"):
+            notes += _threshold_notes(given)
+        if given.get("num_assistant_tokens_schedule") in ("heuristic", "heuristic_transient"):
+            notes.append(
+                'the depth that follows what was accepted is left out; here {"method": "auto"} chooses it'
+            )
+        return ImportedSetting(_record(given), tuple(notes))
+
+
+def _threshold_notes(given: Mapping[str, Any]) -> list[str]:
+    threshold = given.get("assistant_confidence_threshold", DEFAULT_THRESHOLD)
+    if threshold == 0:
+        return []
+    default = "" if "assistant_confidence_threshold" in given else ", its default"
+    return [
+        f"assistant_confidence_threshold {threshold}{default}, adapts itself and compares each token's probability; "
+        "confidence_threshold stays and compares the product of them: the same number drafts shorter here"
+    ]
+
+
+def _adapted(record: SpeculativeRecord) -> Losses:
+    losses = Losses(record)
+    losses.change(
+        "quantization", None, "Transformers quantises a draft when it is loaded; see from_pretrained"
+    )
+    losses.change("suffix", None, "Transformers has no suffix drafter")
+    losses.change("schedule", (), "Transformers runs one request at a time")
+    losses.change("verify", "any", "Transformers has one rule; the same distribution")
+    losses.change("revision", None, "from_pretrained takes it; it is not part of generate")
+    losses.change("draft_sampling", None, "drafts are sampled where do_sample is set, else greedy")
+    if record.method not in ("draft_model", "tli", "slem"):
+        losses.change("model", None, "this drafter has no model")
+    if record.method not in ("draft_model", "tli", "slem", "layer_skip"):
+        losses.change("confidence_threshold", 0.0, "an n-gram has no probability")
+    if record.method != "layer_skip":
+        losses.change("exit_layer", None, "only layer_skip has it")
+    if record.method in ("off", "ngram"):
+        losses.change("tree", None, "this drafter proposes chains")
+    if record.method != "ngram":
+        losses.change("ngram", None, "only ngram has it")
+    else:
+        longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
+        losses.change("ngram", NgramLookup(1, longest), "Transformers looks up any shorter n-gram too")
+    if record.method == "off":
+        losses.change("depth", None, "nothing is drafted")
+    return losses
+
+
+def _values(record: SpeculativeRecord) -> dict[str, Any]:
+    values: dict[str, Any] = {"model": record.target or "MODEL"}
+    if record.method == "off":
+        return values
+    if record.method == "ngram":
+        assert record.ngram is not None
+        return values | {
+            "prompt_lookup_num_tokens": record.depth,
+            "max_matching_ngram_size": record.ngram.max,
+        }
+    if record.method == "layer_skip":
+        values["assistant_early_exit"] = record.exit_layer
+    else:
+        values["assistant_model"] = record.model
+    if record.method in ("tli", "slem"):  # which of the two runs depends on whether text is sampled
+        values |= {"assistant_tokenizer": record.model, "do_sample": record.method == "tli"}
+    return values | {
+        "num_assistant_tokens": record.depth,
+        "num_assistant_tokens_schedule": "constant",
+        # Without it a threshold of 0.4 that adapts itself ends the drafts.
+        "assistant_confidence_threshold": record.confidence_threshold,
+    }
+
+
+def _program(values: Mapping[str, Any]) -> str:
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained({values['model']!r})",
+        f"tokenizer = AutoTokenizer.from_pretrained({values['model']!r})",
+    ]
+    keywords = ["max_new_tokens=256"]
+    if "assistant_model" in values:
+        lines.append(f"assistant = AutoModelForCausalLM.from_pretrained({values['assistant_model']!r})")
+        keywords.append("assistant_model=assistant")
+    owner = "assistant" if "assistant_model" in values else "model"
+    if "assistant_tokenizer" in values:
+        lines.append(
+            f"assistant_tokenizer = AutoTokenizer.from_pretrained({values['assistant_tokenizer']!r})"
+        )
+        keywords += ["tokenizer=tokenizer", "assistant_tokenizer=assistant_tokenizer"]
+    lines += [f"{owner}.generation_config.{name} = {values[name]!r}" for name in DRAFT_KEYS if name in values]
+    plain = ("do_sample", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit")
+    keywords += [f"{name}={values[name]!r}" for name in plain if name in values]
+    lines += [
+        "",
+        'inputs = tokenizer("The river is", return_tensors="pt")',
+        f"tokens = model.generate(**inputs, {', '.join(keywords)})",
+        "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _notes(record: SpeculativeRecord) -> list[str]:
+    if record.method == "off":
+        return []
+    notes = ["Transformers speculates for one request at a time, and not with a static cache"]
+    if record.method in ("draft_model", "tli", "slem"):
+        notes.append(
+            "the number of draft tokens counts in the draft's own generation_config only; as a keyword of generate it "
+            "has no effect"
+        )
+    if record.confidence_threshold and record.method != "ngram":
+        notes.append(
+            "its threshold compares each token's probability and adapts itself, confidence_threshold the product of "
+            "them: the same number drafts longer there"
+        )
+    if record.method in ("tli", "slem"):
+        notes.append("with another tokenizer it runs tli where do_sample is set, and slem where it is not")
+    return notes
+
+
+def _from_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole `generation_config.json` has many other keys; those are not about speculation."""
+    marks = ("assistant", "prompt_lookup", "matching_ngram", "specul", "mtp", "lookbehind")
+    names = ("model", "do_sample")
+    is_whole = "transformers_version" in mapping or "_from_model_config" in mapping
+    return {
+        key: value
+        for key, value in mapping.items()
+        if value is not None and (not is_whole or key in names or any(mark in key for mark in marks))
+    }
+
+
+def _from_calls(source: SettingSource) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    generated = False
+    for call in source.calls or ():
+        if call.name == "generate":
+            generated = True
+            given |= {name: _loaded(value) for name, value in call.kwargs.items() if name in KEYS}
+        elif call.name == "=":
+            given |= {
+                name: value for name, value in call.kwargs.items() if name in (*DRAFT_KEYS, "do_sample")
+            }
+            model = call.kwargs.get("model")
+            if isinstance(model, PythonCall):
+                given["model"] = _loaded(model)
+    if not generated:
+        raise ConfigError(f"{source.where} does not call generate")
+    return {name: value for name, value in given.items() if value is not None and value is not UNKNOWN}
+
+
+def _loaded(value: Any) -> Any:
+    """The folder or id of a `from_pretrained`; other values unchanged."""
+    if not isinstance(value, PythonCall):
+        return value
+    return value.args[0] if value.name == "from_pretrained" and value.args else UNKNOWN
+
+
+def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
+    target = given.get("model")
+    depth = whole_number(given.get("num_assistant_tokens", DEFAULT_DEPTH), "num_assistant_tokens")
+    threshold = real_number(
+        given.get("assistant_confidence_threshold", DEFAULT_THRESHOLD), "assistant_confidence_threshold"
+    )
+    if (number := given.get("prompt_lookup_num_tokens")) is not None:
+        longest = whole_number(given.get("max_matching_ngram_size", DEFAULT_NGRAM), "max_matching_ngram_size")
+        return SpeculativeRecord(
+            method="ngram",
+            target=target,
+            depth=whole_number(number, "prompt_lookup_num_tokens"),
+            ngram=NgramLookup(1, longest),
+        )
+    if (layers := given.get("assistant_early_exit")) is not None:
+        return SpeculativeRecord(
+            method="layer_skip",
+            target=target,
+            depth=depth,
+            exit_layer=whole_number(layers, "assistant_early_exit"),
+            confidence_threshold=threshold,
+        )
+    if not given.get("assistant_model"):
+        return SpeculativeRecord(method="off", target=target)
+    method = "draft_model"
+    if given.get("assistant_tokenizer"):
+        method = "tli" if given.get("do_sample") else "slem"
+    return SpeculativeRecord(
+        method=method,
+        target=target,
+        model=given["assistant_model"],
+        depth=depth,
+        confidence_threshold=threshold,
+    )

@@ -1,0 +1,410 @@
+"""vLLM: `vllm serve MODEL --speculative-config JSON`, and the same mapping in Python. Read in 0.32 and 0.33."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from slipstream.config import reject_unknown
+from slipstream.errors import ConfigError
+from slipstream.tools.export.contract import (
+    ExportedFile,
+    ExportedSetting,
+    ImportedSetting,
+    Losses,
+    SettingsFormat,
+    changes_the_text,
+    check_keys,
+)
+from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
+from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, SuffixLimits
+from slipstream.tools.export.refusals import refuse_method, refuse_tree
+from slipstream.vllm_names import METHOD_SYNONYMS, METHODS_ELSEWHERE, own_speculation
+
+FILE = "speculative_config.json"
+METHODS = {
+    "0.32": frozenset({"draft_model", "tli", "eagle", "eagle3", "medusa", "ngram", "suffix", "off"}),
+    "0.33": frozenset({"draft_model", "tli", "eagle", "eagle3", "ngram", "suffix", "off"}),
+}
+"""Our methods that each version runs; 0.33 has removed Medusa."""
+ELSEWHERE = frozenset({*METHODS_ELSEWHERE, "dflash2", "lilicorr", "xpress"})
+"""Its methods that nothing of ours runs."""
+NO_END = 65_536
+"""Where it writes the end of a range that has none: more requests than any server runs at once."""
+
+USED_KEYS = (
+    *("method", "model", "num_speculative_tokens", "revision", "use_heterogeneous_vocab"),
+    *("prompt_lookup_min", "prompt_lookup_max", "num_speculative_tokens_per_batch_size"),
+    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    *("rejection_sample_method", "draft_sample_method"),
+)
+SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Flags of single keys, to those keys."""
+SPEED_KEYS = (
+    *("attention_backend", "code_revision", "disable_eagle_block_drop", "disable_padded_drafter_batch"),
+    *("draft_load_config", "draft_tensor_parallel_size", "dspark_draft_topk", "enforce_eager"),
+    *("index_share_for_mtp_iteration", "kv_cache_dtype", "max_model_len", "moe_backend", "quantization"),
+    *("use_local_argmax_reduction", "enable_adaptive_verification"),
+)
+"""Keys of its own loading and scheduling: they change neither text nor proposals here, so they are left out."""
+REFUSED_KEYS = {
+    "parallel_drafting": "draft models and heads draft token by token here; see medusa for heads in parallel",
+    "tensor_parallel_size": "vLLM refuses it too; draft_tensor_parallel_size was meant",
+}
+LOSSY_RULES = ("fly", "synthetic")
+"""Its ways of accepting draft tokens that the target would not have drawn."""
+LOSSY_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+KEYS = {
+    "0.32": frozenset({*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS, *LOSSY_KEYS}),
+    "0.33": frozenset(
+        {
+            *(
+                *USED_KEYS,
+                *SPEED_KEYS,
+                *REFUSED_KEYS,
+                *LOSSY_KEYS,
+                "draft_lm_head_quantization",
+                "xpress_topc",
+            ),
+            *(
+                "disable_lookahead_block_hashes",
+                "fly_window_size",
+                "fly_entropy_threshold",
+                "fly_entropy_top_k",
+            ),
+        }
+    ),
+}
+_SUFFIX = {
+    "suffix_decoding_max_tree_depth": "max_tree_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+}
+_MAY_SAMPLE = frozenset({"draft_model", "eagle", "eagle3"})
+
+
+class VllmSettings(SettingsFormat):
+    """The mapping of `--speculative-config`."""
+
+    name = "vllm"
+    versions = ("0.32", "0.33")
+    default_depths: ClassVar[Mapping[str, int]] = {"suffix": 16}
+
+    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
+        """A chain only: trees are refused. Notes say what the checkpoint's configuration should name."""
+        if record.method not in METHODS[version]:
+            why = "vLLM has removed Medusa in 0.33, and 0.32 runs it" if record.method == "medusa" else ""
+            raise refuse_method(record, "vLLM", METHODS[version], why)
+        if record.tree is not None:
+            raise refuse_tree(record, "vLLM")
+        _check_head(record)
+        losses = _adapted(record)
+        config = _config(losses.record)
+        command = ["vllm", "serve", record.target or "MODEL"]
+        if config:
+            command += ["--speculative-config", json.dumps(config)]
+        return ExportedSetting(
+            engine=self.name,
+            version=version,
+            record=losses.record,
+            argv=tuple(command),
+            files=(ExportedFile(FILE, json.dumps(config, indent=2) + "\n"),) if config else (),
+            lost=losses.lost,
+            notes=tuple(_notes(record)),
+        )
+
+    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
+        """From a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
+        version = self.check_version(version)
+        target, given = _found(source)
+        if given is None:
+            return ImportedSetting(
+                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+            )
+        given = {str(key).replace("-", "_"): value for key, value in given.items()}
+        _check_lossless(given)
+        check_keys(given, dict.fromkeys(KEYS[version]), f"vLLM {version} speculative_config")
+        for key, why in REFUSED_KEYS.items():
+            if given.get(key) not in (None, False):
+                raise ConfigError(f"{key} of vLLM cannot be imported: {why}")
+        notes = [
+            f"{key} is left out: it sets loading or speed of vLLM's own parts"
+            for key in sorted(given)
+            if key not in USED_KEYS and given[key] not in (None, False)
+        ]
+        return ImportedSetting(_record(given, target, version), tuple(notes))
+
+
+def _check_head(record: SpeculativeRecord) -> None:
+    head = record.head
+    if record.method == "eagle3" and head is not None and head.output == "shared":
+        why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
+        raise refuse_method(record, "vLLM", METHODS["0.32"], why)
+
+
+def _adapted(record: SpeculativeRecord) -> Losses:
+    losses = Losses(record)
+    losses.change("confidence_threshold", 0.0, "vLLM drafts the whole depth always")
+    losses.change("quantization", None, "vLLM quantises a draft by its checkpoint; give one in that format")
+    losses.change("exit_layer", None, "vLLM has no early exit")
+    suffix, ngram = record.suffix or SuffixLimits(), record.ngram or NgramLookup(5, 5)
+    losses.change(
+        "suffix", suffix if record.method == "suffix" else None, "its defaults are written for suffix only"
+    )
+    losses.change(
+        "ngram", ngram if record.method == "ngram" else None, "its defaults are written for ngram only"
+    )
+    if record.method in ("off", "ngram", "suffix"):
+        losses.change("model", None, "this drafter has no model")
+        losses.change("revision", None, "this drafter has no model")
+    if record.method == "off":
+        losses.change("depth", None, "nothing is drafted")
+        losses.change("schedule", (), "nothing is drafted")
+    if record.verify == "coupled" or record.method == "off":
+        why = (
+            "vLLM verifies by rejection: the same distribution, but a seed's text depends on what was drafted"
+        )
+        losses.change("verify", "any", why)
+    if record.method not in _MAY_SAMPLE:
+        losses.change("draft_sampling", None, f"vLLM drafts greedily with {record.method}")
+    elif record.draft_sampling == "coupled":
+        losses.change("draft_sampling", "sampled", "vLLM has no coupled noise: drafts are drawn on their own")
+    return losses
+
+
+def _config(record: SpeculativeRecord) -> dict[str, Any]:
+    """The mapping for a record that the engine can express."""
+    if record.method == "off":
+        return {}
+    # The method is always written: without it vLLM goes by substrings of the model's path.
+    config: dict[str, Any] = {"method": "draft_model" if record.method == "tli" else record.method}
+    if record.model is not None:
+        config["model"] = record.model
+    if record.revision is not None:
+        config["revision"] = record.revision
+    config["num_speculative_tokens"] = record.depth
+    if record.method == "tli":
+        config["use_heterogeneous_vocab"] = True
+    if record.ngram is not None:
+        config |= {"prompt_lookup_min": record.ngram.min, "prompt_lookup_max": record.ngram.max}
+    if record.suffix is not None:
+        config |= {key: getattr(record.suffix, name) for key, name in _SUFFIX.items()}
+    if record.draft_sampling is not None:
+        config["draft_sample_method"] = {"one_hot": "greedy", "sampled": "probabilistic"}[
+            record.draft_sampling
+        ]
+    if record.verify != "any":
+        config["rejection_sample_method"] = {"rejection": "standard", "block": "block"}[record.verify]
+    if record.schedule:
+        config["num_speculative_tokens_per_batch_size"] = [
+            [each.low, max(each.low, NO_END) if each.high is None else each.high, each.depth]
+            for each in record.schedule
+        ]
+    return config
+
+
+def _notes(record: SpeculativeRecord) -> list[str]:
+    notes: list[str] = []
+    draft, target = record.draft_context, record.target_context
+    if record.method in ("draft_model", "tli") and draft and target and draft < target:
+        notes.append(
+            f"the draft's context is {draft:,} tokens, the target's {target:,}: vLLM lowers max_model_len to the "
+            "draft's, for all requests"
+        )
+    if record.method == "suffix":
+        notes.append(
+            "suffix needs the package arctic-inference, and runs with vLLM's first model runner only"
+        )
+    if record.method != "off":
+        notes.append("requests with min_p or logit_bias are refused while vLLM speculates")
+    head = record.head
+    if record.method == "eagle3" and head is not None:
+        if head.aux_layers is None:
+            notes.append(
+                "the head's configuration does not name eagle_aux_hidden_state_layer_ids: vLLM reads layers 2, half "
+                "and the third from the end; write those that it was trained with"
+            )
+        if head.norms.before_residual is None:
+            assumed = "true" if head.layout == "speculators" else "false"
+            notes.append(
+                f"the head's configuration does not name norm_before_residual: vLLM assumes {assumed}; write what it "
+                "was trained with"
+            )
+    return notes
+
+
+def _found(source: SettingSource) -> tuple[str | None, Mapping[str, Any] | None]:
+    """(target, speculative configuration) in any of the forms."""
+    if source.calls is not None:
+        for call in source.calls:
+            if call.name in ("LLM", "EngineArgs", "AsyncEngineArgs"):
+                target = call.kwargs.get("model", call.args[0] if call.args else None)
+                return _text(target), _object(call.kwargs.get("speculative_config"), source)
+        raise ConfigError(f"{source.where} calls neither LLM nor EngineArgs")
+    if source.mapping is not None:
+        target, found = _in_file(source.mapping, source)
+        if found is None and not {"speculative_config", "speculative-config"} & source.mapping.keys():
+            return None, source.mapping  # the speculative configuration alone
+        return target, found
+    words = source.words or ()
+    flags = command_flags(words).values
+    target = _target(words)
+    named = {key.removeprefix("--").replace("-", "_"): value for key, value in flags.items()}
+    dotted = {
+        key.split(".", 1)[1]: _json_or_text(value) for key, value in named.items() if key.startswith(_DOTTED)
+    }
+    text = named.get("speculative_config", flags.get("-sc"))
+    found = _with_short(dotted or (None if text is None else _object(text, source)), named)
+    if found is None and "config" in named:  # a file of the same flags
+        beside, found = _in_file(source.read_beside(named["config"]), source)
+        target = target or beside
+    return target, found
+
+
+_DOTTED = "speculative_config."
+
+
+def _target(words: Sequence[str]) -> str | None:
+    """What is served: the word behind `serve`, or `--model`."""
+    if "serve" in words:
+        behind = words[words.index("serve") + 1 :][:1]
+        if behind and not behind[0].startswith("-"):
+            return behind[0]
+    flags = command_flags(words)
+    others = [word for word in flags.others if word not in ("vllm", "serve", "python", "python3")]
+    return flags.values.get("--model") or (others[0] if others else None)
+
+
+def _in_file(
+    mapping: Mapping[str, Any], source: SettingSource
+) -> tuple[str | None, Mapping[str, Any] | None]:
+    """(target, speculative configuration) of a file of the server's flags."""
+    given = {key.replace("-", "_"): value for key, value in mapping.items()}
+    config = _object(given.get("speculative_config"), source)
+    return _text(given.get("model")), _with_short(config, given)
+
+
+def _with_short(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """With what vLLM's flags of single keys say."""
+    short = {key: given[name] for name, key in SHORT.items() if given.get(name) is not None}
+    return {**(config or {}), **short} if short else config
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _object(value: Any, source: SettingSource) -> Mapping[str, Any] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"speculative_config in {source.where} is not valid JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"speculative_config in {source.where} must be an object of keys and values")
+    return value
+
+
+def _record(given: Mapping[str, Any], target: str | None, version: str) -> SpeculativeRecord:
+    method = _method(given, version)
+    depth = given.get("num_speculative_tokens")
+    model = given.get("model")
+    return SpeculativeRecord(
+        method=method,
+        target=target,
+        model=None if method in ("ngram", "suffix") else model,
+        revision=given.get("revision"),
+        depth=None if depth is None else whole_number(depth, "num_speculative_tokens"),
+        verify=_verify(given, version),
+        draft_sampling=_sampling(given),
+        schedule=_schedule(given.get("num_speculative_tokens_per_batch_size")),
+        ngram=_ngram(given) if method == "ngram" else None,
+        suffix=_suffix(given) if method == "suffix" else None,
+    )
+
+
+def _method(given: Mapping[str, Any], version: str) -> str:
+    method = given.get("method")
+    if method is None:
+        method = str(own_speculation({"model": given.get("model")})["method"])
+    method = METHOD_SYNONYMS.get(str(method), str(method))
+    if method in ELSEWHERE or method.endswith("_mtp"):
+        known = "mtp" if method.endswith("_mtp") else method
+        instead = METHODS_ELSEWHERE.get(known, "convert or train an EAGLE-3 head")
+        raise ConfigError(f"vLLM's method {method!r} has no counterpart here; {instead}")
+    reject_unknown([method], METHODS[version] - {"tli", "off"}, f"method of vLLM {version}")
+    return "tli" if given.get("use_heterogeneous_vocab") is True else method
+
+
+def _check_lossless(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what changes the text in any version; such a rule may also be given as the method."""
+    for key, instead in (("rejection_sample_method", "omit it, or use block"), ("method", "name a drafter")):
+        if given.get(key) in LOSSY_RULES:
+            raise changes_the_text(f"{key} {given[key]!r} of vLLM", instead)
+    for key in LOSSY_KEYS:
+        if given.get(key) is not None:
+            raise changes_the_text(f"{key} of vLLM")
+
+
+def _verify(given: Mapping[str, Any], version: str) -> str:
+    rule = given.get("rejection_sample_method")
+    if rule is None:
+        return "any"
+    reject_unknown([rule], ("standard", "block"), f"rejection_sample_method of vLLM {version}")
+    return {"standard": "rejection", "block": "block"}[rule]
+
+
+def _sampling(given: Mapping[str, Any]) -> str | None:
+    method = given.get("draft_sample_method")
+    if method is None:
+        return None
+    reject_unknown([method], ("greedy", "probabilistic"), "draft_sample_method of vLLM")
+    return {"greedy": "one_hot", "probabilistic": "sampled"}[method]
+
+
+def _ngram(given: Mapping[str, Any]) -> NgramLookup:
+    """Both are 5 where neither is given, and equal where one is."""
+    low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    low, high = low or high or 5, high or low or 5
+    return NgramLookup(whole_number(low, "prompt_lookup_min"), whole_number(high, "prompt_lookup_max"))
+
+
+def _suffix(given: Mapping[str, Any]) -> SuffixLimits:
+    limits = {name: given[key] for key, name in _SUFFIX.items() if given.get(key) is not None}
+    for name, value in limits.items():
+        read = real_number if name in ("max_spec_factor", "min_token_prob") else whole_number
+        limits[name] = read(value, f"suffix_decoding_{name}")
+    return replace(SuffixLimits(), **limits)
+
+
+def _schedule(entries: Any) -> tuple[ScheduleRange, ...]:
+    if entries is None:
+        return ()
+    if not isinstance(entries, list) or not all(isinstance(entry, list | tuple) for entry in entries):
+        raise ConfigError(
+            f"num_speculative_tokens_per_batch_size must be a list such as [[1, 8, 4], [9, 64, 0]], got {entries!r}"
+        )
+    ranges = []
+    for entry in entries:
+        if len(entry) != 3:
+            raise ConfigError(
+                f"num_speculative_tokens_per_batch_size: {list(entry)} is not [first, last, draft tokens]; ranges of "
+                "contexts cannot be imported"
+            )
+        ranges.append(
+            ScheduleRange(*(whole_number(each, "num_speculative_tokens_per_batch_size") for each in entry))
+        )
+    return tuple(ranges)

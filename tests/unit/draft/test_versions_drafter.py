@@ -1,0 +1,203 @@
+"""Versions side by side: one lane a request, swaps between steps, tenants apart, and always the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.config import SpeculativeConfig
+from slipstream.core.types import RequestOptions, Sequence
+from slipstream.draft import registry
+from slipstream.draft.base import Drafter
+from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
+from slipstream.engine.engine import Engine
+from slipstream.errors import ConfigError
+from slipstream.models import load_tokenizer
+from slipstream.testing.conformance import check_drafter
+from slipstream.testing.stub_drafters import draft_context
+
+pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
+
+VOCAB = 4096
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+ORACLE = "slipstream.testing.stub_drafters:OracleDrafter"
+SPEC = {"method": "versions", "drafter": DRAFT, "lanes": {"v1": DRAFT}}
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_conforms(verifier: str) -> None:
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    config = SpeculativeConfig("versions", verifier, {"drafter": DRAFT, "lanes": {"v1": DRAFT}})
+
+    def make() -> Drafter:
+        return registry.create_drafter(config, draft_context(VOCAB, 512, verifier, tokenizer))
+
+    check_drafter(make, VOCAB, verifier=verifier, num_sequences=4)
+
+
+def oracle(accuracy: float) -> dict[str, Any]:
+    return {"method": ORACLE, "texts": TEXTS, "accuracy": accuracy}
+
+
+PROMPTS = [[7 + number, 11, 13 + number] for number in range(6)]
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
+TEXTS: list[list[int]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def texts() -> None:
+    """The oracle knows what the target says without any draft."""
+    outputs = LLM().generate([list(prompt) for prompt in PROMPTS], PARAMS)
+    TEXTS[:] = [[*prompt, *out.outputs[0].token_ids] for prompt, out in zip(PROMPTS, outputs, strict=True)]
+    return
+
+
+def engine_of(floor: dict[str, Any], **options: Any) -> tuple[Engine, VersionsDrafter]:
+    engine = LLM(speculative_config={"method": "versions", "drafter": floor, **options}).engine
+    return engine, engine.drafter_as(VersionsDrafter)
+
+
+def add_all(engine: Engine, tenants: tuple[str, ...] = ("",)) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        options = RequestOptions(tenant=tenants[number % len(tenants)])
+        engine.add_request(f"r{number}", prompt, PARAMS, options)
+
+
+def finish(engine: Engine, between: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
+    """Each request's output; `between` is called between steps."""
+    found: dict[str, Any] = {}
+    step = 0
+    while engine.has_unfinished:
+        for update in engine.step():
+            if update.output is not None:
+                found[update.request_id] = update.output
+        step += 1
+        between(step)
+        assert engine.integrity() == []
+    return found
+
+
+def is_right(found: dict[str, Any]) -> bool:
+    texts = [[*PROMPTS[n], *found[f"r{n}"].outputs[0].token_ids] for n in range(len(PROMPTS))]
+    return texts == TEXTS
+
+
+def test_a_request_keeps_its_lane_and_new_ones_get_the_new_version() -> None:
+    engine, versions = engine_of(oracle(0.2))
+    add_all(engine)
+    engine.step()
+    lane = versions.prepare("v1", SpeculativeConfig.from_mapping(oracle(1.0)))
+    versions.change([lane], ["v1"], lambda sequence: "v1")
+    found = finish(engine)
+    assert is_right(found)
+    assert {out.metrics.draft_version for out in found.values()} == {FLOOR}
+    slow = sum(out.metrics.num_steps for out in found.values())
+    add_all(engine)
+    found = finish(engine)
+    assert is_right(found)
+    assert {out.metrics.draft_version for out in found.values()} == {"v1"}
+    assert sum(out.metrics.num_steps for out in found.values()) < slow * 0.6, "the new version drafts better"
+
+
+def test_a_revoked_lane_gives_its_requests_back_to_the_floor() -> None:
+    engine, versions = engine_of(oracle(1.0), lanes={"v1": oracle(0.0)})
+    versions.change([], ["v1"], lambda sequence: "v1")
+    add_all(engine)
+
+    def between(step: int) -> None:
+        if step == 3:
+            assert versions.change([], [], lambda sequence: FLOOR, revoke=["v1"]) == ["v1"]
+            assert versions.names == [FLOOR]
+
+    found = finish(engine, between)
+    assert is_right(found)
+    assert {out.metrics.draft_version for out in found.values()} == {FLOOR}
+
+
+def test_a_lane_that_is_kept_no_more_goes_with_its_last_request() -> None:
+    engine, versions = engine_of(oracle(0.5), lanes={"v1": oracle(0.5)})
+    versions.change([], ["v1"], lambda sequence: "v1")
+    add_all(engine)
+    engine.step()
+    assert versions.change([], [], lambda sequence: FLOOR) == []
+    assert versions.names == [FLOOR, "v1"], "its requests run"
+    assert is_right(finish(engine))
+    assert versions.names == [FLOOR]
+
+
+def test_a_tenants_lane_never_drafts_for_another_tenant_whatever_the_choice() -> None:
+    engine, versions = engine_of(oracle(0.0))
+    lane = versions.prepare("a1", SpeculativeConfig.from_mapping(oracle(1.0)), tenant="a")
+    versions.change([lane], ["a1"], lambda sequence: "a1")
+    add_all(engine, ("a", "b", "a/user", "ab"))
+    found = finish(engine)
+    assert is_right(found)
+    drafted = {name: out.metrics.draft_version for name, out in found.items()}
+    assert drafted == {"r0": "a1", "r1": FLOOR, "r2": "a1", "r3": FLOOR, "r4": "a1", "r5": FLOOR}
+
+
+def test_room_is_made_by_the_lane_that_drains() -> None:
+    engine, versions = engine_of(oracle(0.5), num_lanes=1)
+    config = SpeculativeConfig.from_mapping(oracle(0.5))
+    versions.change([versions.prepare("v1", config)], ["v1"], lambda sequence: "v1")
+    add_all(engine)
+    engine.step()
+    assert versions.change([versions.prepare("v2", config)], ["v2"], lambda sequence: "v2") == ["v1"]
+    assert versions.names == [FLOOR, "v2"]
+    with pytest.raises(ConfigError, match="no room"):
+        versions.change([versions.prepare("v3", config)], ["v2", "v3"], lambda sequence: "v2")
+    assert is_right(finish(engine))
+
+
+def test_the_embedded_draft_is_swapped_under_way() -> None:
+    """Its keys and values are computed anew by the lane that takes over."""
+    engine, versions = engine_of(DRAFT, lanes={"v1": DRAFT})
+    versions.change([], ["v1"], lambda sequence: "v1" if sequence.id % 2 else FLOOR)
+    add_all(engine)
+
+    def between(step: int) -> None:
+        if step == 4:
+            versions.change([], [], lambda sequence: FLOOR, revoke=["v1"])
+
+    found = finish(engine, between)
+    assert is_right(found)
+    assert engine.stats().num_draft_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": {"method": "off"}}, "cannot hold 'off'"),
+        ({"drafter": DRAFT, "lanes": {"": DRAFT}}, "empty name"),
+        ({"drafter": DRAFT, "lanes": {"a": DRAFT, "b": DRAFT}, "num_lanes": 1}, "raise num_lanes"),
+        ({"drafter": {**DRAFT, "verifier": "block"}}, "share its verifier"),
+        ({"drafter": DRAFT, "num_lanes": 0}, "num_lanes"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        registry.validate(SpeculativeConfig("versions", options=options))
+
+
+def test_a_version_that_drafts_in_another_way_is_refused() -> None:
+    _, versions = engine_of(oracle(0.5))
+    config = SpeculativeConfig.from_mapping({**oracle(0.5), "num_speculative_tokens": 9})
+    with pytest.raises(ConfigError, match="in another way"):
+        versions.prepare("v1", config)
+
+
+def test_a_lane_stays_the_same_while_a_sequence_lives() -> None:
+    _, versions = engine_of(oracle(0.5), lanes={"v1": oracle(0.5), "v2": oracle(0.5)})
+    sequences = [
+        Sequence(number, f"r{number}", 0, [1, 2, 3], 3, SamplingParams(), 0, RequestOptions())
+        for number in range(60)
+    ]
+    versions.propose(sequences, [2] * 60)
+    first = [versions.version_of(each) for each in sequences]
+    assert set(first) == {FLOOR, "v1", "v2"}
+    versions.propose(sequences, [2] * 60)
+    assert [versions.version_of(each) for each in sequences] == first

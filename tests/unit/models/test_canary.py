@@ -1,0 +1,284 @@
+"""What the checks at load refuse: faults planted in the packing of each kind of layer, and wrong descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_gguf_models import tiny
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.models import adapt, load_model
+from slipstream.models.attention.base import ATTENTION_NAME
+from slipstream.models.cpu import native
+from slipstream.models.cpu.decoder import Decoder
+from slipstream.models.cpu.families import FAMILIES
+from slipstream.models.cpu.known_families import Llama
+from slipstream.models.cpu.packed_model import PackedModel
+from slipstream.models.cpu.parts import NormParts
+from slipstream.models.linear.formats import weight_format
+from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedRows, GroupedWeight
+from slipstream.models.linear.packing import pack_linears
+from slipstream.models.matrices import unread
+from slipstream.models.trial import sign_rows
+from slipstream.models.verdicts import LoadVerdict
+from tests.kit.gguf_files import write_model
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+
+NUM_LAYERS = 2
+PLACES = {"q": (0, 0), "k": (0, 1), "v": (0, 2), "o": (1, 0), "gate": (2, 0), "up": (2, 1), "down": (3, 0)}
+"""Of each matrix: in which of a layer's four packed weights, and which part of it."""
+NUM_STACKS = 4
+FAULTS = ("scale", "block", "layer")
+
+
+class _Spoiled(GroupedRows):
+    """A layer of a file, whose outputs a fault changes as they are packed."""
+
+    def __init__(self, whole: GroupedLinear, change: Callable[[GroupedWeight], GroupedWeight]) -> None:
+        super().__init__(whole, 0, whole.out_features)
+        self._change = change
+
+    def part(self, begin: int, end: int) -> GroupedWeight:
+        return self._change(super().part(begin, end))
+
+    def blocks(self, begin: int, end: int) -> BlockedWeight | None:
+        return None
+
+
+def spoiled(linear: Any, fault: str, other: Any) -> Any:
+    """The layer with scales 1.25 times too large, with two blocks of one output swapped, or `other` in its place."""
+    if fault == "layer":
+        return other
+    if isinstance(linear, GroupedLinear):
+        if fault == "scale":
+            return _Spoiled(linear, lambda part: replace(part, scales=part.scales * 1.25))
+        return _Spoiled(linear, lambda part: replace(part, codes=_swapped(part.codes)))
+    made = nn.Linear(linear.in_features, linear.out_features, bias=False)
+    weight = linear.weight.detach()
+    made.weight = nn.Parameter(weight * 1.25 if fault == "scale" else _swapped(weight), requires_grad=False)
+    return made
+
+
+def _kept(linear: Any) -> Any:
+    """The layer as it is now: the decoder gives back what it has packed."""
+    if isinstance(linear, GroupedLinear):
+        return linear
+    made = nn.Linear(linear.in_features, linear.out_features, bias=False)
+    made.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+    return made
+
+
+def _swapped(rows: Tensor) -> Tensor:
+    """Two blocks of 32 inputs of the fourth output have changed places."""
+    rows = rows.clone()
+    rows[3, :64] = rows[3, :64].roll(32)
+    return rows
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """plant(matrix, fault): what the decoder packs from now on, in its second layer, is not what it was given."""
+    pack = PackedModel._pack
+
+    def planted(matrix: str, fault: str) -> None:
+        seen: list[list[Any]] = []
+
+        def packing(
+            self: PackedModel, linears: Any, kernel: Any, ordered: Any = None, interleaved: bool = False
+        ) -> Any:
+            if type(self) is not Decoder:
+                return pack(self, linears, kernel, ordered, interleaved)
+            parts = list(linears if ordered is None else ordered)
+            seen.append([_kept(part) for part in parts])
+            stack, part = PLACES.get(matrix, (0, 0))
+            wanted = {"head": NUM_LAYERS * NUM_STACKS, "embedding": NUM_LAYERS * NUM_STACKS + 1}
+            place = wanted.get(matrix, NUM_STACKS + stack)
+            if len(seen) == place + 1:
+                other = seen[-2][0] if matrix == "embedding" else seen[stack][part]
+                parts[part] = spoiled(parts[part], fault, other)
+            return pack(self, linears, kernel, parts, interleaved)
+
+        monkeypatch.setattr(PackedModel, "_pack", packing)
+
+    return planted
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama of Q4_0, its embedding apart from its output layer."""
+    with torch.no_grad():
+        model = tiny("llama", {"num_hidden_layers": NUM_LAYERS, "tie_word_embeddings": False})
+        return str(write_model(tmp_path_factory.mktemp("gguf") / "x.gguf", "llama", model, {}, {"": "Q4_0"}))
+
+
+@pytest.fixture(autouse=True)
+def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that has passed is compared again."""
+    monkeypatch.setattr(LoadVerdict, "is_kept", lambda self: False)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("matrix", [*PLACES, "head", "embedding"])
+def test_a_fault_in_a_packed_file_is_refused(
+    matrix: str, fault: str, gguf: str, plant: Callable[[str, str], None]
+) -> None:
+    if (matrix, fault) == ("head", "layer"):
+        pytest.skip("there is one output layer")
+    plant(matrix, fault)
+    names = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "output", "gate": "gate_up", "up": "gate_up"}
+    where = {"head": "the output layer", "embedding": "the embedding"}
+    with pytest.raises(
+        UnsupportedModelError, match=where.get(matrix, f"{names.get(matrix, matrix)} of layer 1")
+    ):
+        load_model(gguf)
+
+
+def llama(**changes: Any) -> Any:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        max_position_embeddings=64,
+        **changes,
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_g64", "bfloat16"])
+def test_a_fault_in_a_format_is_refused(
+    quantization: str | None, fault: str, plant: Callable[[str, str], None]
+) -> None:
+    adapt(llama(), quantization=quantization)
+    plant("up", fault)
+    with pytest.raises(UnsupportedModelError, match="gate_up of layer 1"):
+        adapt(llama(), quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(2, "attention_norm of layer 1"), (3, "mlp_norm of layer 1"), (4, "the final norm")],
+)
+def test_a_fault_in_a_norm_is_refused(number: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = PackedModel._norm
+    seen: list[None] = []
+
+    def spoil(self: PackedModel, parts: NormParts | None) -> Any:
+        if type(self) is Decoder and parts is not None:
+            seen.append(None)
+            if len(seen) == number + 1:
+                parts = replace(parts, weight=parts.weight.detach() * 1.001)
+        return norm(self, parts)
+
+    monkeypatch.setattr(PackedModel, "_norm", spoil)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        adapt(llama(), quantization="int8")
+
+
+def test_a_fault_of_a_layer_that_runs_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of other families do, whose linear layers alone are packed."""
+    from slipstream.models.linear import packing
+    from slipstream.models.linear.layers import NativeLinear
+
+    class Wrong(NativeLinear):
+        def __init__(self, linear: Any, kernel: Any) -> None:
+            super().__init__(linear if linear.out_features != 96 else spoiled(linear, "block", None), kernel)
+
+    model = llama()
+    monkeypatch.setattr(FAMILIES, "names", list)
+    adapt(llama(), quantization="int8")
+    monkeypatch.setattr("slipstream.models.linear.formats.NativeLinear", Wrong)
+    assert packing.NativeLinear is NativeLinear
+    with pytest.raises(UnsupportedModelError, match=r"packed weights of .* are not the checkpoint's"):
+        adapt(model, quantization="int8")
+
+
+def test_rows_that_round_otherwise_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A near-tie of rounding sends a number of a row to the next integer; no comparison of the checks rounds a row."""
+    rows = sign_rows(96)
+    integers = rows * 127  # as any kernel rounds them, row by row or group by group
+    assert torch.equal(integers.round(), integers)
+    assert rows.unique().tolist() == [-1, 1]
+
+
+def ministral() -> Any:
+    config = Ministral3Config(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+
+
+def test_what_is_wrong_at_far_positions_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ministral 3 scales its queries beyond the original context, and Llama does not."""
+    assert adapt(ministral()).decoder is None
+    FAMILIES.register("ministral3", Llama)
+    try:
+        with pytest.raises(UnsupportedModelError, match="its layer 0 is not what the fused decoder computes"):
+            adapt(ministral())
+        monkeypatch.setattr("slipstream.models.canary.far_position", lambda length: None)
+        assert adapt(ministral()).decoder is not None  # so only the far positions tell
+    finally:
+        FAMILIES.unregister("ministral3")
+
+
+class Router(nn.Module):
+    """As LongCat-Flash and Hunyuan MoE route: the layer's weight is read, and the layer never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(32, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        chosen = int(nn.functional.linear(rows, self.classifier.weight).sum(0).argmax())
+        made: Tensor = self.experts[chosen](rows)
+        return made
+
+
+def test_layers_that_are_read_and_never_called_stay_plain() -> None:
+    torch.manual_seed(0)
+    model, rows = Router().requires_grad_(False), torch.randn(3, 32)
+    expected = model(rows)
+    with unread(model) as called:
+        model(rows)
+    assert len(called) == 1
+    assert (
+        pack_linears(model, weight_format("float32"), called=called) == 4
+    )  # experts without a row among them
+    assert type(model.classifier) is nn.Linear
+    assert torch.allclose(model(rows), expected, atol=1e-5)

@@ -1,0 +1,135 @@
+"""The CPU kernels under the address and undefined-behaviour sanitizers, with each instruction set of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.cpu import builds, native
+from slipstream.models.cpu.builds import BUILDS, Build
+from tests.kit.planted_faults import Fault, plant
+
+DRIVER = Path(__file__).with_name("odd_shapes.cpp")
+NUM_CASES = 300
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
+]
+
+
+def compiled(folder: Path, build: Build, kernels: Path = builds.SOURCES, *more: str) -> Path:
+    """The driver with sanitizers; skips where the compiler has none."""
+    program = folder / "odd_shapes"
+    flags = ["-O1", "-g", *build.flags, "-ffp-contract=off", "-std=c++20", "-pthread", *SANITIZERS, *more]
+    command = ["c++", *flags, f"-I{kernels}", str(DRIVER), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot find" in done.stderr:  # libasan or libubsan
+        pytest.skip("the compiler's sanitizers are not installed")
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, num_cases: int) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }  # the teams of threads are never taken down
+    return subprocess.run(
+        [str(program), "7", str(num_cases)], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=attrgetter("name"))
+def test_odd_shapes_are_clean_and_equal_in_any_company(build: Build, tmp_path: Path) -> None:
+    if build.machine not in (builds.machine(), "") or not build.needs <= builds.processor_flags():
+        pytest.skip("not for this processor")
+    done = run(compiled(tmp_path, build), NUM_CASES)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert f"{NUM_CASES} cases" in done.stdout
+    told = re.search(r"memory was short in reserve (\d+), divide (\d+), plan (\d+) times", done.stdout)
+    assert told is not None
+    assert min(map(int, told.groups())) > 0, "a part of a pass that never lacked memory"
+
+
+FAULTS = (
+    Fault(
+        "writes-behind-a-row",
+        "linear.h",
+        "for (int k = 0; k < in; ++k) out[k] = widened",
+        "for (int k = 0; k < in + faulty; ++k) out[k] = widened",
+        "AddressSanitizer",
+    ),
+    Fault(
+        "misses-an-ancestor",
+        "attention.h",
+        "end = run + int(tail_end - tail_begin);",
+        "end = run + int(tail_end - tail_begin) - (faulty && tail_end - tail_begin > 2);",
+        "a node of a tree",
+    ),
+    Fault(
+        "rounds-by-company",
+        "linear.h",
+        "store(out + r * UNIT + c * LANES, total[r][c]);",
+        "store(out + r * UNIT + c * LANES, faulty && R > 3 ? total[r][c] * 1.0000002f : total[r][c]);",
+        "has other bits in company",
+    ),
+    Fault(
+        "rounds-groups-by-company",
+        "groups.h",
+        "total[r][c] = fused(scale, products,",
+        "total[r][c] = fused(scale, faulty && R > 3 ? products * 1.0000002f : products,",
+        "has other bits in company",
+    ),
+    Fault(
+        "widens-wrong",
+        "widen.h",
+        "(floats)(both << 16)",
+        "(floats)(faulty ? both << 16 | 1 : both << 16)",
+        "has other bits than in float32",
+    ),
+    Fault(
+        "shares-too-far",
+        "attention.h",
+        "return int(std::min(shared_length[a], shared_length[b]) / PARTITION);",
+        "return int((std::min(shared_length[a], shared_length[b]) + (faulty ? PARTITION - 1 : 0)) / PARTITION);",
+        "what is shared",
+    ),
+    Fault(
+        "asks-in-a-thread",
+        "attention.h",
+        "desk.visible.clear();",
+        "if (faulty) std::vector<Visible>().swap(desk.visible); else desk.visible.clear();",
+        "bad_alloc",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def faulty_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver over kernels with every fault, of which the variable PLANTED chooses one by its number."""
+    folder = tmp_path_factory.mktemp("planted")
+    kernels, flags = plant(FAULTS, folder)
+    return compiled(folder, native.build(), kernels, *flags)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=attrgetter("name"))
+def test_a_planted_fault_is_found(fault: Fault, faulty_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED", str(FAULTS.index(fault)))
+    done = run(faulty_driver, 50)
+    assert done.returncode != 0
+    assert fault.finding in done.stdout + done.stderr
+
+
+def test_without_a_fault_the_same_driver_finds_none(
+    faulty_driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED", "-1")
+    done = run(faulty_driver, 50)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]

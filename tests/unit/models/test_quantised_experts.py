@@ -1,0 +1,330 @@
+"""Quantised files with experts: rounded or widened where an option says so, and the numbers are the file's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from slipstream.errors import ModelError, UnsupportedModelError
+from slipstream.models import load_model
+from slipstream.models.cpu.native import unavailable
+from slipstream.models.files.stored_experts import StoredStack
+from slipstream.models.outline import outline_model
+from slipstream.models.rows import RowGroup
+from slipstream.models.unloaded import shared_outlines
+from tests.kit.gguf_files import write_model
+from tests.kit.quantised_folders import Layer, awq, compressed, gptq, quantise_folder
+from tests.unit.models.test_gguf_models import ARCHS, FAMILIES, WITH_EXPERTS, tiny
+
+native = pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, head_dim=16, moe_intermediate_size=96, num_experts=5, norm_topk_prob=True)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, intermediate_size=96, num_local_experts=3)),
+}
+GROUP = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+METHODS: dict[str, tuple[Callable[[Layer], dict[str, Tensor]], dict[str, Any]]] = {
+    "compressed-tensors": (
+        compressed,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}},
+        },
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "act-order": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+}
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def saved(folder: Path, family: str, method: str, parts: tuple[str, ...] = (*EXPERTS, *ATTENTION)) -> Any:
+    """A tiny model in `folder` whose layers of these names are quantised, and the model with the same numbers."""
+    torch.manual_seed(0)
+    model = MODELS[family]()
+    model.save_pretrained(folder, state_dict={k: v.half() for k, v in model.state_dict().items()})
+    write, settings = METHODS[method]
+    file = folder / "model.safetensors"
+    state = {name: weight.half() for name, weight in load_file(file).items()}
+    save_file(state, file)
+    layers, numbers = {}, {name: weight.float() for name, weight in state.items()}
+    for name, weight in state.items():
+        stem = name.removesuffix(".weight")
+        if stem.rpartition(".")[2] not in parts:
+            continue
+        order = method == "act-order"
+        layer = Layer.random(*weight.shape, 32, 4, seed=crc32(stem.encode()), act_order=order)
+        if order:  # layers that read the same rows are in the same order
+            seed = torch.Generator().manual_seed(weight.shape[1])
+            layer.group_of = (torch.arange(weight.shape[1]) // 32)[
+                torch.randperm(weight.shape[1], generator=seed)
+            ]
+        layers[stem] = write(layer)
+        numbers[name] = layer.weight
+    plain = folder.with_name(f"{folder.name}-plain")
+    plain.mkdir()
+    (plain / "config.json").write_text((folder / "config.json").read_text())
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    quantise_folder(folder, layers, settings)
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+
+
+def logits(model: Any) -> Tensor:
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        found: Tensor = model(input_ids=torch.arange(20)[None] * 3 % 96, use_cache=False).logits[0]
+    return found
+
+
+def packed_logits(lm: Any) -> Tensor:
+    """[20, vocab]: of the same tokens as `logits`."""
+    ids = [number * 3 % 96 for number in range(20)]
+    pool, slots = lm.trial_cache(len(ids))
+    found: Tensor = lm.forward([RowGroup(slots, 0, ids, range(len(ids)))], pool).logits
+    return found
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """The median error of a row's logits, over their spread."""
+    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((ours - theirs).norm(dim=-1) / spread).median())
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises((ModelError, UnsupportedModelError)) as caught:
+        load_model(str(path), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def expert_weights(lm: Any) -> Tensor:
+    """Of all layers and experts, as the kernels multiply with them."""
+    linears = [weight for experts in lm.decoder.experts for weight in experts.linears]
+    return torch.cat([weight.unpack(torch.arange(weight.out_features)).flatten() for weight in linears])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_experts_are_neither_widened_nor_rounded_without_an_option(family: str, tmp_path: Path) -> None:
+    saved(tmp_path / "x", family, "awq")
+    what = refusal(tmp_path / "x")
+    assert f"the experts of this {family} model are AWQ, 4 bits weights" in what
+    assert ".experts.0." in what
+    assert "which cannot be kept packed; --quantization int8 or int4 rounds them to 8 or 4 bits" in what
+    assert "--dtype bfloat16 or float16 widens the whole model" in what
+    with pytest.raises(ModelError, match="which cannot be kept packed"):
+        outline_model(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", MODELS)
+def test_a_dtype_widens_the_files_numbers(family: str, method: str, tmp_path: Path) -> None:
+    expected = logits(saved(tmp_path / "x", family, method))
+    wide = load_model(str(tmp_path / "x"), dtype="float32", pack=False)
+    torch.testing.assert_close(logits(wide.model), expected, rtol=1e-5, atol=1e-5)
+
+
+ROUNDED = {"int8": 0.06, "int4": 0.3, "bfloat16": 0.12}
+"""Of logits, over their spread: attention's rows are rounded to 8 bits in all of them, and then now and then a random
+router chooses another expert. Measured: up to 0.025, 0.11, 0.06."""
+
+
+@native
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_experts_are_rounded_to_the_format_that_is_named(
+    name: str, family: str, method: str, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "x", family, method)
+    lm = load_model(str(tmp_path / "x"), quantization=name)
+    assert lm.kernels == "decoder"
+    assert lm.stored_bits == {4}, "attention stays packed"
+    assert lm.weight_type.endswith(f"4 bits, experts in {name}")
+    assert lm.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert error(packed_logits(lm), logits(model)) < ROUNDED[name]
+    plain = load_model(str(tmp_path / "x-plain"), quantization=name)
+    assert torch.equal(expert_weights(lm), expert_weights(plain)), "as if saved in 32 bits"
+    planned = outline_model(str(tmp_path / "x"), quantization=name)
+    assert planned.held.total_bytes == lm.weight_bytes
+    assert planned.num_parameters == lm.num_parameters
+    assert (planned.kernels, planned.weight_type) == (lm.kernels, lm.weight_type)
+
+
+@native
+@pytest.mark.parametrize("family", MODELS)
+def test_no_more_than_one_expert_is_held_widened(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, held, most = StoredStack.read, WeakSet[Any](), 0
+
+    def counted(stack: StoredStack, expert: int) -> Tensor:
+        nonlocal most
+        weight = read(stack, expert)
+        held.add(weight.untyped_storage())
+        most = max(most, len(held))
+        return weight
+
+    monkeypatch.setattr(StoredStack, "read", counted)
+    saved(tmp_path / "x", family, "gptq")
+    load_model(str(tmp_path / "x"), quantization="int8")
+    assert 1 <= most <= 3, "the last one of each stack and the next"
+
+
+@native
+def test_experts_may_be_all_that_is_quantised(tmp_path: Path) -> None:
+    model = saved(tmp_path / "x", "mixtral", "gptq", EXPERTS)
+    lm = load_model(str(tmp_path / "x"), quantization="int8")
+    planned = outline_model(str(tmp_path / "x"), quantization="int8")
+    assert lm.weight_type == planned.weight_type == "int8"
+    assert planned.held.total_bytes == lm.weight_bytes
+    assert error(packed_logits(lm), logits(model)) < ROUNDED["int8"]
+
+
+@native
+def test_parts_of_experts_in_16_bits_are_rounded_beside_the_others(tmp_path: Path) -> None:
+    saved(tmp_path / "x", "qwen3_moe", "awq", ("up_proj", "down_proj", *ATTENTION))
+    ours, plain = (load_model(str(tmp_path / name), quantization="int8") for name in ("x", "x-plain"))
+    assert torch.equal(expert_weights(ours), expert_weights(plain))
+
+
+@native
+def test_plans_with_and_without_an_option_are_not_mixed_up(tmp_path: Path) -> None:
+    saved(tmp_path / "x", "mixtral", "awq")
+    with shared_outlines():
+        found = [outline_model(str(tmp_path / "x"), quantization=name) for name in ("int8", "int4", "int8")]
+        assert [each.weight_type.rpartition(" ")[2] for each in found] == ["int8", "int4", "int8"]
+        assert found[0].held.total_bytes > found[1].held.total_bytes
+        with pytest.raises(ModelError, match="which cannot be kept packed"):
+            outline_model(str(tmp_path / "x"))
+
+
+def test_what_the_kernels_do_not_compute_is_not_rounded(tmp_path: Path) -> None:
+    saved(tmp_path / "x", "qwen3_moe", "gptq")
+    what = refusal(tmp_path / "x", quantization="int8", cpu_kernels="torch")
+    assert "rounds them to 8 or 4 bits for our own kernels" in what
+    config = tmp_path / "x/config.json"
+    config.write_text(config.read_text().replace('"hidden_act": "silu"', '"hidden_act": "relu"'))
+    if unavailable() is None:
+        what = refusal(tmp_path / "x", quantization="int8")
+        assert "rounded for the fused decoder alone, which does not run this model; --dtype bfloat16" in what
+
+
+@native
+def test_files_whose_experts_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "x", "qwen3_moe", "gptq")
+    file, config = tmp_path / "x/model.safetensors", tmp_path / "x/config.json"
+    whole, said = load_file(file), config.read_text()
+
+    def of(change: str = "", **tensors: Any) -> str:
+        config.write_text(said.replace(*change.split("->")) if change else said)
+        return refusal(tmp_path / "x", quantization="int8")
+
+    first = "model.layers.1.mlp.experts.3.up_proj"
+    save_file({name: part for name, part in whole.items() if not name.startswith(first)}, file)
+    assert "model.layers.1.mlp.experts lacks a part of gate_up_proj of expert 3" in of()
+    save_file(whole, file)
+    assert "is one expert more than the configuration's 4" in of(
+        '"num_local_experts": 5->"num_local_experts": 4'
+    )
+    assert "lacks a part of gate_up_proj of expert 5" in of('"num_local_experts": 5->"num_local_experts": 6')
+    wide = of('"moe_intermediate_size": 96->"moe_intermediate_size": 64')
+    assert "gate_proj is 96 x 64, and the configuration says 64 x 64" in wide
+    dense = of('"mlp_only_layers": []->"mlp_only_layers": [0]')
+    assert "the fused decoder does not know the experts of this qwen3_moe model" in dense
+
+
+def test_an_adapter_of_experts_that_are_rounded_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = saved(tmp_path / "x", "mixtral", "gptq")
+    for name, targets in (
+        ("experts", {"target_parameters": ["mlp.experts.gate_up_proj"]}),
+        ("attention", {"target_modules": ["q_proj"]}),
+    ):
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "x-plain", dtype=torch.float32)
+        config = peft.LoraConfig(r=2, init_lora_weights=False, **targets)
+        peft.get_peft_model(plain, config).save_pretrained(tmp_path / name)
+    if unavailable() is not None:
+        return
+    options = {"quantization": "int8", "lora": str(tmp_path / "experts")}
+    assert "the adapter cannot be kept apart from quantised weights" in refusal(tmp_path / "x", **options)
+    with pytest.raises(ModelError, match="the adapter cannot be kept apart from quantised weights"):
+        outline_model(str(tmp_path / "x"), **options)
+    outline_model(str(tmp_path / "x"), quantization="int8", lora=str(tmp_path / "attention"))
+    lm = load_model(str(tmp_path / "x"), quantization="int8", lora=str(tmp_path / "attention"))
+    adapted = peft.PeftModel.from_pretrained(model, str(tmp_path / "attention")).merge_and_unload()
+    assert error(packed_logits(lm), logits(adapted)) < ROUNDED["int8"]
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------
+
+KINDS = {"": "Q4_0", "blk.1.ffn_down_exps.weight": "Q8_0", "blk.2.ffn_up_exps.weight": "Q5_0"}
+"""Types differ within a layer's experts, as in llama.cpp's mixtures."""
+
+
+def gguf_file(tmp_path: Path, arch: str, more: dict[str, Any] | None = None) -> tuple[Path, Any]:
+    """A tiny model with experts in random blocks, and the Transformers model with the same numbers."""
+    pytest.importorskip("gguf", reason="the extra `export` is not installed")
+    model_type, changes, keys = FAMILIES[arch]
+    model = tiny(model_type, changes)
+    with torch.no_grad():
+        file = write_model(tmp_path / "x.gguf", ARCHS.get(arch, arch), model, keys | (more or {}), KINDS)
+    return file, model
+
+
+@pytest.mark.parametrize("arch", WITH_EXPERTS)
+def test_experts_of_a_gguf_file_are_widened_or_rounded_by_option(arch: str, tmp_path: Path) -> None:
+    file, model = gguf_file(tmp_path, arch)
+    expected = logits(model)
+    assert "Q8_0" in refusal(file)
+    assert "which cannot be kept packed; --quantization int8 or int4" in refusal(file)
+    wide = load_model(str(file), dtype="float32", pack=False)
+    torch.testing.assert_close(logits(wide.model), expected, rtol=1e-4, atol=1e-4)
+    if unavailable() is not None:
+        return
+    for name, bound in (("int8", 0.06), ("int4", 0.3)):
+        lm = load_model(str(file), quantization=name)
+        assert lm.weight_type.endswith(f"experts in {name}")
+        assert error(packed_logits(lm), expected) < bound
+        assert outline_model(str(file), quantization=name).held.total_bytes == lm.weight_bytes
+        plain = write_model(tmp_path / "plain.gguf", ARCHS.get(arch, arch), model, FAMILIES[arch][2])
+        assert torch.equal(expert_weights(lm), expert_weights(load_model(str(plain), quantization=name)))
+
+
+def test_gguf_files_whose_experts_disagree_with_their_keys_are_refused(tmp_path: Path) -> None:
+    for more, what in (
+        ({"expert_count": 4}, "blk.0.ffn_gate_exps.weight is 3 x 96 x 64, and the keys say 4 x 96 x 64"),
+        ({"expert_used_count": 0}, "llama.expert_used_count is 0"),
+        ({"expert_feed_forward_length": 32}, "3 x 96 x 64, and the keys say 3 x 32 x 64"),
+    ):
+        assert what in refusal(gguf_file(tmp_path, "mixtral", more)[0])
+    model_type, changes, keys = FAMILIES["qwen2"]
+    file = write_model(tmp_path / "x.gguf", "qwen2", tiny(model_type, changes), keys | {"expert_count": 2})
+    assert "holds a qwen2 model with experts, which GGUF files are read for of llama" in refusal(file)

@@ -1,0 +1,177 @@
+"""The doctor tells a draft that fits from one that does not, and names the fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
+from slipstream.cli.main import app
+from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.errors import ConfigError, ModelError
+from slipstream.models import load_tokenizer
+from slipstream.tools.doctor import CheckOutcome, Finding, canary, examine
+from slipstream.tools.doctor.canary import Canary
+from slipstream.tools.doctor.examination import kind_of
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """An EAGLE-3 head with random weights, for the embedded target."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 320, "intermediate_size": 64, "num_attention_heads": 5, "num_key_value_heads": 5}
+    config = EagleConfig(
+        version=3,
+        target_hidden_size=320,
+        vocab_size=4096,
+        draft_vocab_size=4096,
+        head_dim=64,
+        feature_layers=(1, 3, 5),
+        **sizes,
+    )
+    save_eagle(EagleHead(config), tmp_path / "head", target="embedded")
+    return tmp_path / "head"
+
+
+def faults(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.text for finding in findings if finding.verdict is CheckOutcome.FAULT}
+
+
+def test_a_good_draft_has_no_fault() -> None:
+    findings = list(examine(EMBEDDED_TARGET, EMBEDDED_DRAFT))
+    assert faults(findings) == {}
+    assert [finding.check for finding in findings] == ["kind", "tokenizer", "checkpoint", "context", "canary"]
+    assert "0.6" in findings[-1].text
+
+
+def test_an_untrained_head_is_found_out_by_the_canary(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "NUM_PROMPTS", 4)
+    found = faults(list(examine(EMBEDDED_TARGET, str(head))))
+    assert list(found) == ["canary"]
+    assert "train it longer, or use one for this target" in found["canary"]
+
+
+def test_another_vocabulary_ends_the_examination(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    tokenizer.add_tokens(["<another>"])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    findings = list(examine(EMBEDDED_TARGET, str(tmp_path)))
+    assert list(faults(findings)) == ["tokenizer"]
+    assert "<another>" in findings[-1].text
+    assert findings[-1].check == "tokenizer"
+
+
+def test_a_broken_checkpoint_is_named(head: Path) -> None:
+    tensors = load_file(head / "model.safetensors")
+    tensors["midlayer.mlp.up_proj.weights"] = tensors.pop("midlayer.mlp.up_proj.weight")
+    save_file(tensors, head / "model.safetensors")
+    found = faults(list(examine(EMBEDDED_TARGET, str(head))))
+    assert list(found) == ["checkpoint"]
+    assert "missing layer.mlp.up_proj.weight" in found["checkpoint"]
+
+
+def edit(head: Path, **changes: Any) -> None:
+    config = json.loads((head / "config.json").read_text())
+    for name, value in changes.items():
+        config.pop(name) if value is None else config.update({name: value})
+    (head / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def poor_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is heard at once: what it hears of a head without training is tested above."""
+    monkeypatch.setattr(
+        "slipstream.tools.doctor.examination.run_canary", lambda target, speculative: Canary(0.01, 1.01, 0)
+    )
+
+
+@pytest.mark.usefixtures("poor_canary")
+def test_what_engines_read_otherwise_is_pointed_out(head: Path) -> None:
+    edit(head, norm_before_residual=None, eagle_config=None, max_position_embeddings=512)
+    edit(head, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    warnings = {f.check for f in examine(EMBEDDED_TARGET, str(head)) if f.verdict is CheckOutcome.WARNING}
+    assert warnings == {"norm flags", "layers", "context", "rope"}
+
+
+def test_a_convention_that_does_better_is_named(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary that sings best where hidden states are numbered one higher than the configuration says."""
+
+    def run_canary(target: Any, speculative: Any) -> Canary:
+        config = json.loads((Path(speculative.options["model"]) / "config.json").read_text())
+        moved = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
+        return Canary(0.6 if moved else 0.2, 2.0, 0)
+
+    real = canary.variations
+
+    def as_if_deeper(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        return real(folder, num_layers + 1)
+
+    monkeypatch.setattr("slipstream.tools.doctor.examination.run_canary", run_canary)
+    monkeypatch.setattr("slipstream.tools.doctor.examination.variations", as_if_deeper)
+    found = faults(list(examine(EMBEDDED_TARGET, str(head))))
+    assert list(found) == ["conventions"]
+    assert "hidden states [2, 4, 6] instead of [1, 3, 5]" in found["conventions"]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"hydra_num_heads": 2}, "hydra"),
+        ({"medusa_num_heads": 2}, "medusa"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, "eagle"),
+        ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+    ],
+)
+def test_kinds(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kind_of(str(tmp_path)) == kind
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(ConfigError, match="unknown kind of draft 'eagel'"):
+        list(examine(EMBEDDED_TARGET, EMBEDDED_DRAFT, "eagel"))
+    with pytest.raises(ModelError):
+        list(examine("/nowhere", EMBEDDED_DRAFT))
+
+
+@pytest.mark.usefixtures("poor_canary")
+def test_the_command(head: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "embedded", str(head), "--json"])
+    assert result.exit_code == 2
+    assert {row["check"]: row["verdict"] for row in json.loads(result.stdout)}["canary"] == "fault"
+    assert "1 fault found" in result.stderr
+    assert "drafting for a few prompts …" in result.stderr
+
+
+def test_a_layer_numbering_that_is_one_too_low_is_found(tmp_path: Path) -> None:
+    """A trained head, as SpecForge or TensorRT-LLM would number its layers."""
+    folder = tmp_path / "head"
+    shutil.copytree(EMBEDDED_EAGLE3, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    config = json.loads((folder / "config.json").read_text())
+    layers = [layer - 1 for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = layers
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "hidden states [1, 3, 5]" in faults(list(examine(EMBEDDED_TARGET, str(folder))))["conventions"]
