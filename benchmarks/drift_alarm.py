@@ -26,8 +26,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.control.monitor.alarms import FULL_WEIGHT_TOKENS
 from slipstream.control.monitor.drift import REFERENCE_SIZES, ShiftWatch
-from slipstream.control.monitor.shift import FALSE_ALARM_RATE, Value
 from slipstream.profiling.provenance import provenance
+from slipstream.stats.shift import FALSE_ALARM_RATE, Value
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/drift_alarm.json"
 FALL = 0.15

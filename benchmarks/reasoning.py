@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from benchmarks.kept import Kept, say
 from benchmarks.reasoning_page import draw, page
@@ -30,7 +31,7 @@ from recipes.reasoning_pair.problems import QUESTION, SEPARATOR, THINK_END, Prob
 from slipstream import LLM, SamplingParams
 from slipstream.engine.outputs import RequestOutput
 from slipstream.profiling.provenance import provenance
-from slipstream.reasoning.paired import PairedAccuracy, wilson
+from slipstream.stats.paired import PairedAccuracy
 
 RESULT = Path(__file__).parent.parent / "docs/benchmarks/reasoning.json"
 THRESHOLDS = {
@@ -179,7 +180,7 @@ def row_of(
     """What the page says of one way."""
     cell = cells[way.name]
     pair = PairedAccuracy.of(cells["target alone"]["right"], cell["right"])
-    low, high = wilson(pair.num_right, num)
+    low, high = binomtest(pair.num_right, num).proportion_ci(method="wilson")
     row: dict[str, Any] = {
         "name": way.name, "kind": way.kind, "judge": way.judge, "threshold": way.threshold,
         "accuracy": pair.accuracy, "accuracy_low": low, "accuracy_high": high,

@@ -22,7 +22,6 @@ from starlette.testclient import TestClient
 from slipstream import LLM, SamplingParams
 from slipstream.assets import sample_prompts
 from slipstream.control.monitor.alarms import AlarmKind
-from slipstream.control.monitor.shift import Value
 from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.engine import EngineStats
@@ -31,6 +30,7 @@ from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.facts import decoded_rows
 from slipstream.serve.logs import JsonFormatter
 from slipstream.serve.service import Service
+from slipstream.stats.shift import Value
 
 GREEDY = {"prompt": QUESTION, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
 DASHBOARD = "slipstream.serve.alarms"

@@ -33,8 +33,8 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.reasoning.calibration import DEFAULT_GRID, CalibrationCell, choose_threshold, is_expected
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.reasoning.options import StepOptions
-from slipstream.reasoning.paired import PairedAccuracy
 from slipstream.sampling.params import SamplingParams
+from slipstream.stats.paired import PairedAccuracy
 from slipstream.text.jsonl import read_rows
 
 if TYPE_CHECKING:

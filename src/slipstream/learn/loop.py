@@ -2,19 +2,18 @@
 
 A state machine of one lane, without clock, files or tensors. It is told what was judged and what finished requests
 gained, and says what to do. Versions are compared on live traffic by requests that hash at random to one or the other
-at the same time, so that a change of topic moves both: their differences are bet on, as in `monitor.shift`
-(Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024; Shin, Ramdas and Rinaldo,
-"E-detectors", 2023). Such a test may be looked at after every request.
+at the same time, so that a change of topic moves both: their differences are bet on (`stats.betting.Stakes`). Such a
+test may be looked at after every request.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slipstream.errors import LearnError
+from slipstream.stats.betting import Stakes
 
 FLOOR = ""
 """The id of what is never replaced."""
@@ -109,19 +108,20 @@ class LoopSettings:
                 raise LearnError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-class PairedBets:
+class PairedBets(Stakes):
     """A bet that one group's requests have the larger figure, on pairs of requests that came at about the same time.
 
     The requests of either group since the last pair are averaged: a pair is complete as soon as both groups have one.
+    The evidence is for the first group, with its slack.
     """
 
     def __init__(self, *, restarts: bool, slack: float = 0.0, scale: float = 1.0) -> None:
-        """`restarts`: begin anew whenever the bets have lost, to notice a change however late it comes. `slack` is what
-        the first group is given on top; `scale` multiplies the second group's figures."""
-        self._restarts, self._slack, self._scale = restarts, slack, scale
+        """`restarts` as in `Stakes`. `slack` is what the first group is given on top; `scale` multiplies the second
+        group's figures."""
+        super().__init__(_STAKES, restarts=restarts)
+        self._slack, self._scale = slack, scale
         self._sums = [[0.0, 0], [0.0, 0]]
         self._bound = max(1.0, scale) + slack
-        self._logs = [0.0] * len(_STAKES)
         self.num_pairs = 0
         self.total = 0.0
         """Of the differences, first group less second."""
@@ -137,15 +137,7 @@ class PairedBets:
         self._sums = [[0.0, 0], [0.0, 0]]
         self.num_pairs += 1
         self.total += first - second
-        gain = (first + self._slack - second * self._scale) / self._bound
-        for place, stake in enumerate(_STAKES):
-            before = max(self._logs[place], 0.0) if self._restarts else self._logs[place]
-            self._logs[place] = before + math.log1p(stake * max(gain, -1.0))
-
-    @property
-    def evidence(self) -> float:
-        """That the first group's mean, with its slack, is the larger one; x is reached by chance in at most 1 / x."""
-        return sum(math.exp(min(log, 300.0)) for log in self._logs) / len(_STAKES)
+        self.bet(max((first + self._slack - second * self._scale) / self._bound, -1.0))
 
     @property
     def mean_difference(self) -> float:
@@ -158,7 +150,8 @@ class _Fall:
 
     def __init__(self, threshold: float, num_requests: int) -> None:
         self._threshold, self._num_requests = threshold, num_requests
-        self._level, self._num, self._log = 0.0, 0, 0.0
+        self._level, self._num = 0.0, 0
+        self._bets = Stakes(_STAKES[-1:], restarts=True)
         self.num_left = 0
         """Requests for which the doubt goes on."""
 
@@ -168,11 +161,10 @@ class _Fall:
         if self.num_left:
             self.num_left -= 1
             if not self.num_left:
-                self._num, self._log = 1, 0.0
+                self._num, self._bets = 1, Stakes(_STAKES[-1:], restarts=True)
         elif self._num > _FIRST:
-            gain = self._level - _TOLERANCE - figure
-            self._log = max(self._log, 0.0) + math.log1p(_STAKES[-1] * max(gain, -1.0))
-            if self._log >= math.log(self._threshold):
+            self._bets.bet(max(self._level - _TOLERANCE - figure, -1.0))
+            if self._bets.evidence >= self._threshold:
                 self.num_left = self._num_requests
         self._level += (figure - self._level) / min(self._num, _MEMORY)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.reasoning.paired import PairedAccuracy
+from slipstream.stats.paired import PairedAccuracy
 
 DEFAULT_GRID = {
     "score": (3.0, 5.0, 6.0, 7.0, 8.0, 8.5),

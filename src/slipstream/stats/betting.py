@@ -8,9 +8,64 @@ betting" (2021), and Ramdas et al., "Game-theoretic statistics and safe anytime-
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 _LOG_LARGEST = 700.0
 """The exponential of more is no float."""
+
+
+def log_mean(log_wealths: Iterable[float]) -> float:
+    """The logarithm of the mean of wealths, given and returned as logarithms: gamblers that share a first wealth of 1.
+
+    The mean of nonnegative martingales is one too.
+    """
+    logs = [float(one) for one in log_wealths]
+    most = max(logs)
+    if math.isinf(most):
+        return most
+    return most + math.log(sum(math.exp(one - most) for one in logs) / len(logs))
+
+
+class Stakes:
+    """Gamblers who share a first wealth of 1, each of whom bets its own fixed stake on every value.
+
+    Where no value's mean, given those before, is above 0, each wealth is a nonnegative supermartingale, and so is their
+    mean (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024).
+
+    With `restarts` a gambler begins anew with 1 whenever it has lost (Page's CUSUM, 1954), to notice a change however
+    late it comes. The mean number of values before the mean wealth reaches x by chance is then at least x (Shin,
+    Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", 2023).
+    """
+
+    def __init__(self, stakes: Seq[float], *, restarts: bool = False) -> None:
+        """No stake times a value may reach -1."""
+        self._stakes, self._restarts = tuple(stakes), restarts
+        self.log_wealths = [0.0] * len(self._stakes)
+        self._ages = [0] * len(self._stakes)
+
+    def bet(self, value: float) -> None:
+        """Multiply each wealth by 1 + stake·value."""
+        for place, stake in enumerate(self._stakes):
+            if self._restarts and self.log_wealths[place] <= 0:
+                self.log_wealths[place], self._ages[place] = 0.0, 0
+            self.log_wealths[place] += math.log1p(stake * value)
+            self._ages[place] += 1
+
+    @property
+    def log_wealth(self) -> float:
+        """The logarithm of the mean wealth."""
+        return log_mean(self.log_wealths)
+
+    @property
+    def evidence(self) -> float:
+        """The mean wealth; by chance it ever reaches x with probability at most 1 / x, without restarts."""
+        return math.exp(min(self.log_wealth, _LOG_LARGEST))
+
+    @property
+    def age(self) -> int:
+        """Bets since the richest gambler began (anew): an estimate of when the mean moved."""
+        return self._ages[max(range(len(self._stakes)), key=self.log_wealths.__getitem__)]
 
 
 class Wealth:
@@ -83,9 +138,7 @@ STAKES = (0.05, 0.2, 0.5, 0.95)
 class PairedTest(BettingTest):
     """Whether values, such as paired differences, have a mean above `level`: bets that win where they have.
 
-    Gamblers with fixed stakes share the first wealth; each one's is a nonnegative supermartingale where every value's
-    mean, given those before, is at most `level`, and so is their mean (Waudby-Smith and Ramdas, "Estimating means of
-    bounded random variables by betting", 2024). Nothing else is assumed of the values than a lower bound.
+    Nothing else is assumed of the values than a lower bound.
     """
 
     def __init__(self, confidence: float, level: float = 0.0, lowest: float = -1.0) -> None:
@@ -94,17 +147,11 @@ class PairedTest(BettingTest):
             raise ValueError(f"the lowest value, {lowest}, must be below the level, {level}")
         super().__init__(confidence)
         self.level, self.lowest = level, lowest
-        self._log_wealths = [0.0] * len(STAKES)
+        self._stakes = Stakes(STAKES)
 
     def add(self, value: float) -> None:
         """Bet on a value, which must not be known when the test begins."""
         if not value >= self.lowest:
             raise ValueError(f"a value must be at least {self.lowest}, got {value}")
-        part = (value - self.level) / (self.level - self.lowest)  # at least -1
-        self._log_wealths = [
-            log_wealth + math.log1p(stake * part)
-            for log_wealth, stake in zip(self._log_wealths, STAKES, strict=True)
-        ]
-        most = max(self._log_wealths)
-        total = sum(math.exp(one - most) for one in self._log_wealths)
-        self.wealth.move_to(most + math.log(total / len(STAKES)))
+        self._stakes.bet((value - self.level) / (self.level - self.lowest))
+        self.wealth.move_to(self._stakes.log_wealth)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.control.monitor.drift import REFERENCE_SIZES, SETTLE_REQUESTS, ShiftWatch
-from slipstream.control.monitor.shift import (
+from slipstream.stats.shift import (
     FALSE_ALARM_RATE,
     MIN_SHIFT,
     Bets,
@@ -56,11 +56,11 @@ def test_a_bet_is_fair_where_the_mean_is_the_bound() -> None:
             average = 0.0
             for sequence in itertools.product(outcomes, repeat=3):
                 bets = Bets(bound, 1.0, 0.05, below=below)
-                bets.log_capital = [100.0] * 3  # rich enough not to start anew
+                bets.log_wealths = [100.0] * 3  # rich enough not to start anew
                 for value, _ in sequence:
                     bets.add(Value(value))
                 average += math.prod(chance for _, chance in sequence) * math.exp(
-                    bets.log_capital[stake] - 100
+                    bets.log_wealths[stake] - 100
                 )
             assert average == pytest.approx(1.0)
 

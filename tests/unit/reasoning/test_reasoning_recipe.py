@@ -25,7 +25,7 @@ from recipes.reasoning_pair.problems import (
 )
 from recipes.reasoning_pair.tokenizer import make_tokenizer
 from recipes.reasoning_pair.train import PLANS, Plan, build_model, rate_factor, to_batch
-from slipstream.reasoning.paired import PairedAccuracy, wilson
+from slipstream.stats.paired import PairedAccuracy
 
 
 def test_a_solution_is_right_and_a_changed_one_is_not() -> None:
@@ -150,9 +150,3 @@ def test_pairs_are_compared_exactly() -> None:
     assert better.p_lower == 1
     with pytest.raises(ValueError, match="argument 2"):
         PairedAccuracy.of([True], [True, False])
-
-
-def test_wilsons_interval() -> None:
-    low, high = wilson(450, 500)
-    assert (round(low, 3), round(high, 3)) == (0.871, 0.923)
-    assert wilson(0, 0) == (0.0, 1.0)

@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from slipstream.control.monitor.causes import Traits, suspected_causes
 from slipstream.control.monitor.drift import REFERENCE_SIZES, Shift, ShiftWatch
-from slipstream.control.monitor.shift import FALSE_ALARM_RATE, Bets, Reference, Value, mean
 from slipstream.control.types import ControlReport, MethodReport
 from slipstream.core.bounded import BoundedDict
+from slipstream.stats.shift import FALSE_ALARM_RATE, Bets, Reference, Value, mean
 
 MAX_TASKS = 64
 """Tasks that are watched; the least recently requested one is dropped."""

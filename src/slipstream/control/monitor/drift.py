@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from slipstream.control.monitor.shift import Reference, ShiftTest, Value, mean
+from slipstream.stats.shift import Reference, ShiftTest, Value, mean
 
 REFERENCE_SIZES = (100, 200, 400)
 """Numbers of requests after which the reference is estimated, and estimated again while there is no evidence of a

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from slipstream.stats.paired import sign_test
 from slipstream.tools.audit.answering import answer_params
 from slipstream.tools.audit.findings import AuditCheck
 from slipstream.tools.audit.identity import AnswerComparison, FirstDifference
 from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest
 from slipstream.tools.audit.replaying import Floats, ReplayedAnswer, Replayer
-from slipstream.tools.audit.statistics.signs import sign_test
 
 SHARED_NOISE = 0.75
 """Share of telling tokens that the reference must choose too, for a server to count as drawing with its noise."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.control.monitor.shift import FALSE_ALARM_RATE, Bets, Value
+from slipstream.stats.shift import FALSE_ALARM_RATE, Bets, Value
 
 CLEARING_EVIDENCE = 100.0
 """For the opposite, after which it is no longer said."""
@@ -13,7 +13,7 @@ class SlowerTest:
     """Bets on which side of a pair is faster: a sign test that may be read after every pair.
 
     Where the side with speculation is faster in at least half of the pairs, the evidence reaches 1 / rate with
-    probability at most the rate, however long one looks (`monitor.shift`). It says nothing of by how much.
+    probability at most the rate, however long one looks (`stats.shift`). It says nothing of by how much.
     """
 
     def __init__(self) -> None:

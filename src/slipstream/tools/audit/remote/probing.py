@@ -14,9 +14,9 @@ import httpx2
 from slipstream.errors import RemoteError
 from slipstream.rpc.client import connect, trusted
 from slipstream.sampling.noise import derive_seed
+from slipstream.stats.paired import sign_test
 from slipstream.tools.audit.records import AuditReply, AuditRequest
 from slipstream.tools.audit.remote.side import ServerSide
-from slipstream.tools.audit.statistics.signs import sign_test
 from slipstream.tools.bench.statistics import first_difference
 
 NUM_SEED_PROBES = 20

@@ -17,9 +17,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.special import logsumexp
 
-from slipstream.stats.betting import BettingTest
+from slipstream.stats.betting import BettingTest, log_mean
 from slipstream.tools.audit.statistics.samples import Floats, Integers
 
 TEMPERATURES = (0.5, 0.7, 0.85, 0.94, 0.98, 1.02, 1.06, 1.18, 1.5, 2.0)
@@ -138,8 +137,7 @@ class ReferenceTest(BettingTest):
         self._excess += float((scores.log_probs - scores.expected)[possible].sum())
         self._variance += float(scores.variance[possible].sum())
         self.favour += scores.favour
-        total = float(logsumexp(list(self._log_wealths.values()))) - math.log(len(self._log_wealths))
-        self.wealth.move_to(math.inf if self.num_impossible else total)
+        self.wealth.move_to(math.inf if self.num_impossible else log_mean(self._log_wealths.values()))
 
 
 class _Tails:

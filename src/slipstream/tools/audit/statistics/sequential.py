@@ -11,14 +11,12 @@ not win back, to learn one costs little. The mean of martingales is one too.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 
 import numpy as np
-from scipy.special import logsumexp
 
-from slipstream.stats.betting import BettingTest
+from slipstream.stats.betting import BettingTest, log_mean
 from slipstream.tools.audit.statistics.ngrams import NgramCounts, Reading
 from slipstream.tools.audit.statistics.samples import Floats, Integers, padded
 
@@ -78,7 +76,7 @@ class SequentialTest(BettingTest):
         # The factor 2 * sigmoid(z): at z and at -z together it pays what it costs.
         z = self._weights @ (difference / self._scale)  # [gamblers]
         self._log_wealths += np.log(2.0) - np.logaddexp(0.0, -z)
-        self.wealth.move_to(float(logsumexp(self._log_wealths)) - math.log(len(GAMBLERS)))
+        self.wealth.move_to(log_mean(self._log_wealths))
         self._seen.append(difference)
         for source, (row, reading) in enumerate(zip(rows, readings, strict=True)):
             self._counts.add(source, reading)

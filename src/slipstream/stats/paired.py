@@ -1,4 +1,4 @@
-"""Accuracy of two ways to answer the same problems, compared pair by pair. No tensors."""
+"""Two ways to answer the same problems, compared pair by pair."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 ONE_SIDED_95 = 1.6449
+
+
+def sign_test(num: int, total: int) -> float:
+    """P(at least `num` of `total`) where either outcome is equally probable; 1 without any."""
+    from scipy.stats import binom
+
+    return float(binom.sf(num - 1, total, 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +55,7 @@ class PairedAccuracy:
     @property
     def p_lower(self) -> float:
         """The one-sided exact p-value of McNemar's test: small where the other way is worse than the reference."""
-        num = self.num_lost + self.num_won
-        tail: int = sum(math.comb(num, k) for k in range(self.num_lost, num + 1))
-        return float(tail / 2**num)
+        return sign_test(self.num_lost, self.num_lost + self.num_won)
 
     @property
     def least_difference(self) -> float:
@@ -60,13 +65,3 @@ class PairedAccuracy:
         middle = (won - lost) / num
         spread = math.sqrt(max(won + lost - (won - lost) ** 2 / num, 0.0)) / num
         return max(middle - ONE_SIDED_95 * spread, -1.0)
-
-
-def wilson(num_right: int, num: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share, with 95 % confidence by default; (0, 1) of nothing."""
-    if not num:
-        return 0.0, 1.0
-    share, square = num_right / num, z * z
-    middle = (share + square / (2 * num)) / (1 + square / num)
-    half = z * math.sqrt(share * (1 - share) / num + square / (4 * num * num)) / (1 + square / num)
-    return max(middle - half, 0.0), min(middle + half, 1.0)

@@ -1,12 +1,11 @@
 """A sequential test for a shift of a mean, with a bounded rate of false alarms.
 
-The test is a CUSUM-style e-detector (Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential
-change detection", 2023). Against the hypothesis that the mean of values in [0, 1] is still near the reference one bets
-on every value: `1 + λ·weight·(bound - value)` grows on average only where the mean lies below the bound. Products of
-such bets, restarted whenever they have lost (Page's CUSUM, 1954) and averaged over several λ and both directions, have
-two properties: the mean number of requests before a false alarm is at least the alarm's threshold, and the probability
-of a false alarm within n requests is at most n over the threshold. The only assumptions are the bounds on values and a
-mean near the reference given the past; neither a normal distribution nor equal variances are needed.
+Against the hypothesis that the mean of values in [0, 1] is still near the reference one bets on every value:
+`1 + stake·weight·(bound - value)` grows on average only where the mean lies below the bound. Such bets, with several
+stakes (`betting.Stakes`) and in both directions, have two properties: the mean number of requests before a false alarm
+is at least the alarm's threshold, and the probability of a false alarm within n requests is at most n over the
+threshold. The only assumptions are the bounds on values and a mean near the reference given the past; neither a normal
+distribution nor equal variances are needed.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+
+from slipstream.stats.betting import Stakes
 
 FALSE_ALARM_RATE = 1 / 25_000
 """Upper bound on one test's long-run rate of false alarms per request."""
@@ -66,42 +67,24 @@ class Reference:
         return cls(usual, weight, variance, max(MIN_SHIFT, _SURETY * standard_error))
 
 
-class Bets:
-    """Bets on one direction: their capital grows while the mean is below (or above) `bound`, and restarts when lost."""
+class Bets(Stakes):
+    """Bets on one direction: their wealth grows while the mean is below (or above) `bound`, and restarts when lost."""
 
     def __init__(self, bound: float, weight: float, variance: float, *, below: bool) -> None:
         """`weight` and `variance`, a request's mean weight and the variance of weight·value, size the bets.
 
         For bounds that change, `bound` is the one with the largest possible loss: 0 for `below`, else 1.
         """
-        self._bound = bound
-        self._sign = 1 if below else -1
+        self._bound, self._sign = bound, 1 if below else -1
         room = (1 - bound) if below else bound
-        self._stakes = [
-            min(weight * gain / (variance + (weight * gain) ** 2), _MAX_STAKE / max(room, 1e-9))
-            for gain in _GAINS
-        ]
-        self.log_capital = [0.0] * len(_GAINS)
-        self._ages = [0] * len(_GAINS)
+        gains = [weight * gain for gain in _GAINS]
+        super().__init__(
+            [min(gain / (variance + gain**2), _MAX_STAKE / max(room, 1e-9)) for gain in gains], restarts=True
+        )
 
     def add(self, item: Value, bound: float | None = None) -> None:
         """Bet on a request; `bound` replaces the constructor's and must be fixed before the request is seen."""
-        gain = item.weight * self._sign * ((self._bound if bound is None else bound) - item.value)
-        for i, stake in enumerate(self._stakes):
-            if self.log_capital[i] <= 0:
-                self.log_capital[i], self._ages[i] = 0.0, 0
-            self.log_capital[i] += math.log(1 + stake * gain)
-            self._ages[i] += 1
-
-    @property
-    def evidence(self) -> float:
-        """The capital, averaged over the stakes; by chance it reaches x with probability at most 1 / x."""
-        return sum(math.exp(min(log, 100.0)) for log in self.log_capital) / len(_GAINS)
-
-    @property
-    def age(self) -> int:
-        """Requests since the largest capital restarted: an estimate of when the mean moved."""
-        return self._ages[max(range(len(_GAINS)), key=self.log_capital.__getitem__)]
+        self.bet(item.weight * self._sign * ((self._bound if bound is None else bound) - item.value))
 
 
 class ShiftTest:
@@ -128,7 +111,7 @@ class ShiftTest:
 
     @property
     def evidence(self) -> float:
-        """The capital, averaged over directions; an alarm is due at one over the rate."""
+        """The wealth, averaged over directions; an alarm is due at one over the rate."""
         return sum(side.evidence for side in self._sides) / max(len(self._sides), 1)
 
     @property
