@@ -18,8 +18,6 @@ from slipstream.serve.metrics.metrics import Metrics
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src/slipstream"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
-HISTORY = {ROOT / "docs/LOG.md"}
-"""The log keeps the words in which it was written at the time."""
 MAX_LINE = 125
 
 PRIVATE_WORDS = {
@@ -56,9 +54,7 @@ def without_code(page: Path) -> str:
     return re.sub(r"^(```|~~~).*?^\1$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in HISTORY], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages(page: Path) -> None:
     assert list(complaints(page.name, without_code(page))) == []
 
@@ -140,9 +136,7 @@ def long_lines(page: Path) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}, line {number} of its prose: {len(line)} characters"
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in HISTORY], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_are_short(page: Path) -> None:
     assert list(long_lines(page)) == []
 
