@@ -1,4 +1,16 @@
-"""Hugging Face models behind one adapter: load, attend over our cache, tap hidden states."""
+"""Hugging Face models behind one adapter: load, attend over our cache, tap hidden states.
+
+`load_model` loads any decoder-only Transformers model whose attention goes through Transformers' attention interface;
+no model code is copied. The adapter, `CausalLM`, runs it on one packed row of tokens, and each attention layer calls
+back with its queries, keys and values (`attention`). What cannot work is refused when it is loaded, with the reason:
+encoder-decoders, recurrent state, ALiBi, chunked attention. What the configuration cannot tell is tried out (`canary`).
+
+A weight is held once. Layers are packed one after the other, and each one's unpacked weights are given back before the
+next. Matrices of a 16-bit checkpoint stay in their type (`matrices`), except experts of families that the kernels do
+not know, matrices of several types, and matrices that get an adapter, which are widened as they are read. An embedding
+that is tied to the output layer is read out of the packed one, so drafters that need either ask `CausalLM.embed` and
+`CausalLM.project`.
+"""
 
 import slipstream.models.huggingface  # noqa: F401  (before any other module of Transformers)
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
