@@ -107,7 +107,7 @@ class EngineObserver:
         report, self.snapshot = await self._engine.read(self._read)
         self._read_s = time.monotonic()
         self.metrics.set_restarts(self._engine.num_restarts)
-        self.latency.add(self.metrics.latencies())
+        self.latency.add(self.metrics.answers.latencies())
         self._control.report = report
         self._control.batches = self.snapshot.batches()
         for method in report.methods:
@@ -166,18 +166,18 @@ class EngineObserver:
     def on_step(self, step: StepReport | None, rows: Seq[DecodedRow]) -> None:
         """As in `StepListener`."""
         if rows:
-            self.metrics.on_rows(rows)
+            self.metrics.steps.on_rows(rows)
             self.history.on_rows(rows)
         if step is not None:
-            self.metrics.on_step(step)
+            self.metrics.steps.on_step(step)
             self.history.on_step(step)
 
     def on_steps(self, told: DecodedSteps) -> None:
         """As in `StepListener`."""
-        self.metrics.on_repeated_rows(told.rows)
-        self.metrics.on_prompts(told.num_prompt_tokens, told.num_cached_tokens)
+        self.metrics.steps.on_repeated_rows(told.rows)
+        self.metrics.steps.on_prompts(told.num_prompt_tokens, told.num_cached_tokens)
         for step in told.steps:
-            self.metrics.on_step(step.report)
+            self.metrics.steps.on_step(step.report)
         self.history.on_steps(told)
 
     def _read(self, stats: EngineStats, report: ControlReport) -> tuple[ControlReport, Snapshot]:

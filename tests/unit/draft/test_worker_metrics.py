@@ -7,6 +7,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from slipstream.core.metrics.worker import WorkerStats
+from slipstream.serve.metrics.instruments import Instruments
 from slipstream.serve.metrics.worker_metrics import WorkerMetrics
 
 STATS = WorkerStats("gpu-box:7070", "connected", "", 0.002, 0.05, 10, 3, 4, 1)
@@ -14,7 +15,7 @@ STATS = WorkerStats("gpu-box:7070", "connected", "", 0.002, 0.05, 10, 3, 4, 1)
 
 def test_what_an_engine_knows_of_its_workers_is_exposed() -> None:
     registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry)
+    metrics = WorkerMetrics(Instruments(registry))
 
     def value(name: str, **labels: str) -> float | None:
         labels = {"worker": "gpu-box:7070", **labels}

@@ -4,6 +4,7 @@
 // ends the program.
 #pragma once
 
+#include <cpuid.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <ucontext.h>
@@ -122,8 +123,24 @@ inline void multiply_bfloat16(int sums, int left, int right) {
 constexpr int REGISTERS[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                              REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
 
+// A processor with AMX whose system has not been asked traps at the tiles' data alone: shapes are loaded and released
+// by the processor itself, and the interrupted thread's are in what the system saved of it.
+inline void take_shapes_of_the_processor(const mcontext_t& saved) {
+  constexpr int SHAPES = 17;  // the number of this part of the saved state
+  static thread_local uint8_t last[64];
+  unsigned size = 0, offset = 0, unused = 0;
+  __get_cpuid_count(0xD, SHAPES, &size, &offset, &unused, &unused);
+  const auto* state = reinterpret_cast<const uint8_t*>(saved.fpregs);
+  if (size < sizeof last || !(state[512 + SHAPES / 8] >> SHAPES % 8 & 1)) return;
+  if (tiles.configured && !std::memcmp(last, state + offset, sizeof last)) return;
+  std::memcpy(last, state + offset, sizeof last);
+  configure(last);
+}
+
 inline void trapped(int, siginfo_t*, void* context) {
+  const mcontext_t& saved = static_cast<ucontext_t*>(context)->uc_mcontext;
   greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+  take_shapes_of_the_processor(saved);
   const auto* code = reinterpret_cast<const uint8_t*>(registers[REG_RIP]);
   // VEX: C4, then ~R ~X ~B map, then W ~vvvv L pp; the opcode; ModRM.
   demand(code[0] == 0xC4 && (code[1] & 31) == 2 && (code[2] & 0x84) == 0, "none that is known here");

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from slipstream.control.monitor.alarms import Alarm, AlarmKind
-from slipstream.serve.metrics.vllm_metrics import PREFIX
+from slipstream.serve.metrics.instruments import Instruments
 
 
 class AlarmMetrics:
     """`slipstream_alarm` and `slipstream_alarm_raises_total`, by kind, task and method."""
 
-    def __init__(self, registry: CollectorRegistry, task_label: Callable[[str], str]) -> None:
+    def __init__(self, new: Instruments, task_label: Callable[[str], str]) -> None:
         self._task_label = task_label
         on_what = ("kind", "task", "method")
-        self._raised = Gauge(PREFIX + "alarm", "Alarms that are raised now.", on_what, registry=registry)
-        self._raises = Counter(
-            PREFIX + "alarm_raises", "Alarms that were raised.", on_what, registry=registry
-        )
+        self._raised = new.gauge("alarm", "Alarms that are raised now.", *on_what)
+        self._raises = new.counter("alarm_raises", "Alarms that were raised.", *on_what)
 
     def on_alarm(self, alarm: Alarm, *, raised: bool) -> None:
         """Count an alarm that was raised or cleared."""

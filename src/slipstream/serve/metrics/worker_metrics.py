@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter
 
 from slipstream.core.metrics.worker import WORKER_STATES, WorkerStats
-from slipstream.serve.metrics.vllm_metrics import PREFIX
+from slipstream.serve.metrics.instruments import Instruments
 
 
 class WorkerMetrics:
     """`slipstream_draft_worker_…`, by worker; no series without workers."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, help_: str, *labels: str) -> Gauge:
-            return Gauge(PREFIX + "draft_worker_" + name, help_, ("worker", *labels), registry=registry)
-
+    def __init__(self, new: Instruments) -> None:
         def counter(name: str, help_: str) -> Counter:
-            return Counter(PREFIX + "draft_worker_" + name, help_, ("worker",), registry=registry)
+            return new.counter(f"draft_worker_{name}", help_, "worker")
 
-        self._state = gauge("state", "1 for the state of a draft worker, 0 for the others.", "state")
-        self._round_trip = gauge("round_trip_seconds", "The last ping to a draft worker and back.")
-        self._tail = gauge("tail_seconds", "From what was committed to the first tail for it, of late.")
+        self._state = new.gauge(
+            "draft_worker_state", "1 for the state of a draft worker, 0 for the others.", "worker", "state"
+        )
+        self._round_trip = new.gauge(
+            "draft_worker_round_trip_seconds", "The last ping to a draft worker and back.", "worker"
+        )
+        self._tail = new.gauge(
+            "draft_worker_tail_seconds",
+            "From what was committed to the first tail for it, of late.",
+            "worker",
+        )
         self._counters = {
             "num_tails": counter("tails", "Tails that arrived."),
             "num_stale_tails": counter("stale_tails", "Tails that were dropped: for another prefix."),

@@ -14,6 +14,7 @@ from slipstream.control.monitor.alarms import Alarm, AlarmKind, Alarms, Finished
 from slipstream.control.monitor.causes import Traits
 from slipstream.errors import RemoteError
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
+from slipstream.serve.metrics.instruments import Instruments
 from slipstream.tools.handoff.alarms_log import AlarmLog
 from slipstream.tools.handoff.history import READ_EVERY_S, ReadingInterval, ServerHistory
 from slipstream.tools.handoff.reading import EngineCounts, added, parse_reading
@@ -52,7 +53,7 @@ class Watch:
         self.server = server
         self.registry = CollectorRegistry()
         self.history = ServerHistory(server.method)
-        metrics = AlarmMetrics(self.registry, str)
+        metrics = AlarmMetrics(Instruments(self.registry), str)
         for kind in (AlarmKind.ACCEPTANCE_DRIFT, AlarmKind.TRUNCATION):
             metrics.expect(kind, TASK, None)
         for kind in (AlarmKind.UNDER_BREAK_EVEN, AlarmKind.SERVER_UNREACHABLE):  # of the whole server

@@ -1,0 +1,30 @@
+"""Counters, gauges and histograms with the server's prefix, in one registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from slipstream.serve.metrics.repeated import RepeatedHistogram
+from slipstream.serve.metrics.vllm_metrics import PREFIX
+
+
+class Instruments:
+    """Makes the metrics of one registry; `prefix` comes before every name."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str = PREFIX) -> None:
+        self._registry = registry
+        self._prefix = prefix
+
+    def counter(self, name: str, help_: str, *labels: str) -> Counter:
+        """A counter with these labels."""
+        return Counter(self._prefix + name, help_, labels, registry=self._registry)
+
+    def gauge(self, name: str, help_: str, *labels: str) -> Gauge:
+        """A gauge with these labels."""
+        return Gauge(self._prefix + name, help_, labels, registry=self._registry)
+
+    def histogram(self, name: str, help_: str, buckets: Seq[float]) -> RepeatedHistogram:
+        """A histogram without labels; `buckets` are their upper bounds."""
+        return RepeatedHistogram(self._prefix + name, help_, buckets=buckets, registry=self._registry)
