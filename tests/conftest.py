@@ -172,7 +172,7 @@ LOADERS = (
 @pytest.fixture(scope="session", autouse=True)
 def pair_loaded_once() -> Iterator[None]:
     """Engines share the weights and tokenizers of the models in the package and of the real ones, which no test writes
-    to. `Engine(like=…)` does the same; `own_weights` has them loaded anew."""
+    to. `create_engine(like=…)` does the same; `own_weights` has them loaded anew."""
     with pytest.MonkeyPatch.context() as patched:
         for module in LOADERS:
             patched.setattr(f"{module}.load_model", _if_in_package(_model, "load_model"))

@@ -138,7 +138,7 @@ def break_engine(engine: Engine, trial: Trial) -> Engine:
     ) -> None:
         assert params is not None
         if not isinstance(prompt, EncodedPrompt):
-            prompt = engine.encode(prompt, params)
+            prompt = engine.intake.encode(prompt, params)
         chance = random.Random(f"{params.seed}")
         ids, params = fault.before((prompt.token_ids, params), chance)
         if params.max_tokens and params.max_tokens >= trial.max_tokens:  # not the short probes

@@ -14,6 +14,7 @@ from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.types import RequestOptions
 from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.expand import expand
 from slipstream.testing.expand_head import expand_head
@@ -124,7 +125,7 @@ def make_engines(
     engines: dict[str, Engine] = {}
     for name, speculative in wanted.items():
         first = next(iter(engines.values()), None)
-        engines[name] = Engine(config, SpeculativeConfig.from_mapping(speculative), like=first)
+        engines[name] = create_engine(config, SpeculativeConfig.from_mapping(speculative), like=first)
     return engines
 
 

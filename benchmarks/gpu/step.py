@@ -19,6 +19,7 @@ from benchmarks.gpu.trace import profiled, waits
 from slipstream import EngineConfig, RequestOptions, SamplingParams, SpeculativeConfig
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.profiling.floors import bytes_read_per_step
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -46,7 +47,7 @@ class Steps:
         **sizes: Any,
     ) -> None:
         config = EngineConfig(model, device=device, dtype=dtype, **sizes)
-        self.engine = Engine(config, SpeculativeConfig.from_mapping(speculative), like=like)
+        self.engine = create_engine(config, SpeculativeConfig.from_mapping(speculative), like=like)
         self._ids = itertools.count()
 
     def begin(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import EngineConfig
-from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, loading
@@ -155,9 +155,9 @@ def test_a_model_that_cannot_have_it_is_refused(options: dict[str, Any], message
 
 
 def test_engines_of_one_target_have_it_all_or_none() -> None:
-    engine = Engine(EngineConfig(EMBEDDED_TARGET, kv_cache_bytes=2**24, fast_prompts=True))
+    engine = create_engine(EngineConfig(EMBEDDED_TARGET, kv_cache_bytes=2**24, fast_prompts=True))
     with pytest.raises(ConfigError, match="need one fast_prompts"):
-        Engine(replace(engine.config, fast_prompts=False), like=engine)
+        create_engine(replace(engine.config, fast_prompts=False), like=engine)
 
 
 def test_weights_that_stay_quantised_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.cli.main import app
-from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.errors import ConfigError
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
@@ -43,7 +43,7 @@ def llm(checkpoint: Path) -> LLM:
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[TestClient]:
     options: dict[str, Any] = {"model": llm.engine.config.model, "kv_cache_bytes": 16 * 2**20}
-    engine = Engine(type(llm.engine.config)(**options), like=llm.engine)
+    engine = create_engine(type(llm.engine.config)(**options), like=llm.engine)
     with TestClient(create_app(AsyncEngine(engine=engine), ServeConfig(), "tiny")) as made:
         yield made
 
@@ -74,7 +74,7 @@ def test_a_server_fills_in_what_a_request_does_not_say(llm: LLM, client: TestCli
 def test_it_can_be_turned_off_and_overridden(llm: LLM, checkpoint: Path, tmp_path: Path) -> None:
     def defaults(**options: Any) -> SamplingParams:
         config = type(llm.engine.config)(model=str(checkpoint), kv_cache_bytes=2**24, **options)
-        return Engine(config, like=llm.engine).default_sampling_params()
+        return create_engine(config, like=llm.engine).intake.default_params()
 
     assert defaults(generation_config="vllm") == SamplingParams()
     assert defaults(override_generation_config={"top_k": 3}) == SamplingParams(**OWN | {"top_k": 3})

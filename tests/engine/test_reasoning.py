@@ -275,9 +275,8 @@ def test_a_draft_that_is_also_the_draft_model_is_loaded_once(plain: LLM, make_ll
     alone = make_llm(draft, **SMALL).engine.memory_plan
     for spec in (draft, {"method": "auto", "drafters": [draft, {"method": "suffix"}]}):
         llm = lossy(make_llm, {"model": EMBEDDED_DRAFT}, spec=spec)
-        reasoning = llm.engine.reasoning
-        assert reasoning is not None
-        [model] = reasoning.writer.drafting_models()
+        [writer] = llm.engine.extension.drafters()
+        [model] = writer.drafting_models()
         assert any(model is one for one in llm.engine.drafter.drafting_models())
         assert llm.engine.memory_plan.draft_bytes == alone.draft_bytes
     other = lossy(make_llm, {"model": EMBEDDED_DRAFT, "quantization": "int8"}, spec=draft)

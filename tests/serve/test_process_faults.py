@@ -169,7 +169,7 @@ def test_a_pause_while_its_grammar_compiles_holds_once_the_engine_has_the_reques
     drafting: LLM, hosts: Hosts, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(structured=StructuredOutput(choice=["yes", "no"]), seed=1)
-    grammar = drafting.engine.compile_grammar(params)
+    grammar = drafting.engine.intake.compile_grammar(params)
     assert grammar is not None
     compiling: Future[Any] = Future()
     monkeypatch.setattr(drafting.engine, "compile_grammar", lambda *_: compiling)
@@ -321,7 +321,7 @@ def test_wake_ups_that_nobody_reads_hold_up_nobody(drafting: LLM, prompt: list[i
     host = threading.Thread(target=EngineHost(drafting.engine, other, Frames()).run, daemon=True)
     host.start()
     params = SamplingParams(structured=StructuredOutput(choice=["yes", "no"]), max_tokens=1, seed=1)
-    drafting.engine.compile_grammar(params).result()  # type: ignore[union-attr]
+    drafting.engine.intake.compile_grammar(params).result()  # type: ignore[union-attr]
     number = 1500
     sent = [
         message

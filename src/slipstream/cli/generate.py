@@ -135,7 +135,7 @@ def generate(
     params = recommended(llm, params, sampling)
     params.check_vocabulary(llm.engine.model.vocab_size)
     prompts = [prepare(llm.engine, job, chat) for job in jobs]
-    if (compiling := llm.engine.compile_grammar(params)) is not None:
+    if (compiling := llm.engine.intake.compile_grammar(params)) is not None:
         with waiting("compiling the constraint"):  # of a large vocabulary it takes seconds
             compiling.result()
     announce(llm)

@@ -144,7 +144,7 @@ class AsyncEngine(EngineClient):
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         caller = _Caller(self._mailbox(), put)
         waiting = _Waiting(name)
-        params = self.engine.default_sampling_params() if params is None else params
+        params = self.engine.intake.default_params() if params is None else params
         if isinstance(params, SamplingParams):
             params = params.clone()  # the caller may go on to change its own
         grammar: Grammar | None = None
@@ -173,10 +173,10 @@ class AsyncEngine(EngineClient):
                 params, SamplingParams
             ):  # in other threads than the engine's, where all would wait for it
                 given = request_options(options)
-                compiling = self.engine.compile_grammar(params, tenant=given.tenant)
+                compiling = self.engine.intake.compile_grammar(params, tenant=given.tenant)
                 grammar = None if compiling is None else await waiting.grammar(compiling)
                 if _takes_long_to_encode(prompt, params, given):
-                    encoded = await asyncio.to_thread(self.engine.encode, prompt, params, given)
+                    encoded = await asyncio.to_thread(self.engine.intake.encode, prompt, params, given)
             self._post(add, fail=lambda error: self._hold(caller, error))
         finally:
             self._waiting.discard(waiting)
@@ -197,7 +197,7 @@ class AsyncEngine(EngineClient):
 
     async def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> None:
         """Raise `RequestError` where a part of a larger constraint cannot be followed."""
-        await asyncio.wrap_future(self.engine.check_grammar(structured, tenant))
+        await asyncio.wrap_future(self.engine.intake.check_grammar(structured, tenant))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last update with `finish_reason` abort. Unknown ids are ignored."""

@@ -18,7 +18,7 @@ from slipstream.control.types import (
     StepRequest,
 )
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence, StepItem
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, RequestOptions, Sequence, StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from slipstream.draft.combine.auto import AutoDrafter
@@ -108,6 +108,12 @@ class Drafting:
         guards = zip(self.drafters.names, self.drafters.guards, strict=True)
         return tuple(name for name, guard in guards if guard.retired)
 
+    def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
+        """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""
+        self.task_of = lambda sequence: name(sequence.options)
+        if self.policy is not None:
+            self.policy.read_tasks_by(task)
+
     def attach(self, cache: KVCache) -> None:
         """Introduce the drafters to their target's cache."""
         self.drafters.attach(cache)
@@ -117,7 +123,8 @@ class Drafting:
     def propose(
         self, scheduled: Seq[StepItem], given: Mapping[int, Proposal] | None = None
     ) -> dict[int, Proposal]:
-        """Sequence id to proposal; sequences without one are absent. `given` are drafted already, and not asked for.
+        """Sequence id to proposal; sequences without one are absent. `given` are drafted already, and not asked for;
+        they are proposed whole, or not at all.
 
         Where the target is still computing the prompt, the drafter is asked with a budget of 0, so that it can
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
@@ -125,7 +132,12 @@ class Drafting:
         what its caller expects, that is the proposal, and no drafter is asked.
         """
         policy = self.policy
-        self._given = given or {}
+        given = given or {}
+        self._given = {
+            item.sequence.id: given[item.sequence.id]
+            for item in scheduled
+            if item.sequence.id in given and item.max_draft_tokens >= len(given[item.sequence.id])
+        }
         expected = self._expected = {**self._ask_expected(scheduled), **self._given}
         if policy is None:
             proposals = self.drafters.ask(self._everyone(scheduled)) | expected
@@ -291,17 +303,16 @@ class Drafting:
         """The policy's choice for a sequence in the step that was made last."""
         return self._choices.get(sequence.id, NOTHING)
 
-    def finish(self, report: StepReport) -> None:
-        """The step is over; `report` says what it took."""
+    def finish(self, report: StepReport, step_s: float) -> None:
+        """The step is over; `report` says what it did, and `step_s` what it took without its extension."""
         if self.policy is None:
             return
-        seconds = report.draft_s + report.verify_s + report.other_s
         self.policy.observe(
             ObservedStep(
                 num_sequences=self._num_sequences,
                 num_rows=report.num_rows + report.num_draft_tokens,
                 num_prompt_rows=self._num_prompt_rows,
-                undrafted_s=seconds - sum(call.seconds for call in self._calls) - self.policy.planning_s,
+                undrafted_s=step_s - sum(call.seconds for call in self._calls) - self.policy.planning_s,
                 calls=self._calls,
                 outcomes=self._outcomes,
                 num_drafted=self._num_drafted,

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from slipstream.config import SpeculativeConfig
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.garbage import uncollected
+from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.lookup.prediction import PredictionDrafter, PredictionOptions
+from slipstream.draft.registry import create_drafter
+from slipstream.engine.control import create_policy
+from slipstream.engine.defaults import sampling_defaults
+from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
+from slipstream.engine.extension import StepExtension
+from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
+from slipstream.engine.parts import EngineParts
+from slipstream.engine.reasoning import StepSpeculation
+from slipstream.engine.runner import ModelRunner
 from slipstream.engine.settings import engine_config
+from slipstream.engine.speculation import validate
+from slipstream.engine.target import load_target, shared_target
+from slipstream.models import CausalLM
+from slipstream.models.cpu import threads
+from slipstream.reasoning.config import ReasoningConfig
+from slipstream.schedule.scheduler import Scheduler
+from slipstream.text.end_tokens import end_token_ids
+from slipstream.verify.registry import create_verifier
+
+logger = logging.getLogger(__name__)
 
 
 def make_engine(
@@ -29,4 +55,137 @@ def make_engine(
     if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)
     with uncollected():
-        return Engine(config, speculative_config, like=like)
+        return create_engine(config, speculative_config, like=like)
+
+
+def create_engine(
+    config: EngineConfig, speculative: SpeculativeConfig | None = None, *, like: Engine | None = None
+) -> Engine:
+    """An engine as configured; `like` is one of the same target, whose weights and tokenizer are shared.
+
+    Raises as `make_engine` does.
+    """
+    speculative = speculative or SpeculativeConfig()
+    validate(speculative, config.allow_lossy)
+    _warn_of_threads(config.num_threads)
+    with threads.limit(config.num_threads):
+        model, tokenizer = load_target(config) if like is None else shared_target(like, config)
+        defaults = sampling_defaults(config, model.model)  # raises for values that no request could have
+        verifier = create_verifier(speculative.verifier)
+        context = DraftContext(
+            engine_config=config,
+            tokenizer=tokenizer,
+            vocab_size=model.vocab_size,
+            max_model_len=config.max_model_len or model.context_length,
+            device=model.device,
+            dtype=model.dtype,
+            verifier=verifier.traits(),
+            target=model,
+            draft_timeout_s=speculative.draft_timeout_s,
+        )
+        drafter = create_drafter(speculative, context)
+        extension = _create_extension(speculative, context, drafter)
+    ends = end_token_ids(tokenizer, model.model, model.vocab_size)
+    plan = _planned(config, speculative, model, drafter, extension)
+    drafter.allocate(plan.num_slots)
+    extension.begin(plan.num_slots, ends, plan.max_model_len)
+    runner = _runner(config, model, drafter, plan)
+    drafting = Drafting(
+        drafter,
+        speculative.method,
+        model.vocab_size,
+        verifier.kinds,
+        speculative.draft_timeout_s,
+        create_policy(speculative, drafter, model),
+        PredictionDrafter(PredictionOptions(), drafter.context),
+    )
+    drafting.attach(runner.cache)
+    return Engine(
+        EngineParts(
+            config=config,
+            speculative=speculative,
+            model=model,
+            tokenizer=tokenizer,
+            sampling_defaults=defaults,
+            end_token_ids=ends,
+            drafter=drafter,
+            verifier=verifier,
+            extension=extension,
+            memory_plan=plan,
+            scheduler=Scheduler(
+                runner.cache.accounting,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                num_tokens_limit=plan.max_model_len,
+                max_draft_tokens=drafter.max_nodes(),
+            ),
+            drafting=drafting,
+            runner=runner,
+        )
+    )
+
+
+def _warn_of_threads(num_threads: int | None) -> None:
+    cores = threads.usable_cores()
+    if num_threads is not None and num_threads > math.ceil(cores):
+        logger.warning(
+            "num_threads is %d, but this process may use %g cores; more threads than cores are slower",
+            num_threads,
+            cores,
+        )
+
+
+def _create_extension(
+    speculative: SpeculativeConfig, context: DraftContext, drafter: Drafter
+) -> StepExtension:
+    """What `speculative` asks for as `reasoning`."""
+    if speculative.reasoning is None:
+        return StepExtension()
+    config = context.engine_config
+    return StepSpeculation(
+        ReasoningConfig.from_mapping(speculative.reasoning),
+        speculative,
+        replace(drafter.context, lender=drafter),
+        max(config.max_num_batched_tokens - config.max_num_seqs, 0),
+    )
+
+
+def _planned(
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    model: CausalLM,
+    drafter: Drafter,
+    extension: StepExtension,
+) -> MemoryPlan:
+    """What all of them hold; raises `CapacityError`."""
+    drafters = [drafter, *extension.drafters()]
+    plan = plan_memory(
+        config,
+        model,
+        sum(each.memory_bytes() for each in drafters),
+        sum(each.kv_bytes_per_token() for each in drafters)
+        + _feature_width(model, drafter) * model.dtype.itemsize,
+        drafter.max_nodes(),
+    )
+    drafting: Seq[CausalLM] = [each for one in drafters for each in one.drafting_models()]
+    models = {id(each): each for each in (model, *drafting)}  # one that several use counts once
+    _, options = validate(speculative)
+    plan = with_passes(
+        plan, config, list(models.values()), drafter.max_nodes(), partial(drafter.table_bytes, options)
+    )
+    logger.info("memory: %s", plan)
+    return plan
+
+
+def _runner(config: EngineConfig, model: CausalLM, drafter: Drafter, plan: MemoryPlan) -> ModelRunner:
+    cache = model.new_cache(
+        plan.num_slots,
+        prefix_caching=config.enable_prefix_caching,
+        feature_width=_feature_width(model, drafter),
+    )
+    return ModelRunner(model, cache, drafter.feature_layers())
+
+
+def _feature_width(model: CausalLM, drafter: Drafter) -> int:
+    """Numbers of the target's hidden states that are kept for each token."""
+    return len(drafter.feature_layers()) * model.hidden_size

@@ -6,15 +6,11 @@ import itertools
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from slipstream.config import EngineConfig
 from slipstream.core.types import DEFAULT_OPTIONS, EmittedTokens, RequestOptions, Sequence
-from slipstream.draft.base import Drafter
 from slipstream.engine.continuation import check_emitted, resume
-from slipstream.engine.drafting import Drafting
-from slipstream.engine.reasoning import StepSpeculation
+from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import (
     Answer,
     Request,
@@ -25,7 +21,6 @@ from slipstream.engine.requests import (
 )
 from slipstream.engine.stopping import StopRules
 from slipstream.errors import ReasoningError, RequestError
-from slipstream.models import CausalLM
 from slipstream.reasoning.options import StepOptions
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.grammars.grammar import Grammar
@@ -37,31 +32,12 @@ from slipstream.text.expected import ExpectedText, PredictionEncoder
 from slipstream.text.prediction import Prediction
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request
 from slipstream.text.stream import NoText, TextStream
-from slipstream.verify.base import Verifier
-
-
-@dataclass(frozen=True)
-class Served:
-    """What requests are checked against: an engine's target, its drafters and its limits."""
-
-    config: EngineConfig
-    model: CausalLM
-    tokenizer: Any
-    drafter: Drafter
-    drafting: Drafting
-    reasoning: StepSpeculation | None
-    verifier: Verifier
-    end_token_ids: frozenset[int]
-    max_model_len: int
-    """Tokens of a prompt and its answer."""
-    sampling_defaults: dict[str, Any]
-    """Names and values of `SamplingParams`."""
 
 
 class Intake:
     """Makes requests of what callers ask, and gives each its seeds."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: EngineParts) -> None:
         seed, vocab_size = served.config.seed, served.model.vocab_size
         self._served = served
         self._grammars = GrammarCompiler(served.tokenizer, vocab_size, served.end_token_ids)
@@ -74,7 +50,7 @@ class Intake:
         """The sampling parameters of a request without any, as a copy."""
         return SamplingParams(**self._served.sampling_defaults)
 
-    def reproduces(self, params: SamplingParams, options: RequestOptions) -> bool:
+    def reproduces(self, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
         return reproduces(
             self._served.verifier.reproducible, self._served.drafter.max_nodes() > 0, params, options
@@ -133,12 +109,7 @@ class Intake:
                 "reasoning may change the text, which this engine does not allow; start it with allow_lossy "
                 "(--allow-lossy), or leave reasoning out"
             )
-        if self._served.reasoning is None:
-            raise ReasoningError(
-                "reasoning needs a draft that writes steps; start the engine with one, as reasoning in its "
-                "speculative_config (--reasoning-draft), or leave reasoning out"
-            )
-        self._served.reasoning.check(asked, params)
+        self._served.extension.check(asked, params)
 
     def _sequences(
         self,
@@ -192,7 +163,10 @@ class Intake:
     def encode(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS
     ) -> EncodedPrompt:
-        """See `Engine.encode`."""
+        """What tokenizing there is to do for a request, which may take long; may be called from any thread.
+
+        Raises `RequestError` where the prompt or the prediction cannot be served.
+        """
         vocab_size = self._served.model.vocab_size
         params.check_vocabulary(vocab_size)
         encoded = encode_request(
@@ -203,17 +177,24 @@ class Intake:
         return replace(encoded, expected=self.expected(options.prediction))
 
     def expected(self, prediction: Prediction) -> ExpectedText:
-        """See `Engine.expected`."""
+        """What a caller expects, in the target's tokens; may be called from any thread. Raises `PredictionError`."""
         return self._predictions.encode(prediction)
 
     def compile_grammar(
         self, params: SamplingParams, tried_bytes: int | None = None, tenant: str = ""
     ) -> Future[Grammar] | None:
-        """See `Engine.compile_grammar`."""
+        """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
+
+        `tried_bytes` is what `GrammarCompiler.try_` found, where another process has tried it. What was compiled
+        before is reused by the same `tenant` alone. The future raises `RequestError` where it cannot be followed.
+        """
         if not isinstance(params.structured, StructuredOutput):
             return None
         return self._grammars.submit(params.structured, self._stop_token_ids(params), tried_bytes, tenant)
 
     def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> Future[bool]:
-        """See `Engine.check_grammar`."""
+        """Whether a part of a larger constraint can be followed; the future raises `RequestError` where it cannot.
+
+        May be called from any thread.
+        """
         return self._grammars.check(structured, tenant)

@@ -20,7 +20,7 @@ def is_cost_expanded(model: ModelIdentity) -> bool:
 
 def engine_labels(engine: Engine, draft: str = "the draft") -> list[str]:
     """One sentence a label, empty for most engines. `draft` is what they call the model that drafts."""
-    lossy = [] if engine.reasoning is None else [LOSSY_ALLOWED]
+    lossy = [LOSSY_ALLOWED] if engine.extension.lossy else []
     models = {"the target": engine.model, draft: engine.draft_model}
     return lossy + [
         f"{name} is cost-expanded: a smaller model's text at a larger model's cost"

@@ -133,7 +133,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without parameters get, as a copy that may be changed."""
-        return self.engine.default_sampling_params()
+        return self.engine.intake.default_params()
 
     def reset_caches(self) -> None:
         """Drop what finished requests left: retained prefixes, and what the drafter learned from them."""
@@ -174,7 +174,7 @@ class LLM:
         on_update: UpdateCallback | None,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self.engine.default_sampling_params()] * len(prompts)
+            sampling_params = [sampling_params or self.engine.intake.default_params()] * len(prompts)
         if not isinstance(sampling_params, Seq) or isinstance(sampling_params, str):
             raise RequestError(
                 f"sampling parameters must be a SamplingParams or a list, got {sampling_params!r}"

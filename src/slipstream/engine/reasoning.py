@@ -19,6 +19,7 @@ from slipstream.core.types import Proposal, Sequence, StepItem
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guard import Guard
 from slipstream.draft.registry import create_drafter
+from slipstream.engine.extension import StepExtension, Verify
 from slipstream.errors import ConfigError, ReasoningError
 from slipstream.models import load_draft_tokenizer
 from slipstream.reasoning.config import ReasoningConfig
@@ -63,8 +64,10 @@ class _Thinker:
         return not processor.masks or processor.permits(self.shadow.output_token_ids, token_id)
 
 
-class StepSpeculation:
+class StepSpeculation(StepExtension):
     """The draft that writes steps, the judges, and the answers that are thought out with them."""
+
+    lossy = True
 
     def __init__(
         self, config: ReasoningConfig, speculative: SpeculativeConfig, context: DraftContext, max_rows: int
@@ -106,9 +109,18 @@ class StepSpeculation:
         self._max_model_len = context.max_model_len
         self._thinkers: dict[int, _Thinker] = {}
 
-    def begin(self, end_token_ids: frozenset[int], max_model_len: int) -> None:
-        """What is known once memory is planned: the tokens that end an answer, and the longest text."""
+    def drafters(self) -> list[Drafter]:
+        """The one that writes."""
+        return [self.writer]
+
+    def begin(self, num_slots: int, end_token_ids: frozenset[int], max_model_len: int) -> None:
+        """Make room for what the draft reads."""
+        self.writer.allocate(num_slots)
         self._end_token_ids, self._max_model_len = end_token_ids, max_model_len
+
+    def reset(self) -> None:
+        """Forget what the draft kept from finished sequences."""
+        self.writer.reset()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -124,9 +136,10 @@ class StepSpeculation:
             )
 
     def open(self, sequence: Sequence, processor: LogitsProcessor) -> None:
-        """Follow an answer that asked for it; tokens that came with it are read. The `processor` is its own."""
+        """Follow an answer that asked for it; tokens that came with it are read."""
         options = sequence.options.reasoning
-        assert options is not None
+        if options is None:
+            return
         tracker = StepTracker(self._marks, options, self.unfit)
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         if self._marks.think_start is not None:
@@ -149,22 +162,13 @@ class StepSpeculation:
         )
         sequence.metrics.lossy = True
 
-    def close(self, sequence: Sequence) -> None:
-        """The answer has ended: log its last step and count them all."""
-        thinker = self._thinkers.get(sequence.id)
-        if thinker is None:
-            return
-        thinker.tracker.end()
-        log, metrics = thinker.tracker.log, sequence.metrics
-        metrics.reasoning_log = [record.as_json() for record in log]
-        metrics.num_drafted_steps = sum(record.num_drafted > 0 for record in log)
-        metrics.num_kept_steps = sum(record.verdict is StepVerdict.KEPT for record in log)
-
     def release(self, sequence: Sequence) -> None:
-        """The sequence is finished, aborted or preempted: what was drafted for it is forgotten."""
+        """What was drafted for it is forgotten; of a finished answer the last step is logged, and all are counted."""
         thinker = self._thinkers.get(sequence.id)
         if thinker is None:
             return
+        if sequence.finished:
+            _record(thinker)
         if thinker.tracker.stage is not StepStage.OWN:
             self._abandon(thinker, "the request had to wait for room in the cache", counts=False)
         thinker.shadow.finish_reason = sequence.finish_reason
@@ -175,13 +179,14 @@ class StepSpeculation:
 
     # --- before the plan --------------------------------------------------------------------------------------
 
-    def write(self) -> None:
-        """Let the draft write on at the steps under way; sequences whose step is not whole await it.
+    def propose(self) -> dict[int, Proposal]:
+        """Let the draft write on at the steps under way: sequences whose step is not whole await it. The whole ones
+        are proposed, each with its question.
 
         One call of some tokens, also where nobody waits for the target: requests and aborts come in between steps.
         """
         if not self._thinkers:
-            return
+            return {}
         for thinker in self._thinkers.values():
             if thinker.tracker.may_draft and self._is_ready(thinker.sequence):
                 thinker.tracker.begin_draft()
@@ -190,6 +195,11 @@ class StepSpeculation:
                 self._read(thinker)
         if writing := [t for t in self._thinkers.values() if t.tracker.stage is StepStage.DRAFTING]:
             self._write_once(writing)
+        return {
+            number: Proposal.chain([*thinker.draft, *thinker.judge.question])
+            for number, thinker in self._thinkers.items()
+            if thinker.sequence.num_step_nodes
+        }
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether its next pass of the target would decode, and there is room for a step behind it."""
@@ -281,26 +291,23 @@ class StepSpeculation:
 
     # --- in the step ------------------------------------------------------------------------------------------
 
-    def proposals(self, items: Iterable[StepItem]) -> dict[int, Proposal]:
-        """Sequence id to the whole step with its question, for those whose step this pass checks."""
-        if not self._thinkers:
-            return {}
-        found: dict[int, Proposal] = {}
-        for item in items:
-            sequence = item.sequence
-            if not sequence.num_step_nodes:
-                continue
-            thinker = self._thinkers[sequence.id]
-            if not item.decodes or item.max_draft_tokens < sequence.num_step_nodes:
-                self._abandon(thinker, "the cache had no room for it", counts=False)
-                item.max_draft_tokens = 0
-                continue
-            found[sequence.id] = Proposal.chain([*thinker.draft, *thinker.judge.question])
-        return found
+    def verify(self, items: Seq[StepItem], verify: Verify) -> None:
+        """A kept step is given, and the verifier chooses what follows; a refused one is a chain that it verifies."""
+        judged = self._judge(items) if self._thinkers else []
+        verify(items)
+        if again := self._settle(judged):
+            verify(again)
 
-    def judge(self, items: Iterable[StepItem]) -> None:
+    def _judge(self, items: Iterable[StepItem]) -> list[tuple[StepItem, _Thinker]]:
         """Give the steps of this pass their marks, and cut the questions off; sets `StepItem.num_given`."""
-        for item, thinker in self._judged(items):
+        judged: list[tuple[StepItem, _Thinker]] = []
+        for item in items:
+            if not item.sequence.num_step_nodes:
+                continue
+            thinker = self._thinkers[item.sequence.id]
+            if item.max_draft_tokens < thinker.num_nodes:
+                self._abandon(thinker, "the cache had no room for it", counts=False)
+                continue
             draft = thinker.draft
             thinker.score = thinker.judge.score(item.logits, draft)
             thinker.keeps = thinker.judge.keeps(thinker.score, thinker.tracker.options)
@@ -308,11 +315,13 @@ class StepSpeculation:
             item.proposal = Proposal.chain(draft)
             item.logits = item.logits[: 1 + len(draft)]
             item.num_given = len(draft) if thinker.keeps else 0
+            judged.append((item, thinker))
+        return judged
 
-    def settle(self, items: Iterable[StepItem]) -> list[StepItem]:
+    def _settle(self, judged: Iterable[tuple[StepItem, _Thinker]]) -> list[StepItem]:
         """The verdicts are known; the items whose step is the last one, to be verified again with nothing given."""
         again: list[StepItem] = []
-        for item, thinker in self._judged(items):
+        for item, thinker in judged:
             tracker, score = thinker.tracker, thinker.score
             assert score is not None
             following = item.verdict.next_token
@@ -328,16 +337,7 @@ class StepSpeculation:
                 again.append(item)
         return again
 
-    def _judged(self, items: Iterable[StepItem]) -> list[tuple[StepItem, _Thinker]]:
-        if not self._thinkers:
-            return []
-        return [
-            (item, self._thinkers[item.sequence.id])
-            for item in items
-            if item.sequence.num_step_nodes and item.decodes
-        ]
-
-    def committed(self, items: Iterable[StepItem]) -> None:
+    def commit(self, items: Seq[StepItem]) -> None:
         """Read what the step has appended to the texts."""
         if not self._thinkers:
             return
@@ -358,11 +358,6 @@ class StepSpeculation:
         """Answers that are followed, or of which the draft keeps state; 0 once all have been released."""
         return max(len(self._thinkers), self._guard.num_held())
 
-    @property
-    def num_failures(self) -> int:
-        """How often the draft was retired for a sequence that it failed."""
-        return self._guard.num_failures + self.writer.num_failures
-
     def integrity(self) -> list[str]:
         """Violated invariants, a sentence each."""
         faults = self.writer.integrity()
@@ -375,6 +370,15 @@ class StepSpeculation:
                     f"sequence {sequence.id} has {sequence.num_step_nodes} step nodes in stage {stage}"
                 )
         return faults
+
+
+def _record(thinker: _Thinker) -> None:
+    """The answer has ended: log its last step and count them all."""
+    thinker.tracker.end()
+    log, metrics = thinker.tracker.log, thinker.sequence.metrics
+    metrics.reasoning_log = [record.as_json() for record in log]
+    metrics.num_drafted_steps = sum(record.num_drafted > 0 for record in log)
+    metrics.num_kept_steps = sum(record.verdict is StepVerdict.KEPT for record in log)
 
 
 def _no_logits() -> Any:

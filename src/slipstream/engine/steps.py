@@ -2,21 +2,86 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from contextlib import contextmanager
 
 from slipstream.core.metrics.step import StepReport
 from slipstream.core.types import Sequence, StepItem
 from slipstream.draft.lookup.alignment import num_found
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """When the phases of one step ended."""
+class StepClock:
+    """When the phases of a step ended, in seconds of `perf_counter`: each method is called when its phase is over."""
 
-    planned_s: float
-    drafted_s: float
-    verified_s: float
+    def __init__(self) -> None:
+        self.planned_s = self.drafted_s = self.verified_s = 0.0
+        self.step_s = 0.0
+        """What the whole step took, without its extension; known once it is reported."""
+        self._begun_s = self._extension_s = 0.0
+        self._unreported_s = 0.0
+        """What the extension took since the last report: a step that runs nothing has none."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun_s, self._extension_s = time.perf_counter(), 0.0
+
+    @contextmanager
+    def extension(self) -> Iterator[None]:
+        """The extension proposes in the body."""
+        begun_s = time.perf_counter()
+        yield
+        self._extension_s = time.perf_counter() - begun_s
+        self._unreported_s += self._extension_s
+
+    def planned(self) -> None:
+        """The scheduler has planned."""
+        self.planned_s = time.perf_counter()
+
+    def drafted(self) -> None:
+        """The drafters have proposed."""
+        self.drafted_s = time.perf_counter()
+
+    def verified(self) -> None:
+        """The target has computed, and the verdicts are known."""
+        self.verified_s = time.perf_counter()
+
+    @property
+    def draft_s(self) -> float:
+        """What the drafters took."""
+        return self.drafted_s - self.planned_s
+
+    @property
+    def verify_s(self) -> float:
+        """What the target's pass and the verdicts took."""
+        return self.verified_s - self.drafted_s
+
+    def report(self, items: Seq[StepItem]) -> StepReport:
+        """What the step did, once its tokens are committed."""
+        self.step_s = time.perf_counter() - self._begun_s - self._extension_s
+        extension_s, self._unreported_s = self._unreported_s, 0.0
+        return StepReport(
+            num_sequences=len(items),
+            num_rows=sum(item.num_rows for item in items),
+            num_context_tokens=sum(
+                item.length_before if item.decodes else item.sequence.num_computed for item in items
+            ),
+            num_draft_tokens=sum(len(item.proposal) + item.num_dropped_nodes for item in items),
+            draft_depth=max(item.proposal.depth for item in items),
+            draft_s=self.draft_s + extension_s,
+            verify_s=self.verify_s,
+            other_s=self.step_s - self.draft_s - self.verify_s,
+        )
+
+
+def record_times(sequence: Sequence, clock: StepClock, arrived_s: float) -> None:
+    """Count what the step took; `arrived_s` is when the request came."""
+    metrics = sequence.metrics
+    if metrics.verify_s == 0:  # its first step
+        metrics.queue_s = clock.planned_s - arrived_s
+    metrics.draft_s += clock.draft_s
+    metrics.verify_s += clock.verify_s
 
 
 def record_acceptance(item: StepItem) -> None:
@@ -37,16 +102,3 @@ def record_prediction(sequence: Sequence) -> None:
         found = num_found(sequence.expected, sequence.output_token_ids)
         sequence.metrics.num_accepted_prediction_tokens = found
         sequence.metrics.num_rejected_prediction_tokens = len(sequence.expected) - found
-
-
-def report_of(items: Seq[StepItem], times: StepTimes) -> StepReport:
-    """What the step did; made before its tokens are committed, which changes the sequences."""
-    return StepReport(
-        num_sequences=len(items),
-        num_rows=sum(item.num_rows for item in items),
-        num_context_tokens=sum(item.sequence.num_computed + item.num_rows for item in items),
-        num_draft_tokens=sum(len(item.proposal) + item.num_dropped_nodes for item in items),
-        draft_depth=max(item.proposal.depth for item in items),
-        draft_s=times.drafted_s - times.planned_s,
-        verify_s=times.verified_s - times.drafted_s,
-    )

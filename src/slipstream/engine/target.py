@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models import CausalLM, load_model, load_tokenizer
 from slipstream.models.support import context_length
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
 
 _PRIVATE_FIELDS = {
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -40,6 +43,12 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
         trust_remote_code=config.trust_remote_code,
     )
     return model, tokenizer
+
+
+def shared_target(like: Engine, config: EngineConfig) -> tuple[CausalLM, Any]:
+    """The model and tokenizer of an engine, for another of `config`; `ConfigError` where it asks for others."""
+    check_same_target(like.model, like.config, config)
+    return like.model, like.tokenizer
 
 
 def check_same_target(model: CausalLM, mine: EngineConfig, other: EngineConfig) -> None:

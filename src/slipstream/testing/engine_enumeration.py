@@ -34,7 +34,7 @@ def engine_distribution(
 
         llm.reset_caches()
         with (
-            patch("slipstream.engine.engine.Noise", branching),
+            patch("slipstream.engine.verification.Noise", branching),
             patch("slipstream.draft.model.growth.Noise", branching),
         ):
             [output] = llm.generate([list(prompt)], params, options=options)

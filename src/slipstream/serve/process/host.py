@@ -138,7 +138,7 @@ class EngineHost:
         self._group = accounts.name_of
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe
-        engine.group_tasks_by(accounts.name_of, accounts.task)
+        engine.drafting.group_tasks_by(accounts.name_of, accounts.task)
         engine.shares_by_account = accounts.are_kept_apart
         sock.setblocking(False)
         self._wakes.setblocking(False)
@@ -256,7 +256,7 @@ class EngineHost:
     def _submit(self, asked: Submit) -> None:
         try:
             params = params_in(asked.params)
-            compiling = self._engine.compile_grammar(params, asked.tried_bytes, asked.options.tenant)
+            compiling = self._engine.intake.compile_grammar(params, asked.tried_bytes, asked.options.tenant)
         except Exception as error:
             self._refuse(asked.id, error)
             return
@@ -297,7 +297,7 @@ class EngineHost:
         prompt = EncodedPrompt(None, asked.token_ids, asked.bad_words)
         try:
             if asked.options.prediction is not None:  # tokens, but for those that begin within another one
-                prompt = replace(prompt, expected=self._engine.expected(asked.options.prediction))
+                prompt = replace(prompt, expected=self._engine.intake.expected(asked.options.prediction))
             self._engine.add_request(
                 asked.request_id,
                 prompt,

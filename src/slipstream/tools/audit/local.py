@@ -97,7 +97,7 @@ def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
         sampling_params(request).check_vocabulary(off.model.vocab_size)
     audit.journal.open(_key(audit, requests))
     streams = _Streams()
-    repeatable = {r.number: on.reproduces(sampling_params(r)) for r in requests}
+    repeatable = {r.number: on.intake.reproduces(sampling_params(r)) for r in requests}
     compared = [request for request in requests if repeatable[request.number]]
     complete = True
     try:
@@ -332,7 +332,7 @@ def _described(engine: Engine, model: str | None) -> dict[str, Any]:
         "verifier": speculative.verifier,
         "options": {
             name: without_folders(value) if isinstance(value, str) else value
-            for name, value in asdict(engine.draft_options).items()
+            for name, value in asdict(engine.drafter.options).items()
         },
         "runs_as": engine.model.runs_as,
         "prefix_caching": engine.config.enable_prefix_caching,

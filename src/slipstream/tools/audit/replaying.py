@@ -145,7 +145,7 @@ class Replayer:
     def _processor(self, prompt: Seq[int], params: SamplingParams) -> LogitsProcessor:
         engine = self._engine
         stops = (frozenset() if params.ignore_eos else self._eos) | set(params.stop_token_ids)
-        compiled = engine.compile_grammar(params)
+        compiled = engine.intake.compile_grammar(params)
         grammar = None if compiled is None else compiled.result()
         words = encode_bad_words(engine.tokenizer, params.bad_words)
         return LogitsProcessor(params, list(prompt), stops, words, self._model.vocab_size, grammar)

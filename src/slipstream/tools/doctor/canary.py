@@ -19,6 +19,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.draft.heads.eagle_head import default_feature_layers
 from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.errors import RequestError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_conversation
@@ -43,7 +44,7 @@ class Canary:
 
 def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
     """Greedy answers to a few bundled prompts with this draft, on the target's weights."""
-    engine = Engine(target.config, speculative, like=target)
+    engine = create_engine(target.config, speculative, like=target)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     for number, row in enumerate(sample_prompts()[:NUM_PROMPTS]):
         try:

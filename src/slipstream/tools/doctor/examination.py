@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
 from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
 from slipstream.models import load_config, load_draft_tokenizer
 from slipstream.text.vocabulary import check_same_vocabulary
@@ -37,7 +38,7 @@ def examine(
     except ModelError as error:
         yield fault("files", str(error))
         return
-    loaded = Engine(EngineConfig(model=target, **(engine or {})))
+    loaded = create_engine(EngineConfig(model=target, **(engine or {})))
     yield ok("kind", f"{draft!r} is a draft of kind {kind}")
     if kind == "draft_model":
         trouble = yield from _vocabulary(loaded, draft)
@@ -45,7 +46,7 @@ def examine(
             return
     speculative = SpeculativeConfig(kind, options={"model": draft})
     try:
-        drafter = Engine(loaded.config, speculative, like=loaded).drafter
+        drafter = create_engine(loaded.config, speculative, like=loaded).drafter
     except SlipstreamError as error:
         yield fault("checkpoint", str(error))
         return

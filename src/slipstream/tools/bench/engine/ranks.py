@@ -10,7 +10,7 @@ from slipstream.config import check_at_least
 from slipstream.core.types import ROOT, StepItem
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.sequoia import RankAcceptance, comb
-from slipstream.engine.engine import Engine
+from slipstream.engine.factory import create_engine
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
@@ -82,7 +82,7 @@ def measure_rank_acceptance(
     for all prompts or one for each. Raises `ConfigError` for a drafter without `tree_choices`.
     """
     check_at_least("rank acceptance", 1, depth=depth, width=width)
-    engine = Engine(llm.engine.config, with_tree(speculative, comb(depth, width)), like=llm.engine)
+    engine = create_engine(llm.engine.config, with_tree(speculative, comb(depth, width)), like=llm.engine)
     counts = RankCounts(depth, width)
     engine.on_observe = counts.add
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
