@@ -2,15 +2,14 @@
 
     plan -> propose -> one target pass -> verify -> commit
 
-Speculation off is the empty proposal on this same path, and a prompt is a step whose rows are prompt tokens. There is
-no second loop.
+Speculation off is the empty proposal on this same path, and a prompt is a step whose rows are prompt tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.engine import EngineStats
@@ -97,11 +96,20 @@ class Engine:
         """The drafter's configured depth, None where it has none."""
         return self.drafter.configured_depth(self.drafter.options)
 
+    @property
+    def draft_options(self) -> Any:
+        """The drafter's own options, a dataclass, defaults included."""
+        return self.drafter.options
+
     def drafter_as(self, kind: type[D]) -> D:
         """The drafter, for those who brought it; raises `TypeError` where it is no `kind`."""
         if not isinstance(self.drafter, kind):
             raise TypeError(f"the engine's drafter is a {type(self.drafter).__name__}, no {kind.__name__}")
         return self.drafter
+
+    def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
+        """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""
+        self.drafting.group_tasks_by(name, task)
 
     def stats(self) -> EngineStats:
         """What the engine holds and has counted; call it between two steps."""

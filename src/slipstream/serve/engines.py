@@ -111,7 +111,7 @@ class LocalEngine:
         engine = self.client.engine
         engine.on_step = lambda step: listener.on_step(step, ())
         engine.on_observe = on_observe
-        engine.drafting.group_tasks_by(accounts.name_of, accounts.task)
+        engine.group_tasks_by(accounts.name_of, accounts.task)
         engine.shares_by_account = accounts.are_kept_apart
 
     async def read(self, take: Take[T]) -> T:

@@ -125,7 +125,7 @@ def describe_speculation(llm: LLM) -> dict[str, Any]:
     return {
         "method": speculative.method,
         "verifier": speculative.verifier,
-        **asdict(llm.engine.drafter.options),
+        **asdict(llm.engine.draft_options),
     }
 
 

@@ -138,7 +138,7 @@ class EngineHost:
         self._group = accounts.name_of
         engine.on_step = self._on_step
         engine.on_observe = self._on_observe
-        engine.drafting.group_tasks_by(accounts.name_of, accounts.task)
+        engine.group_tasks_by(accounts.name_of, accounts.task)
         engine.shares_by_account = accounts.are_kept_apart
         sock.setblocking(False)
         self._wakes.setblocking(False)

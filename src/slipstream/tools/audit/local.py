@@ -332,7 +332,7 @@ def _described(engine: Engine, model: str | None) -> dict[str, Any]:
         "verifier": speculative.verifier,
         "options": {
             name: without_folders(value) if isinstance(value, str) else value
-            for name, value in asdict(engine.drafter.options).items()
+            for name, value in asdict(engine.draft_options).items()
         },
         "runs_as": engine.model.runs_as,
         "prefix_caching": engine.config.enable_prefix_caching,
