@@ -20,6 +20,7 @@ from typer.main import get_command
 from slipstream.cli.flags.flags import field_help
 from slipstream.cli.main import app
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.draft.methods import METHODS, MethodSpec
 from slipstream.engine.speculation import validate
 from slipstream.models.cpu.families import FAMILIES as FUSED
 from slipstream.models.text_tower import text_tower
@@ -164,24 +165,21 @@ REFUSED_INTRODUCTION = """\
 `tests/parity/test_refusals.py` checks that these end in one line with the reason, before any request.
 """
 
-MODEL = {"model": "draft"}
-NO_OPTIONS: dict[str, dict[str, Any]] = {
-    **{
-        "off": {},
-        "ngram": {},
-        "suffix": {},
-        "token_recycling": {},
-        "siblings": {},
-        "lookahead": {},
-        "jacobi": {},
-    },
-    **{"draft_model": MODEL, "tli": MODEL, "slem": MODEL},
-    **{"self": {}, "layer_skip": {}, "cascade": {"draft": {"method": "off"}}},
-    **{"eagle": MODEL, "eagle3": MODEL, "medusa": MODEL, "hydra": MODEL},
-    "remote": {},
-    "ensemble": {"members": [{"method": "suffix"}, {"method": "ngram"}]},
-    "versions": {"drafter": {"method": "ngram"}},
+INNER: dict[str, Any] = {
+    "draft": {"method": "off"},
+    "drafter": {"method": "ngram"},
+    "members": [{"method": "suffix"}, {"method": "ngram"}],
 }
+"""Values of options that hold other drafters and have no default."""
+
+
+def _required(spec: MethodSpec) -> dict[str, Any]:
+    """The options of a drafter that have no default."""
+    model = {"model": "draft"} if spec.needs_model else {}
+    return {**model, **{name: INNER[name] for name in spec.inner if name in INNER}}
+
+
+NO_OPTIONS = {spec.name: _required(spec) for spec in METHODS.values()}
 """The built-in drafters with the options that have no default."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from slipstream.draft import methods
 from slipstream.errors import ConfigError
 from slipstream.vllm_names import own_speculation
 
@@ -166,9 +167,9 @@ class SpeculativeConfig:
     def from_short(cls, spec: str) -> SpeculativeConfig:
         """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `remote:HOST:PORT`, or any `NAME:MODEL`."""
         name, _, value = spec.partition(":")
-        method = {"draft": "draft_model"}.get(name, name)
-        key = {"self": "quantization", "layer_skip": "quantization", "remote": "workers"}.get(method, "model")
-        return cls(method, options={key: value} if value else {})
+        known = methods.spec_of(name)
+        key = "model" if known is None else known.short_value
+        return cls(methods.full_name(name), options={key: value} if value else {})
 
 
 @dataclass(frozen=True)

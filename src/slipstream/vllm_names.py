@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.draft import methods
 from slipstream.errors import ConfigError, SlipstreamError
 
 logger = logging.getLogger(__name__)
@@ -289,8 +290,13 @@ def own_engine_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
+_LOOKUPS = tuple(
+    name for method in methods.LOOKUPS for name in methods.METHODS[method].elsewhere[methods.VLLM]
+)
+"""Its names of drafters without a model, which may stand in the model's place."""
+
 SPECULATIVE = {
-    "model": Foreign(("ngram", "[ngram]", "ngram_gpu", "suffix"), "this drafter has no model"),
+    "model": Foreign(_LOOKUPS, "this drafter has no model"),
     "draft_tensor_parallel_size": Foreign((1,), _ONE_PROCESS),
     "tensor_parallel_size": Foreign((1,), _ONE_PROCESS),
     "quantization": Foreign(),
@@ -323,7 +329,10 @@ SPECULATIVE = {
 """vLLM's keys of `speculative_config`, for drafters without an option of that name. Those with `ANYTHING` cannot change
 the text."""
 
-METHOD_SYNONYMS = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
+METHOD_SYNONYMS = {
+    theirs: ours for theirs, ours in methods.names_from(methods.VLLM).items() if theirs != ours
+}
+"""vLLM's other names of methods, to ours."""
 METHODS_ELSEWHERE = {
     "custom_class": 'give method the class itself: "my_package.module:MyDrafter"',
     "dflash": "convert or train an EAGLE-3 head",
@@ -358,9 +367,9 @@ def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
         verifier = _VERIFIERS[rule]
         if verifier is not None and own.setdefault("verifier", verifier) != verifier:
             raise ConfigError("rejection_sample_method and verifier differ; omit one of them")
-    if own["method"] == "draft_model" and own.get("use_heterogeneous_vocab") is True:
+    if own["method"] == methods.DRAFT_MODEL.name and own.get("use_heterogeneous_vocab") is True:
         del own["use_heterogeneous_vocab"]
-        own["method"] = "tli"
+        own["method"] = methods.TLI.name
     return own
 
 
@@ -372,7 +381,7 @@ def _method_of(given: Mapping[str, Any]) -> str:
             f'speculative_config needs "method", or a "model" that implies it; got keys {list(given)}'
         )
     name = os.fspath(model).lower()
-    if name in ("ngram", "[ngram]", "ngram_gpu", "suffix"):
+    if name in _LOOKUPS:
         return name.strip("[]")
     marks = _marks(Path(model))
     for mark, method in _MARKS.items():
@@ -382,26 +391,14 @@ def _method_of(given: Mapping[str, Any]) -> str:
     for mark, method in _NAME_MARKS.items():
         if mark in name:
             return method
-    return "draft_model"
+    return methods.DRAFT_MODEL.name
 
 
-_MARKS = {
-    "eagle3": "eagle3",
-    "eagle": "eagle",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    "mlp_speculator": "mlp_speculator",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "mtp": "mtp",
-}
+_MARKS = {mark: mark for mark in (*methods.HEADS, "mlp_speculator", "dflash", "dspark", "mtp")}
 """Substring of a configuration's model type to method, longer ones first."""
 _NAME_MARKS = {
-    "eagle-": "eagle",
-    "eagle3": "eagle3",
-    "medusa": "medusa",
-    "dflash": "dflash",
-    "dspark": "dspark",
+    f"{methods.EAGLE.name}-": methods.EAGLE.name,
+    **{mark: mark for mark in (methods.EAGLE3.name, methods.MEDUSA.name, "dflash", "dspark")},
 }
 """Substring of a model's name to method."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.assets import EMBEDDED_DRAFTERS
 from slipstream.cli.bench import MaxTokens, Raw, Seed, Temperature, parse_max_tokens
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import ENGINE, Json, ModelArgument, print_json, with_model
@@ -17,6 +18,7 @@ from slipstream.cli.output.console import notes, wide_results
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder, write_text
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import short_name
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -182,7 +184,11 @@ def _drafters(
 
     reading = {key: engine[key] for key in ("revision", "trust_remote_code", "dtype") if key in engine}
     own = own_draft(engine.get("quantization"), engine.get("device", "auto"), model, **reading)
-    embedded = [SpeculationFlags(spec=short) for short in ("draft", "eagle3")] if model is None else []
+    embedded = (
+        [SpeculationFlags(spec=short) for short in map(short_name, EMBEDDED_DRAFTERS)]
+        if model is None
+        else []
+    )
     return [*(speculative_config(each, model) for each in embedded), *([own] if own else [])]
 
 

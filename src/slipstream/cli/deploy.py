@@ -28,6 +28,7 @@ from slipstream.deploy.room import shortage
 from slipstream.deploy.settings import DeploySettings
 from slipstream.errors import ConfigError, DeployError
 from slipstream.profiling.machine import num_cpus
+from slipstream.reasoning.config import ReasoningConfig
 from slipstream.serve.model_id import model_id
 from slipstream.serve.network.listening import bind
 
@@ -191,7 +192,7 @@ def _portable(config: dict[str, Any]) -> dict[str, Any]:
     """With the embedded draft by its name: its folder is another one on another machine."""
     reasoning = config.get("reasoning") or {}
     if "model" in reasoning and reasoning["model"] == EMBEDDED_DRAFTERS.get(
-        str(reasoning.get("method", "draft_model"))
+        str(reasoning.get("method", ReasoningConfig.method))
     ):
         config = {**config, "reasoning": {**reasoning, "model": EMBEDDED}}
     if config.get("model") == EMBEDDED_DRAFTERS.get(config.get("method", "")):

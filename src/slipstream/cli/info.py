@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, EMBEDDED_TARGET
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import (
     ENGINE,
@@ -28,6 +28,7 @@ from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.core.model_path import check_model_path
 from slipstream.core.model_path import describe as describe_path
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.profiling.break_even import round_cost
@@ -92,7 +93,7 @@ def info(
         try:
             if draft is not None:
                 can_draft = "yes"
-                speculative = SpeculativeConfig.from_mapping({"method": "draft_model", "model": draft})
+                speculative = SpeculativeConfig.from_mapping({"method": DRAFT_MODEL.name, "model": draft})
             described = describe(config, speculative)
         except VocabularyMismatchError as error:
             if draft is None:
@@ -102,15 +103,16 @@ def info(
         llm = load(model, speculative, engine) if measure else None
     details = _details(described, model_name(model))
     if draft is not None:
-        details["drafters"]["draft_model"] = f"{draft}: {can_draft}"
+        details["drafters"][DRAFT_MODEL.name] = f"{draft}: {can_draft}"
     elif model is None:
-        details["drafters"]["draft_model"] = (
+        details["drafters"][DRAFT_MODEL.name] = (
             "the embedded draft, which runs by default and is in the memory plan: "
             + _costs(described.draft_fit)
         )
     if model is None:
-        about = details["drafters"]["eagle3"].partition(": ")[2]
-        details["drafters"]["eagle3"] = f"the embedded target's own head: {about}"
+        for name in EMBEDDED_DRAFTERS.keys() - {DRAFT_MODEL.name}:
+            about = details["drafters"][name].partition(": ")[2]
+            details["drafters"][name] = f"the embedded target's own head: {about}"
     if draft_for is not None:
         details["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
     measurement = None if measure else Measurement.find(described.model, described.draft_model)
@@ -274,11 +276,8 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("answers end at", _end_tokens_line(details)),
         ("memory", details["memory_plan_text"]),
     ]
-    short = {
-        "draft_model": "draft"
-        if details["drafters"]["draft_model"].startswith("the embedded")
-        else "draft:PATH"
-    }
+    place = "" if details["drafters"][DRAFT_MODEL.name].startswith("the embedded") else ":PATH"
+    short = {DRAFT_MODEL.name: DRAFT_MODEL.short_name + place}
     lines += [(f"--spec {short.get(name, name)}", needs) for name, needs in details["drafters"].items()]
     lines += [(f"drafts for {target}", answer) for target, answer in details.get("drafts_for", {}).items()]
     return lines

@@ -75,9 +75,10 @@ def replay(
     The answers are the same with any draft, so each version's drafts on them are known, not estimated.
     """
     from slipstream.assets import EMBEDDED_TARGET
+    from slipstream.draft.methods import HEADS
     from slipstream.learn.judge import JudgeOptions
     from slipstream.learn.learners.floor import DraftFloor
-    from slipstream.learn.learners.registry import HEADS, check_learns, learner_for, make_learner
+    from slipstream.learn.learners.registry import check_learns, learner_for, make_learner
     from slipstream.learn.options import LearnerOptions
     from slipstream.learn.replay import ReplayOptions
     from slipstream.learn.replay import replay as run

@@ -29,6 +29,7 @@ from slipstream.cli.flags.remote import ApiKeyEnv, ServedModel, TimeoutS, Url, a
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.faults import Faults
 from slipstream.cli.output.loading import loading, say_loading
+from slipstream.draft.methods import HYDRA, MEDUSA, METHODS
 from slipstream.errors import ConfigError
 from slipstream.train.options import (
     DistillOptions,
@@ -195,11 +196,13 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
     """Options with `--init embedded` replaced by the embedded target's own drafter of this kind."""
     if own.get("init") != "embedded":
         return own
-    from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
+    from slipstream.assets import EMBEDDED_DRAFTERS
 
-    known = {"draft": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
+    known = {METHODS[name].trainer: folder for name, folder in EMBEDDED_DRAFTERS.items()}
     if method not in known:
-        raise ConfigError(f"there is no embedded {method}; --init embedded is for {' and '.join(known)}")
+        raise ConfigError(
+            f"there is no embedded {method}; --init embedded is for {' and '.join(map(str, known))}"
+        )
     return {**own, "init": known[method]}
 
 
@@ -255,7 +258,7 @@ def medusa(
 
     if wanted.joint:
         return JointStudent(wanted, target, tokenizer, seed)
-    return HeadStudent(wanted, target, "medusa", seed)
+    return HeadStudent(wanted, target, MEDUSA.name, seed)
 
 
 @_method(_HYDRA)
@@ -268,7 +271,7 @@ def hydra(
     """
     from slipstream.train.heads import HeadStudent
 
-    return HeadStudent(wanted, target, "hydra", seed)
+    return HeadStudent(wanted, target, HYDRA.name, seed)
 
 
 def _train(

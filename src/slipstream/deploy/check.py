@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.config import SpeculativeConfig, options_from
 from slipstream.deploy.settings import DeploySettings
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.engine.settings import engine_config
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError, SlipstreamError
@@ -51,7 +52,7 @@ def check_settings(settings: DeploySettings) -> None:
         trust_remote_code=config.trust_remote_code,
     )
     draft = (speculation or {}).get("model")
-    if isinstance(draft, str) and (speculation or {}).get("method") == "draft_model":
+    if isinstance(draft, str) and (speculation or {}).get("method") == DRAFT_MODEL.name:
         outline_model(draft, trust_remote_code=config.trust_remote_code)
 
 

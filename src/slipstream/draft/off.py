@@ -17,8 +17,6 @@ class OffOptions:
 class OffDrafter(Drafter):
     """Speculation off: the empty proposal in every step of the same loop."""
 
-    summary = "no speculation"
-
     Options = OffOptions
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:

@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig, options_from
 from slipstream.core.types import VerifierTraits
 from slipstream.draft.base import DraftContext, Drafter, Fit
+from slipstream.draft.methods import METHODS
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.registry import Registry
 from slipstream.vllm_names import METHODS_ELSEWHERE, SPECULATIVE, split_off
@@ -25,29 +26,7 @@ DRAFTERS = Registry[Drafter](
     "drafter",
     Drafter,  # type: ignore[type-abstract]
     "slipstream.drafters",
-    {
-        "off": "slipstream.draft.off:OffDrafter",
-        "ngram": "slipstream.draft.lookup.ngram:NgramDrafter",
-        "suffix": "slipstream.draft.lookup.suffix:SuffixDrafter",
-        "draft_model": "slipstream.draft.model.draft_model:DraftModelDrafter",
-        "eagle": "slipstream.draft.heads.eagle:Eagle1Drafter",
-        "eagle3": "slipstream.draft.heads.eagle:Eagle3Drafter",
-        "tli": "slipstream.draft.model.tli:TliDrafter",
-        "slem": "slipstream.draft.model.slem:SlemDrafter",
-        "self": "slipstream.draft.model.self_model:SelfDrafter",
-        "medusa": "slipstream.draft.heads.medusa:MedusaDrafter",
-        "hydra": "slipstream.draft.heads.hydra:HydraDrafter",
-        "token_recycling": "slipstream.draft.lookup.token_recycling:TokenRecyclingDrafter",
-        "siblings": "slipstream.draft.lookup.siblings:SiblingsDrafter",
-        "lookahead": "slipstream.draft.parallel.lookahead:LookaheadDrafter",
-        "jacobi": "slipstream.draft.parallel.lookahead:JacobiDrafter",
-        "auto": "slipstream.draft.combine.auto:AutoDrafter",
-        "ensemble": "slipstream.draft.combine.ensemble:EnsembleDrafter",
-        "layer_skip": "slipstream.draft.model.layer_skip:LayerSkipDrafter",
-        "remote": "slipstream.draft.remote.drafter:RemoteDrafter",
-        "cascade": "slipstream.draft.combine.cascade:CascadeDrafter",
-        "versions": "slipstream.draft.combine.versions:VersionsDrafter",
-    },
+    {spec.name: spec.drafter for spec in METHODS.values()},
 )
 """`DRAFTERS.register(name, cls)` adds one for this process."""
 
@@ -109,13 +88,17 @@ def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
         for name in drafter_names():
             try:
                 cls = _drafter_class(name)
-                found[name] = (
-                    vars(cls).get("summary") or (cls.__doc__ or "").strip().split("\n")[0],
-                    cls.fit(context),
-                )
+                found[name] = (_help(name, cls), cls.fit(context))
             except Exception as error:  # a package's own fault
                 found[name] = ("", Fit(f"can never run: {error}", None, None, None))
     return found
+
+
+def _help(name: str, cls: type[Drafter]) -> str:
+    """What a drafter does, in a line: of a package's own what its class says."""
+    if name in METHODS:
+        return METHODS[name].help
+    return vars(cls).get("summary") or (cls.__doc__ or "").strip().split("\n")[0]
 
 
 def _check_device(config: SpeculativeConfig, cls: type[Drafter]) -> None:

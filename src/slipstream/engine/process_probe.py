@@ -11,6 +11,7 @@ from dataclasses import asdict
 import psutil
 
 from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.engine.llm import LLM
 from slipstream.plan.process import ProcessMemory
 from slipstream.sampling.params import SamplingParams
@@ -23,7 +24,7 @@ def main() -> None:
 
     With a draft model, whose tokenizer and code are part of what a process takes.
     """
-    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+    draft = {"method": DRAFT_MODEL.name, "model": EMBEDDED_DRAFT}
     llm = LLM(speculative_config=draft, max_model_len=MAX_MODEL_LEN, max_num_seqs=2)
     plan = llm.engine.memory_plan
     weight_bytes = plan.target_bytes + plan.draft_bytes

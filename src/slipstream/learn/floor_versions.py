@@ -9,10 +9,11 @@ from dataclasses import replace
 from slipstream.config import SpeculativeConfig
 from slipstream.core.bounded import BoundedDict
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
+from slipstream.draft.methods import OWN_WEIGHTS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
 from slipstream.learn.folder import LearnFolder
-from slipstream.learn.learners.floor import BORROWING, DraftFloor, has_plain_head
+from slipstream.learn.learners.floor import DraftFloor, has_plain_head
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.state import LearnLane
@@ -89,7 +90,7 @@ def floor_of(engine: Engine) -> DraftFloor:
     weight format."""
     drafter = engine.drafter_as(VersionsDrafter)
     speculative: SpeculativeConfig = drafter.options.floor()
-    borrows = speculative.method in BORROWING
+    borrows = speculative.method in OWN_WEIGHTS
     if borrows and engine.config.lora is not None:
         raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
     drafting = engine.model if borrows else drafter.drafting_model()

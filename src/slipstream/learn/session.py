@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream.core.types import FinishReason, Sequence, StepItem
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
+from slipstream.draft.methods import HEADS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
 from slipstream.learn.beside import run_beside
@@ -29,7 +30,7 @@ from slipstream.learn.floor_versions import FloorVersions, floor_of
 from slipstream.learn.folder import LearnFolder
 from slipstream.learn.identity import identity_of
 from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
-from slipstream.learn.learners.registry import HEADS, learner_for
+from slipstream.learn.learners.registry import learner_for
 from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.pace import BESIDE_SHARE, LearnerPace
 from slipstream.learn.privacy import PrivacyRules, belongs_to

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import SUFFIX
 from slipstream.errors import SlipstreamError
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WEIGHT_FORMATS, weight_format
 from slipstream.models.unloaded import shared_outlines
@@ -172,7 +173,7 @@ def _smaller_drafters(planner: Planner) -> Iterator[PlanChange]:
     """The same drafter, holding less."""
     config, options = planner.config, dict(planner.speculative.options)
     method, reasoning = planner.speculative.method, planner.speculative.reasoning
-    if method == "suffix" and options.get("suffix_decoding_max_cached_tokens", 1_000_000) > 100_000:
+    if method == SUFFIX.name and options.get("suffix_decoding_max_cached_tokens", 1_000_000) > 100_000:
         fewer = {**options, "suffix_decoding_max_cached_tokens": 100_000}
         yield PlanChange(
             "100,000 tokens of past answers",
@@ -208,9 +209,9 @@ def _other_drafters(planner: Planner) -> Iterator[PlanChange]:
             "suffix in the drafter's place",
             "text that repeats nothing gains nothing from speculation; the text stays",
             _SPEED,
-            _as_flag("suffix", few, reasoning),
+            _as_flag(SUFFIX.name, few, reasoning),
             {},
-            SpeculativeConfig("suffix", options=few, reasoning=reasoning),
+            SpeculativeConfig(SUFFIX.name, options=few, reasoning=reasoning),
         )
     if method != "off":
         yield PlanChange(

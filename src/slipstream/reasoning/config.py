@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_types
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.errors import ConfigError
 
 CHUNK_TOKENS = 8
@@ -19,7 +20,7 @@ CHUNK_TOKENS = 8
 class ReasoningConfig:
     """The value of `reasoning` in `speculative_config`. Other keys are the drafter's, as in `speculative_config`."""
 
-    method: str = "draft_model"
+    method: str = DRAFT_MODEL.name
     """The drafter that writes the steps: one that drafts chains of the target's vocabulary."""
     name: str = ""
     """By which requests may ask for this draft; empty: the last part of the path of its `model`, else the method."""

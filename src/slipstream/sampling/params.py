@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.types import RequestOptions
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.errors import RequestError
 from slipstream.sampling.keywords import check_names, strict_keywords
 from slipstream.sampling.structured import StructuredOutput
@@ -40,7 +41,7 @@ def _names(cls: type) -> set[str]:
     return {field.name for field in fields(cls)}
 
 
-_SPECULATION = {*_names(SpeculativeConfig), "num_speculative_tokens", "draft_model"} - {"options"}
+_SPECULATION = {*_names(SpeculativeConfig), "num_speculative_tokens", DRAFT_MODEL.name} - {"options"}
 
 
 class RequestOutputKind(Enum):

@@ -31,6 +31,7 @@ from slipstream.draft.heads.checkpoints import WEIGHT_FILES, read_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.heads.residual import ResidualBlock
 from slipstream.draft.heads.target_shape import check_fits
+from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA, kind_of_checkpoint
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models import CausalLM, load_model
 from slipstream.testing.expand import (
@@ -89,9 +90,10 @@ def expand_head(
     raw, tensors = read_checkpoint(str(head), weight_files=ALL_WEIGHT_FILES)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        if "hydra_num_heads" in raw:
+        kind = kind_of_checkpoint(raw)
+        if kind == HYDRA.name:
             num_parameters = _expand_hydra(head, pair, output)
-        elif "medusa_num_heads" in raw or raw.get("model_type") == "medusa":
+        elif kind == MEDUSA.name:
             num_parameters = _expand_medusa(head, pair, output, tensors)
         else:
             num_parameters = _expand_eagle(head, pair, output, raw)
@@ -142,7 +144,7 @@ def _expand_eagle(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str
     new = EagleHead(_eagle_config(old.config, pair))
     _randomise(new)
     _fill_eagle(new, old)
-    layout = "eagle" if old.config.version == 1 else "eagle3"
+    layout = (EAGLE if old.config.version == 1 else EAGLE3).name
     if "speculators_model_type" in raw:
         layout = "speculators"
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]

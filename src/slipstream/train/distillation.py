@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.models.huggingface import AutoModelForCausalLM
 from slipstream.train.attention import ATTENTION
@@ -96,7 +97,7 @@ class DraftStudent:
         self._tokenizer.save_pretrained(folder)
 
     def speculative_config(self, folder: Path) -> SpeculativeConfig:
-        return SpeculativeConfig("draft_model", options={"model": str(folder)})
+        return SpeculativeConfig(DRAFT_MODEL.name, options={"model": str(folder)})
 
     @property
     def _pad(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from slipstream.draft.methods import EAGLE, EAGLE3
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.eagle_loss import TargetText, training_time_test
@@ -34,7 +35,7 @@ class EagleStudent:
     ) -> None:
         """`version` is 1 or 3 (EAGLE-2's heads are version 1). Raises `ConfigError` for invalid options."""
         self.options, self.target, self.version = options, target, version
-        self.name = "eagle3" if version == 3 else "eagle"
+        self.name = (EAGLE3 if version == 3 else EAGLE).name
         torch.manual_seed(seed)
         if options.init is not None:
             self.head = _given(options.init, target, version)

@@ -18,6 +18,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.heads.target_shape import check_fits
+from slipstream.draft.methods import MEDUSA
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingRows
 from slipstream.train.options import HeadTrainOptions
@@ -29,10 +30,10 @@ class HeadStudent:
     """Heads that learn the target's distributions of the tokens after its next one."""
 
     def __init__(self, options: HeadTrainOptions, target: FrozenTarget, method: str, seed: int) -> None:
-        """`method` is `medusa` or `hydra`."""
+        """`method` is the name of `MEDUSA` or of `HYDRA`."""
         self.options, self.target, self.name = options, target, method
         torch.manual_seed(seed)
-        self.heads = self._make(method) if options.init is None else self._given(method, options.init)
+        self.heads = self._make() if options.init is None else self._given(options.init)
         self.module: nn.Module = self.heads
         self.feature_layers: Seq[int] = (target.num_layers,)
 
@@ -108,7 +109,7 @@ class HeadStudent:
             return self.heads.step(head, torch.cat([hidden[roots], *following], dim=-1))
         return self.heads.project(self.heads.blocks[head](hidden[roots])[None], first=head)[0]
 
-    def _make(self, method: str) -> MedusaHeads | HydraHeads:
+    def _make(self) -> MedusaHeads | HydraHeads:
         options, target = self.options, self.target
         sizes: dict[str, Any] = {
             "hidden_size": target.hidden_size,
@@ -120,16 +121,16 @@ class HeadStudent:
         }
         project = target.model.get_output_embeddings()
         heads: MedusaHeads | HydraHeads
-        if method == "medusa":
+        if self.name == MEDUSA.name:
             heads = MedusaHeads(MedusaConfig(**sizes), project)
         else:
             heads = HydraHeads(HydraConfig(**sizes), project)
         heads.init_projections(project.weight.detach())
         return heads
 
-    def _given(self, method: str, path: str) -> MedusaHeads | HydraHeads:
+    def _given(self, path: str) -> MedusaHeads | HydraHeads:
         """The heads to continue from; raises `ModelError` for another target's heads."""
-        load = load_medusa if method == "medusa" else load_hydra
+        load = load_medusa if self.name == MEDUSA.name else load_hydra
         heads = load(path, self.target.model.get_output_embeddings())
         check_fits(path, heads.config.hidden_size, heads.config.vocab_size, self.target)
         if self.options.joint and heads.config.shares_lm_head:
@@ -145,7 +146,7 @@ class JointStudent(HeadStudent):
     """
 
     def __init__(self, options: HeadTrainOptions, target: FrozenTarget, tokenizer: Any, seed: int) -> None:
-        super().__init__(options, target, "medusa", seed)
+        super().__init__(options, target, MEDUSA.name, seed)
         self.model = copy.deepcopy(target.model).requires_grad_(True)
         self.module = nn.ModuleDict({"heads": self.heads, "target": self.model})
         self._tokenizer = tokenizer

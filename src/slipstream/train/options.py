@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import check_at_least, check_types, reject_unknown
+from slipstream.draft.methods import EAGLE, EAGLE3
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
-EAGLE_LAYOUTS = ("eagle", "eagle3", "speculators")
+EAGLE_LAYOUTS = (EAGLE.name, EAGLE3.name, "speculators")
 OVERLAPS = ("refuse", "drop_training", "drop_evaluation", "report")
 LOSSES = ("forward_kl", "reverse_kl", "total_variation", "hard")
 
@@ -215,13 +216,13 @@ class EagleTrainOptions:
     """Draft depth in evaluations, and the depth that the checkpoint recommends to other engines."""
 
     def __post_init__(self) -> None:
-        check_types(self, "eagle")
+        check_types(self, EAGLE.name)
         check_at_least(
-            "eagle", 1, num_steps=self.num_steps, num_speculative_tokens=self.num_speculative_tokens
+            EAGLE.name, 1, num_steps=self.num_steps, num_speculative_tokens=self.num_speculative_tokens
         )
         for name in ("intermediate_size", "draft_vocab_size"):
             if getattr(self, name) is not None:
-                check_at_least("eagle", 1, **{name: getattr(self, name)})
+                check_at_least(EAGLE.name, 1, **{name: getattr(self, name)})
         if self.init is not None:
             for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
                 if getattr(self, name) is not None:

@@ -13,6 +13,16 @@ from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, write
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.core.model_path import check_model_path, models_in
+from slipstream.draft.methods import (
+    ALIASES,
+    AUTO,
+    DRAFT_MODEL,
+    METHODS,
+    OFF,
+    SUFFIX,
+    full_name,
+    spec_of,
+)
 from slipstream.errors import ConfigError
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
@@ -62,7 +72,7 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
         config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
     config = _in_package(config)
     if flags.num_speculative_tokens is not None:
-        if config.method == "off":
+        if config.method == OFF.name:
             raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
         config = replace(config, options=_limited(config, flags.num_speculative_tokens))
     if flags.verifier is not None:
@@ -111,22 +121,22 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     if flags.speculative_config is not None:
         return _with_embedded_model(SpeculativeConfig.from_text(flags.speculative_config), embedded)
     if flags.draft is not None:
-        return SpeculativeConfig("draft_model", options={"model": flags.draft})
-    spec = flags.spec if flags.spec is not None else "draft" if embedded else "off"
-    method = "draft_model" if spec == "draft" else spec
+        return SpeculativeConfig(DRAFT_MODEL.name, options={"model": flags.draft})
+    spec = flags.spec if flags.spec is not None else (DRAFT_MODEL if embedded else OFF).short_name
+    method = full_name(spec)
     if method in EMBEDDED_DRAFTERS:
         if not embedded:
-            what = "draft" if method == "draft_model" else "head"
+            what = METHODS[method].weights.value
             raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
         return SpeculativeConfig(method, options={"model": EMBEDDED_DRAFTERS[method]})
     from slipstream.draft.registry import drafter_names
 
-    if _CLASS.fullmatch(spec) and spec.partition(":")[0] not in (*drafter_names(), "draft"):
+    # The registry has only the long names, so it would not suggest `draft` for a misspelt name.
+    names, name = [*drafter_names(), *ALIASES], spec.partition(":")[0]
+    if _CLASS.fullmatch(spec) and name not in names:
         _search_working_directory()
         return SpeculativeConfig(spec)
-    names = [*drafter_names(), "draft"]
-    # The registry has only the long names, so it would not suggest `draft` for a misspelt name.
-    if (name := spec.partition(":")[0]) not in names and get_close_matches(name, names, n=1) == ["draft"]:
+    if name not in names and set(get_close_matches(name, names, n=1)) & ALIASES.keys():
         reject_unknown([name], names, "drafter")
     return SpeculativeConfig.from_short(spec)
 
@@ -140,7 +150,7 @@ def _search_working_directory() -> None:
 
 def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str, Any]:
     limit = {"num_speculative_tokens": num_speculative_tokens}
-    if config.method == "auto":
+    if config.method == AUTO.name:
         if not isinstance(drafters := config.options.get("drafters"), list):
             raise ConfigError(
                 "--num-speculative-tokens needs a drafter; auto without a draft chooses the number itself"
@@ -152,37 +162,35 @@ def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str
 def _auto(draft: str | None) -> SpeculativeConfig:
     """The configuration of `--spec auto`: suffix and the draft model, or the defaults without one."""
     if draft is None:
-        return SpeculativeConfig("auto")
-    own = {"method": "draft_model", "model": draft, "num_speculative_tokens": AUTO_DEPTH}
-    return SpeculativeConfig("auto", options={"drafters": [{"method": "suffix"}, own]})
+        return SpeculativeConfig(AUTO.name)
+    own = {"method": DRAFT_MODEL.name, "model": draft, "num_speculative_tokens": AUTO_DEPTH}
+    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, own]})
 
 
 def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
     """`config` with `draft` replaced by `draft_model`, and the embedded target's own drafter as its `model` where none
     is named; also inside an ensemble, versions, a cascade or auto."""
-    for method, key in (("ensemble", "members"), ("auto", "drafters")):
-        if config.method == method and isinstance(members := config.options.get(key), list):
-            named = [_named(member, embedded) for member in members]
-            return replace(config, options={**config.options, key: named})
-    if config.method == "versions":
-        lanes = config.options.get("lanes")
-        inner = {"drafter": _named(config.options.get("drafter"), embedded)}
-        if isinstance(lanes, dict):
-            inner["lanes"] = {name: _named(lane, embedded) for name, lane in lanes.items()}
-        return replace(config, options={**config.options, **inner})
-    if config.method == "cascade":
-        inner = {key: _named(value, embedded) for key, value in config.options.items() if key == "draft"}
-        return replace(config, options={**config.options, **inner})
-    method = "draft_model" if config.method == "draft" else config.method
-    if method not in EMBEDDED_DRAFTERS:
+    spec = spec_of(config.method)
+    if spec is None:
         return config
-    default = {"model": EMBEDDED_DRAFTERS[method]} if embedded else {}
-    return replace(config, method=method, options={**default, **config.options})
+    options = {
+        key: _named(value, embedded) if key in spec.inner else value for key, value in config.options.items()
+    }
+    if spec.name in EMBEDDED_DRAFTERS and embedded:
+        options = {"model": EMBEDDED_DRAFTERS[spec.name], **options}
+    return replace(config, method=spec.name, options=options)
 
 
 def _named(member: Any, embedded: bool) -> Any:
-    """An inner drafter after `_with_embedded_model`; an invalid configuration is unchanged and refused later."""
-    if not isinstance(member, dict) or "verifier" in member or not isinstance(member.get("method"), str):
+    """An inner drafter after `_with_embedded_model`, or a list or mapping of them.
+
+    An invalid configuration is unchanged, and refused later.
+    """
+    if isinstance(member, list):
+        return [_named(one, embedded) for one in member]
+    if not isinstance(member, dict) or "verifier" in member:
         return member
+    if not isinstance(member.get("method"), str):
+        return {name: _named(one, embedded) for name, one in member.items()}
     config = _with_embedded_model(SpeculativeConfig.from_mapping(member), embedded)
     return {"method": config.method, **config.options}

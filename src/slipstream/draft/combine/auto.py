@@ -70,8 +70,6 @@ class AutoOptions:
 class AutoDrafter(DrafterGroup):
     """The drafters from which the engine's policy chooses; its `drafters` are asked directly."""
 
-    summary = "chooses for each request and step among drafters, or none, by what they gain"
-
     Options = AutoOptions
 
     @classmethod

@@ -109,8 +109,6 @@ class _Shadow:
 class CascadeDrafter(LevelDrafter):
     """Drafts with a model whose passes verify an inner drafter's proposals. Making one makes one of its subclasses."""
 
-    summary = "a draft model, or part of the target, that itself drafts with a cheaper drafter"
-
     Options = CascadeOptions
 
     model: CausalLM

@@ -93,8 +93,6 @@ class EnsembleDrafter(DrafterGroup):
     verdicts of its own draft tokens, with the target's logits behind them.
     """
 
-    summary = "several drafters whose drafts are united, voted on or tried in turn"
-
     Options = EnsembleOptions
 
     @classmethod

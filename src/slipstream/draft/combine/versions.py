@@ -122,8 +122,6 @@ class DraftLane:
 class VersionsDrafter(Drafter):
     """A floor and lanes beside it, each guarded; every sequence has one of them."""
 
-    summary = "versions of one drafter side by side, a request each its own; what serve --learn swaps"
-
     Options = VersionsOptions
     kinds = frozenset(ProposalKind)
     guards_itself = True

@@ -215,14 +215,10 @@ class EagleDrafter(CachedDrafter):
 class Eagle1Drafter(EagleDrafter):
     """Drafts with an EAGLE-1 head: chains, fixed trees and EAGLE-2's dynamic trees."""
 
-    summary = "a head of one layer, trained on the target's hidden states (EAGLE, EAGLE-2)"
-
     version = 1
 
 
 class Eagle3Drafter(EagleDrafter):
     """Drafts with an EAGLE-3 head: chains, fixed trees and dynamic trees."""
-
-    summary = "a head of one layer, trained on three of the target's hidden states (EAGLE-3)"
 
     version = 3

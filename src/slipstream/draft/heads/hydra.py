@@ -26,8 +26,6 @@ class HydraOptions(HeadOptions):
 class HydraDrafter(HeadDrafter):
     """One pass over one head a level, with a row for each node of the frontier."""
 
-    summary = "small heads on the target, each of which reads the tokens before its own (Hydra)"
-
     Options = HydraOptions
     weight_files = WEIGHT_FILES
 

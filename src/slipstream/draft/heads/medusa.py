@@ -28,8 +28,6 @@ class MedusaOptions(HeadOptions):
 class MedusaDrafter(HeadDrafter):
     """One pass over the heads gives the logits of all levels; all nodes of a level share them."""
 
-    summary = "small heads on the target, one for each position ahead (Medusa)"
-
     Options = MedusaOptions
     weight_files = WEIGHT_FILES
 

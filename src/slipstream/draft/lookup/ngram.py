@@ -94,8 +94,6 @@ class NgramDrafter(Drafter):
     proposal.
     """
 
-    summary = "drafts what followed the same words earlier in the prompt and answer (prompt lookup)"
-
     Options = NgramOptions
     observes_all = False
     looks_up = True

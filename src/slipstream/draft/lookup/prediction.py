@@ -56,8 +56,6 @@ class PredictionDrafter(Drafter):
     cost credit and accepted ones earn it, so a text that is wholly wrong costs next to nothing.
     """
 
-    summary = "drafts the text that a request says it expects"
-
     Options = PredictionOptions
     observes_all = False
     looks_up = True

@@ -131,8 +131,6 @@ class SiblingsDrafter(Drafter):
     last answer. Nothing crosses tenants.
     """
 
-    summary = "lets samples of one prompt draft for each other, with the target's own logits along them"
-
     Options = SiblingsOptions
     kinds = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
     looks_up = True

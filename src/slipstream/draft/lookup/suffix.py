@@ -148,8 +148,6 @@ class SuffixDrafter(Drafter):
     bytes, one of a live sequence 170.
     """
 
-    summary = "drafts what followed the same words in this text and in earlier answers (suffix decoding)"
-
     Options = SuffixOptions
     observes_all = False
     looks_up = True

@@ -90,8 +90,6 @@ class TokenRecyclingDrafter(Drafter):
     token has no known successors.
     """
 
-    summary = "drafts the tokens that last looked likely after each token (token recycling)"
-
     Options = TokenRecyclingOptions
 
     def __init__(self, options: TokenRecyclingOptions, context: DraftContext) -> None:

@@ -62,8 +62,6 @@ class DraftModelOptions(CorrectedOptions):
 class DraftModelDrafter(CachedDrafter):
     """Drafts with a small causal language model."""
 
-    summary = "a smaller model with the same vocabulary drafts"
-
     Options = DraftModelOptions
     reads_text_only = True
     has_own_model = True

@@ -63,8 +63,6 @@ class LayerSkipDrafter(BorrowingDrafter):
     If the search ends without a set of layers that gains speed, nothing is drafted until `reset`.
     """
 
-    summary = "the target itself with some layers left out, in the target's own cache"
-
     Options = LayerSkipOptions
 
     @classmethod

@@ -123,8 +123,6 @@ def target_copy(quantization: str, config: EngineConfig, computes: torch.dtype) 
 class SelfDrafter(DraftModelDrafter):
     """Drafts with the target's own weights, quantised, over a cache of its own."""
 
-    summary = f"the target's own weights in {DRAFT_FORMAT}, with a cache of their own"
-
     Options = SelfOptions  # type: ignore[assignment]
 
     @classmethod

@@ -63,8 +63,6 @@ class _Writer(ForeignModelDrafter):
 class SlemDrafter(Drafter):
     """Drafts text with a causal language model of another vocabulary, re-encoded with the target's tokenizer."""
 
-    summary = "a smaller model with another vocabulary drafts, in text"
-
     Options = SlemOptions
     has_own_model = True
 

@@ -43,8 +43,6 @@ class TliOptions(DraftModelOptions):
 class TliDrafter(ForeignModelDrafter):
     """Drafts with a causal language model of another vocabulary, in the tokens that it shares with the target."""
 
-    summary = "a smaller model with another vocabulary drafts, in the tokens that both have"
-
     Options = TliOptions
 
     def __init__(self, options: TliOptions, context: DraftContext) -> None:

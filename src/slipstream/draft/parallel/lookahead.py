@@ -54,8 +54,6 @@ class JacobiOptions:
 class JacobiDrafter(Drafter):
     """Proposes a chain: the target's last predictions for its positions, or tokens of the text where it has none."""
 
-    summary = "drafts what the target said of the same places a step before"
-
     Options = JacobiOptions
 
     def __init__(self, options: JacobiOptions, context: DraftContext) -> None:
@@ -208,8 +206,6 @@ class LookaheadDrafter(Drafter):
 
     With a small budget the n-grams come first, then as many whole columns as there is room for.
     """
-
-    summary = "n-grams that the target computes on the side (lookahead decoding)"
 
     Options = LookaheadOptions
 

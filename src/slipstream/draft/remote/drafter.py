@@ -108,8 +108,6 @@ class RemoteRequest:
 class RemoteDrafter(Drafter):
     """Gets its drafts from `slipstream draft-worker` processes."""
 
-    summary = "a drafter in another process or on another machine (slipstream draft-worker)"
-
     Options = RemoteOptions
     kinds = KINDS
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import DRAFT_MODEL, LAYER_SKIP, OWN_WEIGHTS, SELF
 from slipstream.draft.model.self_model import DRAFT_FORMAT
 from slipstream.errors import LearnError
 from slipstream.models.cpu.native import unavailable
@@ -21,8 +22,6 @@ from slipstream.models.linear.formats import UNCHANGED, weight_format
 from slipstream.models.linear.packing import pack_linears
 from slipstream.train.target import check_plain_head, load_model
 
-BORROWING = ("self", "layer_skip")
-"""Methods that draft with the target's own weights."""
 _HIDDEN = -3e4
 """Finite, as in `learn.batches`."""
 
@@ -33,7 +32,7 @@ class DraftFloor:
 
     model: str
     """The checkpoint folder of the draft model, of the head, or of the target that drafts for itself."""
-    method: str = "draft_model"
+    method: str = DRAFT_MODEL.name
     target: str | None = None
     """The folder of the model that a head drafts for."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -42,12 +41,14 @@ class DraftFloor:
     @classmethod
     def of(cls, speculative: SpeculativeConfig, target: str, weight_format: str = UNCHANGED) -> DraftFloor:
         """The floor where `speculative` drafts for the model `target`, whose weights are held in this format."""
-        if speculative.method in BORROWING:
+        if speculative.method in OWN_WEIGHTS:
             given = speculative.options
             kept = {
                 name: given[name] for name in ("skip_layers", "exit_layer") if given.get(name) is not None
             }
-            own = given.get("quantization", DRAFT_FORMAT) if speculative.method == "self" else weight_format
+            own = (
+                given.get("quantization", DRAFT_FORMAT) if speculative.method == SELF.name else weight_format
+            )
             return cls(target, speculative.method, target, {**kept, "quantization": own})
         return cls(str(speculative.options["model"]), speculative.method, target)
 
@@ -58,7 +59,7 @@ class DraftFloor:
     def digest(self) -> str:
         """Equal ones draft alike."""
         digest = digest_of_files(self.model)
-        if self.method not in BORROWING:
+        if self.method not in OWN_WEIGHTS:
             return digest
         return digest_of(f"{digest} {self.method} {sorted(self.options.items())}".encode())
 
@@ -66,16 +67,16 @@ class DraftFloor:
         """What computes the draft's logits from a text alone: a Transformers model, or what has the part of one that
         learners call. Raises `LearnError` for a head, `ModelError` where it cannot be loaded, or changes its logits
         after the output layer."""
-        if self.method not in ("draft_model", *BORROWING):
+        if self.method not in (DRAFT_MODEL.name, *OWN_WEIGHTS):
             raise LearnError(f"the logits of {self.method!r} need more than a text")
         model = load_model(self.model, torch.device("cpu"))
         check_plain_head(model, torch.device("cpu"))
-        if self.method == "draft_model":
+        if self.method == DRAFT_MODEL.name:
             return model
         held = self.options.get("quantization", UNCHANGED)
         if held != UNCHANGED:
             pack_linears(model, weight_format(held), native=unavailable() is None)
-        if self.method == "layer_skip":
+        if self.method == LAYER_SKIP.name:
             return SkippedLayers(model, self._layers(int(model.config.get_text_config().num_hidden_layers)))
         return model
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from slipstream.config import SpeculativeConfig, reject_unknown
+from slipstream.draft.methods import DRAFT_MODEL, HEADS, LAYER_SKIP, LEARNING, METHODS, OFF
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.options import LearnerOptions
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 LARGEST_WHOLE = 20_000_000
 """Parameters of a draft that learns as a whole; larger ones learn adapters."""
 
-LEARN_BY_THEMSELVES = ("ngram", "suffix", "token_recycling", "lookahead", "jacobi")
-"""Drafters whose tables take in every answer as it is."""
-
 _PLACES = {
     "whole": "slipstream.learn.learners.whole:WholeLearner",
     "low_rank": "slipstream.learn.learners.low_rank:LowRankLearner",
@@ -28,18 +26,6 @@ _PLACES = {
 _OF_HEADS = {"corrective": "slipstream.learn.learners.corrective:CorrectiveHeadLearner"}
 """Learners that are others where a head drafts."""
 LEARNERS = tuple(_PLACES)
-
-HEADS = ("eagle", "eagle3")
-"""Methods whose drafter reads the target's hidden states."""
-
-_LEARN_BY = {
-    "draft_model": ("whole", "low_rank", "corrective"),
-    "eagle3": ("eagle", "corrective"),
-    "eagle": ("corrective",),
-    "self": ("corrective",),
-    "layer_skip": ("corrective",),
-}
-"""Methods that learn while they serve, and by what; for all but draft models the first suits best."""
 
 
 def make_learner(name: str, floor: DraftFloor, options: LearnerOptions) -> Learner:
@@ -56,23 +42,22 @@ def make_learner(name: str, floor: DraftFloor, options: LearnerOptions) -> Learn
 def check_learns(speculative: SpeculativeConfig | None, learner: str | None = None) -> None:
     """Raise `LearnError` with one line for a drafter that does not learn, which may serve all the same, and
     `ConfigError` for a `learner` by which it does not."""
-    method = "off" if speculative is None else speculative.method
-    learning = f"{', '.join(tuple(_LEARN_BY)[:-1])} and {tuple(_LEARN_BY)[-1]}"
-    if method in LEARN_BY_THEMSELVES:
+    method = OFF.name if speculative is None else speculative.method
+    spec = METHODS.get(method)
+    learning = f"{', '.join(LEARNING[:-1])} and {LEARNING[-1]}"
+    if spec is not None and spec.learns_by_itself:
         raise LearnError(
             f"drafter {method!r} learns by itself: its tables take in every answer; --learn is for {learning}"
         )
-    if speculative is None or method not in _LEARN_BY:
+    if speculative is None or method not in LEARNING:
         what = (
-            "without a drafter there is none that learns"
-            if method == "off"
-            else f"drafter {method!r} does not"
+            "without a drafter there is none that learns" if spec is OFF else f"drafter {method!r} does not"
         )
         raise LearnError(f"{what}; --learn is for {learning}")
     given = speculative.options
-    if method == "layer_skip" and given.get("exit_layer") is None and given.get("skip_layers") is None:
+    if spec is LAYER_SKIP and given.get("exit_layer") is None and given.get("skip_layers") is None:
         raise LearnError("layer_skip learns with layers that do not change; give exit_layer or skip_layers")
-    if method == "layer_skip" and given.get("quantization") is not None:
+    if spec is LAYER_SKIP and given.get("quantization") is not None:
         raise LearnError("layer_skip learns with the target's own weights only; omit its quantization")
     if learner is not None:
         _check_fits(method, learner)
@@ -80,13 +65,13 @@ def check_learns(speculative: SpeculativeConfig | None, learner: str | None = No
 
 def learner_for(method: str, num_parameters: int) -> str:
     """The learner that suits a drafter, and a draft model of a size."""
-    if method == "draft_model":
+    if method == DRAFT_MODEL.name:
         return "whole" if num_parameters <= LARGEST_WHOLE else "low_rank"
-    return _LEARN_BY[method][0]
+    return METHODS[method].learners[0]
 
 
 def _check_fits(method: str, learner: str) -> None:
-    fitting = _LEARN_BY.get(method, ())
+    fitting = METHODS[method].learners if method in METHODS else ()
     if learner not in fitting:
         raise ConfigError(
             f"drafter {method!r} learns by {' or '.join(fitting) or 'nothing'}, not by {learner!r}"

@@ -9,31 +9,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    LAYER_SKIP,
+    LOOKUPS,
+    METHODS,
+    NGRAM,
+    OWN_WEIGHTS,
+    SUFFIX,
+    short_name,
+)
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, no_gain
 from slipstream.errors import ConfigError
 from slipstream.models.outline import outline_model
 
-LOOKUPS = ("ngram", "suffix")
-"""Drafters that read texts only: asking them again costs next to nothing, and needs no model."""
-OWN_LAYERS = ("self", "layer_skip")
-"""The target drafts for itself: a step of each level costs too much for more than its best token."""
-FEEDBACK = {
-    "auto": "it chooses by itself while it runs",
-    "ensemble": "its tree depends on what was accepted before",
-    "cascade": "its inner drafts depend on what was accepted before",
-    "lookahead": "it learns from what the target says of its own draft tokens",
-    "jacobi": "it learns from what the target says of its own draft tokens",
-    "siblings": "it learns from what the target says of other answers",
-    "token_recycling": "it learns from what the target says of its own draft tokens",
-}
-"""Drafters whose drafts a recorded text does not determine."""
 DEPTHS = (1, 2, 3, 4, 6, 8)
 """Considered, as far as the drafter goes."""
 CHAIN_DEPTH = 6
 """The deepest chain that is considered where the caller names none."""
 HEAD_DEPTH = 4
-"""Of heads and of the target's own layers: as `CHAIN_DEPTH`."""
+"""Of heads and of the target's own weights: as `CHAIN_DEPTH`."""
 NGRAM_DEPTHS = (2, 4, 8)
 TREE = {"tree_top_k": 3, "num_speculative_tokens": 4, "num_draft_nodes": 8}
 """The tree that is considered beside the chain of each drafter that can draft one."""
@@ -105,8 +101,10 @@ def make_candidates(chosen: Seq[SpeculativeConfig], with_trees: bool) -> list[Ca
     Raises `ConfigError` for a drafter that cannot be scored on a recorded text, or whose verifier is not `coupled`.
     """
     found = [
-        Candidate("ngram", SpeculativeConfig("ngram", options={"num_speculative_tokens": 8}), NGRAM_DEPTHS),
-        Candidate("suffix", SpeculativeConfig("suffix")),
+        Candidate(
+            NGRAM.name, SpeculativeConfig(NGRAM.name, options={"num_speculative_tokens": 8}), NGRAM_DEPTHS
+        ),
+        Candidate(SUFFIX.name, SpeculativeConfig(SUFFIX.name)),
     ]
     for config in chosen:
         if config.method == "off":
@@ -130,14 +128,15 @@ def own_draft(
         return None
     if model is not None and no_gain(DRAFT_FORMAT, outline_model(model, **reading)):
         return None
-    return SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT, "skip_layers": []})
+    return SpeculativeConfig(LAYER_SKIP.name, options={"quantization": DRAFT_FORMAT, "skip_layers": []})
 
 
 def _check(config: SpeculativeConfig) -> None:
-    why = FEEDBACK.get(config.method)
-    if config.method == "layer_skip" and not {"skip_layers", "exit_layer"} & config.options.keys():
+    spec = METHODS.get(config.method)
+    why = "" if spec is None else spec.unscored
+    if spec is LAYER_SKIP and not {"skip_layers", "exit_layer"} & config.options.keys():
         why = "it searches its layers while it runs; give skip_layers or exit_layer"
-    if why is not None:
+    if why:
         raise ConfigError(
             f"{config.method!r} cannot be scored on a recorded text: {why}. `slipstream bench` measures it"
         )
@@ -164,12 +163,13 @@ def _variants(config: SpeculativeConfig, with_trees: bool) -> list[Candidate]:
         own = {"tree_top_k": options.tree_top_k, "num_draft_nodes": options.num_draft_nodes}
         tree = replace(tree, speculative=replace(config, options={**config.options, **own}))
     given = config.options.get("num_speculative_tokens")
-    deepest = given or (CHAIN_DEPTH if config.method == "draft_model" else HEAD_DEPTH)
+    deepest = given or (CHAIN_DEPTH if config.method == DRAFT_MODEL.name else HEAD_DEPTH)
     depths = (*(depth for depth in DEPTHS if depth < deepest), deepest)
     as_chain = {"tree_top_k": 1, "num_draft_nodes": None} if is_tree else {}
     chain = replace(config, options={**config.options, **as_chain, "num_speculative_tokens": deepest})
     found = [Candidate(name, chain, depths)]
-    if with_trees and not options.confidence_threshold and config.method not in OWN_LAYERS:
+    # Where the target drafts for itself, a step of each level costs too much for more than its best token.
+    if with_trees and not options.confidence_threshold and config.method not in OWN_WEIGHTS:
         found.append(tree if is_tree else replace(tree, speculative=_as_tree(config)))
     return found
 
@@ -179,11 +179,9 @@ def _as_tree(config: SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _name(config: SpeculativeConfig) -> str:
-    if config.method == "draft_model":
-        return "draft"
-    if config.method == "layer_skip" and config.options.get("skip_layers") == []:
+    if config.method == LAYER_SKIP.name and config.options.get("skip_layers") == []:
         return f"self {config.options.get('quantization')}"
-    return config.method
+    return short_name(config.method)
 
 
 def _renamed(candidate: Candidate, others: Seq[Candidate]) -> Candidate:

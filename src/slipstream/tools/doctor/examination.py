@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
+from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, kind_of_checkpoint
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
@@ -16,7 +17,7 @@ from slipstream.text.vocabulary import check_same_vocabulary
 from slipstream.tools.doctor.canary import BETTER, POOR, Canary, run_canary, variations, with_config
 from slipstream.tools.doctor.findings import Finding, fault, ok, warning
 
-KINDS = ("draft_model", "eagle", "eagle3", "medusa", "hydra")
+KINDS = (DRAFT_MODEL.name, *HEADS)
 
 
 def examine(
@@ -40,7 +41,7 @@ def examine(
         return
     loaded = create_engine(EngineConfig(model=target, **(engine or {})))
     yield ok("kind", f"{draft!r} is a draft of kind {kind}")
-    if kind == "draft_model":
+    if kind == DRAFT_MODEL.name:
         trouble = yield from _vocabulary(loaded, draft)
         if trouble:
             return
@@ -52,12 +53,12 @@ def examine(
         return
     yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes match the target")
     yield _context(loaded, drafter.context_length)
-    if kind != "draft_model":
+    if kind != DRAFT_MODEL.name:
         yield from _conventions(loaded, draft, kind)
     on_part("drafting for a few prompts")
     canary = run_canary(loaded, speculative)
     yield _canary(canary)
-    if kind == "eagle3" and Path(draft).is_dir():
+    if kind == EAGLE3.name and Path(draft).is_dir():
         yield from _variations(loaded, draft, canary, on_part)
 
 
@@ -66,7 +67,7 @@ def kind_of(draft: str) -> str:
     folder = Path(draft)
     if not folder.is_dir():
         load_config(draft)
-        return "draft_model"
+        return DRAFT_MODEL.name
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,14 +76,7 @@ def kind_of(draft: str) -> str:
         ) from None
     except ValueError as error:
         raise ModelError(f"cannot read the configuration of {draft!r}: {error}") from None
-    names = " ".join(config.get("architectures") or [])
-    if "hydra_num_heads" in config:
-        return "hydra"
-    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
-        return "medusa"
-    if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in names:
-        return "eagle3"
-    return "eagle" if "Eagle" in names else "draft_model"
+    return kind_of_checkpoint(config)
 
 
 def _vocabulary(target: Engine, draft: str) -> Generator[Finding, None, bool]:
@@ -121,7 +115,7 @@ def _conventions(target: Engine, draft: str, kind: str) -> Iterator[Finding]:
             "rope",
             f"the draft's rope_theta is {theta:g}, the target's {own:g}; set the value that it was trained with",
         )
-    if kind != "eagle3":
+    if kind != EAGLE3.name:
         return
     if "norm_before_residual" not in config:
         yield warning(
@@ -157,7 +151,7 @@ def _variations(
     for sentence, config in variations(Path(draft), target.model.num_layers):
         on_part(f"drafting the same with {sentence}")
         with with_config(Path(draft), config) as folder:
-            other = run_canary(target, SpeculativeConfig("eagle3", options={"model": folder}))
+            other = run_canary(target, SpeculativeConfig(EAGLE3.name, options={"model": folder}))
         tried.append(sentence)
         if other.first > max(BETTER * canary.first, canary.first + 0.05):
             better.append((other.first, sentence))

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from slipstream.tools.export import SpeculativeRecord
 
 SETTING_FLAG = "--speculative-config"
-CONVERTED = ("eagle", "eagle3", "medusa")
-"""Layouts of heads whose folders vLLM reads under names of its own; it reads the library speculators' as they are."""
+AS_IT_IS = "speculators"
+"""The layout of heads that vLLM reads under the names that they have; others are converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def exported(
     version = form.check_version(version)
     record, remarks = from_own(speculation, target)
     record, setting, why = setting_or_nearest(form.name, record, version, nearest)
-    if record.head is not None and record.head.layout in CONVERTED:
+    if record.head is not None and record.head.layout != AS_IT_IS:
         record, more = _converted(record, version, place, overwrite)
         setting = form.to_engine(record, version)
         remarks += more

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import short_name
 from slipstream.errors import ConfigError
 
 OFF_NAME = "off"
@@ -75,7 +76,7 @@ def _name(config: SpeculativeConfig, with_model: bool) -> str:
     from slipstream.engine.speculation import validate
 
     drafter, options = validate(config)
-    parts: list[Any] = [{"draft_model": "draft"}.get(config.method, config.method)]
+    parts: list[Any] = [short_name(config.method)]
     if with_model and "model" in config.options:
         parts.append(Path(str(config.options["model"])).name)
     tokens = drafter.configured_depth(options)

@@ -1,0 +1,382 @@
+"""The built-in drafting methods: their names here and elsewhere, what they need, and what can be done with them.
+
+Plain data that imports nothing of Slipstream, so that any room may read it. The name of a method stands here and in its
+drafter's own file. Drafters that a package brings are not here: what must be known of one, its class says
+(`slipstream.draft.base.Drafter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+VLLM, SGLANG, TENSORRT_LLM = "vllm", "sglang", "tensorrt-llm"
+LLAMA_CPP, OPENVINO, TRANSFORMERS = "llama-cpp", "openvino", "transformers"
+
+
+class DraftWeights(Enum):
+    """Whose weights a method drafts with."""
+
+    NONE = "none"
+    """Texts, tables or the target's logits are enough."""
+    DRAFT_MODEL = "draft"
+    """A smaller language model, in a folder, a GGUF file or on the hub: the option `model`."""
+    HEAD = "head"
+    """A head that was trained for the target: the option `model`."""
+    TARGET = "target"
+    """The target's own, rounded or in part."""
+    INNER = "inner"
+    """Those of the drafters inside it."""
+
+
+class TargetFeatures(Enum):
+    """Which hidden states of the target a method reads."""
+
+    NONE = "none"
+    LAST = "last"
+    """What the final norm puts out."""
+    CHOSEN = "chosen"
+    """Those of the layers that its checkpoint names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSpec:
+    """One built-in drafting method."""
+
+    name: str
+    """The value of `method`."""
+    drafter: str
+    """Its class, as "module:Class"."""
+    help: str
+    """What it does, in a line."""
+    aliases: tuple[str, ...] = ()
+    """Shorter names on the command line."""
+    short_value: str = "model"
+    """The option that `NAME:VALUE` sets."""
+    weights: DraftWeights = DraftWeights.NONE
+    features: TargetFeatures = TargetFeatures.NONE
+    has_own_kv: bool = False
+    """True where it keeps keys and values of its own."""
+    reads_unused_tensors: bool = False
+    """True where its weights are tensors of the target's checkpoint that the target does not use."""
+    is_lookup: bool = False
+    """True where it looks into texts only: asking it again costs next to nothing, and it drafts as configured."""
+    drafts_chains: bool = False
+    """True where `num_speculative_tokens` says anew for each step how deep it drafts."""
+    trainer: str | None = None
+    """Its verb of `slipstream train`."""
+    learners: tuple[str, ...] = ()
+    """By what it learns while it serves; for all but draft models the first suits best."""
+    learns_by_itself: bool = False
+    """True where its tables take in every answer as it is."""
+    inner: tuple[str, ...] = ()
+    """Options that hold the configurations of other drafters: one, a list, or a mapping of them."""
+    unscored: str = ""
+    """Why a recorded text does not determine its drafts; empty where it does."""
+    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Engine to what it calls the method there: the name that is written, then others that are read."""
+    nearest: tuple[str, ...] = ()
+    """Methods that come nearest to it; the first that an engine has counts."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elsewhere", MappingProxyType(dict(self.elsewhere)))
+
+    @property
+    def needs_model(self) -> bool:
+        """True where it cannot run without the option `model`."""
+        return self.weights in (DraftWeights.DRAFT_MODEL, DraftWeights.HEAD)
+
+    @property
+    def is_head(self) -> bool:
+        """True for a head that was trained for the target."""
+        return self.weights is DraftWeights.HEAD
+
+    @property
+    def uses_target(self) -> bool:
+        """True where the target drafts for itself, with weights of its own."""
+        return self.weights is DraftWeights.TARGET
+
+    @property
+    def short_name(self) -> str:
+        """The name on the command line."""
+        return self.aliases[0] if self.aliases else self.name
+
+
+OFF = MethodSpec(name="off", drafter="slipstream.draft.off:OffDrafter", help="no speculation")
+NGRAM = MethodSpec(
+    name="ngram",
+    drafter="slipstream.draft.lookup.ngram:NgramDrafter",
+    help="drafts what followed the same words earlier in the prompt and answer (prompt lookup)",
+    is_lookup=True,
+    learns_by_itself=True,
+    elsewhere={
+        VLLM: ("ngram", "[ngram]", "ngram_gpu"),
+        SGLANG: ("NGRAM",),
+        TENSORRT_LLM: ("NGram",),
+        LLAMA_CPP: ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod"),
+        OPENVINO: ("ngram",),
+        TRANSFORMERS: ("prompt_lookup_num_tokens",),
+    },
+)
+SUFFIX = MethodSpec(
+    name="suffix",
+    drafter="slipstream.draft.lookup.suffix:SuffixDrafter",
+    help="drafts what followed the same words in this text and in earlier answers (suffix decoding)",
+    is_lookup=True,
+    learns_by_itself=True,
+    elsewhere={VLLM: ("suffix",), TENSORRT_LLM: ("SA",)},
+    nearest=("ngram",),
+)
+TOKEN_RECYCLING = MethodSpec(
+    name="token_recycling",
+    drafter="slipstream.draft.lookup.token_recycling:TokenRecyclingDrafter",
+    help="drafts the tokens that last looked likely after each token (token recycling)",
+    learns_by_itself=True,
+    unscored="it learns from what the target says of its own draft tokens",
+    nearest=("suffix", "ngram"),
+)
+SIBLINGS = MethodSpec(
+    name="siblings",
+    drafter="slipstream.draft.lookup.siblings:SiblingsDrafter",
+    help="lets samples of one prompt draft for each other, with the target's own logits along them",
+    unscored="it learns from what the target says of other answers",
+    nearest=("suffix", "ngram"),
+)
+LOOKAHEAD = MethodSpec(
+    name="lookahead",
+    drafter="slipstream.draft.parallel.lookahead:LookaheadDrafter",
+    help="n-grams that the target computes on the side (lookahead decoding)",
+    learns_by_itself=True,
+    unscored="it learns from what the target says of its own draft tokens",
+    nearest=("ngram",),
+)
+JACOBI = MethodSpec(
+    name="jacobi",
+    drafter="slipstream.draft.parallel.lookahead:JacobiDrafter",
+    help="drafts what the target said of the same places a step before",
+    learns_by_itself=True,
+    unscored="it learns from what the target says of its own draft tokens",
+    nearest=("ngram",),
+)
+DRAFT_MODEL = MethodSpec(
+    name="draft_model",
+    aliases=("draft",),
+    drafter="slipstream.draft.model.draft_model:DraftModelDrafter",
+    help="a smaller model with the same vocabulary drafts",
+    weights=DraftWeights.DRAFT_MODEL,
+    has_own_kv=True,
+    drafts_chains=True,
+    trainer="draft",
+    learners=("whole", "low_rank", "corrective"),
+    elsewhere={
+        VLLM: ("draft_model",),
+        SGLANG: ("STANDALONE",),
+        TENSORRT_LLM: ("DraftTarget", "Draft_Target"),
+        LLAMA_CPP: ("draft-simple",),
+        OPENVINO: ("draft_model",),
+        TRANSFORMERS: ("assistant_model",),
+    },
+)
+TLI = MethodSpec(
+    name="tli",
+    drafter="slipstream.draft.model.tli:TliDrafter",
+    help="a smaller model with another vocabulary drafts, in the tokens that both have",
+    weights=DraftWeights.DRAFT_MODEL,
+    has_own_kv=True,
+    drafts_chains=True,
+    elsewhere={VLLM: ("draft_model",), TRANSFORMERS: ("assistant_model",)},
+    nearest=("ngram",),
+)
+SLEM = MethodSpec(
+    name="slem",
+    drafter="slipstream.draft.model.slem:SlemDrafter",
+    help="a smaller model with another vocabulary drafts, in text",
+    weights=DraftWeights.DRAFT_MODEL,
+    has_own_kv=True,
+    elsewhere={TRANSFORMERS: ("assistant_model",)},
+    nearest=("tli", "ngram"),
+)
+SELF = MethodSpec(
+    name="self",
+    drafter="slipstream.draft.model.self_model:SelfDrafter",
+    help="the target's own weights in int8, with a cache of their own",
+    short_value="quantization",
+    weights=DraftWeights.TARGET,
+    has_own_kv=True,
+    learners=("corrective",),
+    nearest=("ngram",),
+)
+LAYER_SKIP = MethodSpec(
+    name="layer_skip",
+    drafter="slipstream.draft.model.layer_skip:LayerSkipDrafter",
+    help="the target itself with some layers left out, in the target's own cache",
+    short_value="quantization",
+    weights=DraftWeights.TARGET,
+    drafts_chains=True,
+    learners=("corrective",),
+    elsewhere={TRANSFORMERS: ("assistant_early_exit",)},
+    nearest=("ngram",),
+)
+CASCADE = MethodSpec(
+    name="cascade",
+    drafter="slipstream.draft.combine.cascade:CascadeDrafter",
+    help="a draft model, or part of the target, that itself drafts with a cheaper drafter",
+    weights=DraftWeights.INNER,
+    inner=("draft",),
+    unscored="its inner drafts depend on what was accepted before",
+    nearest=("draft_model", "ngram"),
+)
+EAGLE = MethodSpec(
+    name="eagle",
+    drafter="slipstream.draft.heads.eagle:Eagle1Drafter",
+    help="a head of one layer, trained on the target's hidden states (EAGLE, EAGLE-2)",
+    weights=DraftWeights.HEAD,
+    features=TargetFeatures.LAST,
+    has_own_kv=True,
+    drafts_chains=True,
+    trainer="eagle",
+    learners=("corrective",),
+    elsewhere={VLLM: ("eagle",), SGLANG: ("EAGLE",)},
+    nearest=("ngram",),
+)
+EAGLE3 = MethodSpec(
+    name="eagle3",
+    drafter="slipstream.draft.heads.eagle:Eagle3Drafter",
+    help="a head of one layer, trained on three of the target's hidden states (EAGLE-3)",
+    weights=DraftWeights.HEAD,
+    features=TargetFeatures.CHOSEN,
+    has_own_kv=True,
+    drafts_chains=True,
+    trainer="eagle3",
+    learners=("eagle", "corrective"),
+    elsewhere={
+        VLLM: ("eagle3",),
+        SGLANG: ("EAGLE3",),
+        TENSORRT_LLM: ("Eagle3", "Eagle"),
+        LLAMA_CPP: ("draft-eagle3",),
+        OPENVINO: ("eagle3",),
+    },
+    nearest=("ngram",),
+)
+MEDUSA = MethodSpec(
+    name="medusa",
+    drafter="slipstream.draft.heads.medusa:MedusaDrafter",
+    help="small heads on the target, one for each position ahead (Medusa)",
+    weights=DraftWeights.HEAD,
+    features=TargetFeatures.LAST,
+    trainer="medusa",
+    elsewhere={VLLM: ("medusa",)},
+    nearest=("ngram",),
+)
+HYDRA = MethodSpec(
+    name="hydra",
+    drafter="slipstream.draft.heads.hydra:HydraDrafter",
+    help="small heads on the target, each of which reads the tokens before its own (Hydra)",
+    weights=DraftWeights.HEAD,
+    features=TargetFeatures.LAST,
+    trainer="hydra",
+    nearest=("ngram",),
+)
+REMOTE = MethodSpec(
+    name="remote",
+    drafter="slipstream.draft.remote.drafter:RemoteDrafter",
+    help="a drafter in another process or on another machine (slipstream draft-worker)",
+    short_value="workers",
+)
+ENSEMBLE = MethodSpec(
+    name="ensemble",
+    drafter="slipstream.draft.combine.ensemble:EnsembleDrafter",
+    help="several drafters whose drafts are united, voted on or tried in turn",
+    weights=DraftWeights.INNER,
+    inner=("members",),
+    unscored="its tree depends on what was accepted before",
+    nearest=("suffix", "ngram"),
+)
+AUTO = MethodSpec(
+    name="auto",
+    drafter="slipstream.draft.combine.auto:AutoDrafter",
+    help="chooses for each request and step among drafters, or none, by what they gain",
+    weights=DraftWeights.INNER,
+    inner=("drafters",),
+    unscored="it chooses by itself while it runs",
+    nearest=("suffix", "ngram"),
+)
+VERSIONS = MethodSpec(
+    name="versions",
+    drafter="slipstream.draft.combine.versions:VersionsDrafter",
+    help="versions of one drafter side by side, a request each its own; what serve --learn swaps",
+    weights=DraftWeights.INNER,
+    inner=("drafter", "lanes"),
+    nearest=("ngram",),
+)
+
+METHODS: Mapping[str, MethodSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            *(OFF, NGRAM, SUFFIX, TOKEN_RECYCLING, SIBLINGS, LOOKAHEAD, JACOBI),
+            *(DRAFT_MODEL, TLI, SLEM, EAGLE3, EAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
+            *(CASCADE, ENSEMBLE, AUTO, VERSIONS, REMOTE),
+        )
+    }
+)
+"""Every built-in method by its name, in the order in which they are listed."""
+
+LOOKUPS = tuple(spec.name for spec in METHODS.values() if spec.is_lookup)
+WITH_MODEL = tuple(spec.name for spec in METHODS.values() if spec.needs_model)
+"""Methods that cannot run without a draft model or a head."""
+DRAFT_MODELS = tuple(spec.name for spec in METHODS.values() if spec.weights is DraftWeights.DRAFT_MODEL)
+HEADS = tuple(spec.name for spec in METHODS.values() if spec.is_head)
+OWN_WEIGHTS = tuple(spec.name for spec in METHODS.values() if spec.uses_target)
+"""Methods by which the target drafts for itself."""
+CHAINS = tuple(spec.name for spec in METHODS.values() if spec.drafts_chains)
+"""Methods of which a plan says how deep they draft."""
+LEARNING = tuple(spec.name for spec in METHODS.values() if spec.learners)
+"""Methods whose weights learn while they serve."""
+
+ALIASES = {alias: spec.name for spec in METHODS.values() for alias in spec.aliases}
+
+
+def full_name(method: str) -> str:
+    """The name of a method that may be named by an alias; others, such as a package's own, unchanged."""
+    return ALIASES.get(method, method)
+
+
+def spec_of(method: str) -> MethodSpec | None:
+    """The specification of a method or of its alias; None for one that is not built in."""
+    return METHODS.get(full_name(method))
+
+
+def short_name(method: str) -> str:
+    """What the command line calls a method; one that is not built in unchanged."""
+    spec = spec_of(method)
+    return method if spec is None else spec.short_name
+
+
+def names_in(engine: str) -> dict[str, str]:
+    """Method to the name that is written for `engine`, for those that it has."""
+    return {spec.name: spec.elsewhere[engine][0] for spec in METHODS.values() if engine in spec.elsewhere}
+
+
+def names_from(engine: str) -> dict[str, str]:
+    """The inverse of `names_in`, with the other names that `engine` reads; of several methods the first counts."""
+    found: dict[str, str] = {}
+    for spec in METHODS.values():
+        for name in spec.elsewhere.get(engine, ()):
+            found.setdefault(name, spec.name)
+    return found
+
+
+def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
+    """The method that runs the draft with this `config.json`; a plain language model is one of `draft_model`."""
+    architectures = " ".join(map(str, config.get("architectures") or ()))
+    if "hydra_num_heads" in config:
+        return HYDRA.name
+    if "medusa_num_heads" in config or config.get("model_type") == MEDUSA.name:
+        return MEDUSA.name
+    if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures:
+        return EAGLE3.name
+    return EAGLE.name if "Eagle" in architectures else DRAFT_MODEL.name
