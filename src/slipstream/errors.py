@@ -9,7 +9,7 @@ SlipstreamError
 ├── CapacityError           something that does not fit into the planned memory
 ├── EngineStoppedError      the engine was closed, or failed, while a request was running
 ├── EngineBusyError         an engine in another process has more requests than it has read
-├── ProtocolError           the server's and the engine's processes do not understand each other
+├── ProtocolError           two processes do not understand each other
 ├── RemoteError             a remote server that cannot be reached or gives no valid answer
 ├── DeployError             a cluster or a replica that cannot be used
 │   └── OverloadedError     a request that the replicas cannot take in time
@@ -65,7 +65,7 @@ class EngineBusyError(SlipstreamError):
 
 
 class ProtocolError(SlipstreamError):
-    """The server's process and the engine's process do not understand each other."""
+    """Two processes do not understand each other: what came is no message of theirs, or of another version."""
 
 
 class RemoteError(SlipstreamError):

@@ -29,10 +29,12 @@ from slipstream.draft.remote.ahead import AheadDrafting
 from slipstream.draft.remote.handshake import fingerprint, new_nonce, proof
 from slipstream.draft.remote.link import LinkTerms, SocketLink
 from slipstream.draft.remote.options import ServedOptions
-from slipstream.draft.remote.protocol import PROTOCOL_VERSION, MessageDecoder, encode
+from slipstream.draft.remote.protocol import MAX_GREETING_BYTES, PROTOCOL_VERSION, checked, encode
 from slipstream.draft.remote.serving import serve_drafter
 from slipstream.draft.remote.worker import DraftWorker
 from slipstream.errors import ConfigError
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.sockets import next_body
 from slipstream.testing.workers import running_worker
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
@@ -261,9 +263,7 @@ def test_an_address_that_is_taken_is_one_line(worker: Address) -> None:
 
 
 @contextmanager
-def impostor(
-    llm: LLM, then: Callable[[socket.socket, MessageDecoder], None], **change: Any
-) -> Iterator[Address]:
+def impostor(llm: LLM, then: Callable[[socket.socket, Frames], None], **change: Any) -> Iterator[Address]:
     """A worker that greets as one should, but for `change`, and does what it likes `then`."""
     listening = socket.create_server(("127.0.0.1", 0))
 
@@ -280,11 +280,11 @@ def impostor(
                     continue
 
     def _greet(connection: socket.socket) -> None:
-        decoder, nonce = MessageDecoder(), new_nonce()
-        hello = _message(connection, decoder)
+        frames, nonce = Frames(MAX_GREETING_BYTES), new_nonce()
+        hello = _message(connection, frames)
         challenge = {"protocol": PROTOCOL_VERSION, "nonce": nonce, "needs_key": False}
         connection.sendall(encode({"type": "challenge", **challenge, **change}))
-        _message(connection, decoder)
+        _message(connection, frames)
         tokenizer = llm.engine.tokenizer
         welcome = {
             "mac": proof(b"", "worker", hello["nonce"], nonce),
@@ -294,8 +294,8 @@ def impostor(
             "drafter": "an impostor",
         }
         connection.sendall(encode({"type": "welcome", **welcome}))
-        decoder.max_bytes = 2**24
-        then(connection, decoder)
+        frames.max_bytes = 2**24
+        then(connection, frames)
 
     threading.Thread(target=serve, daemon=True).start()
     try:
@@ -304,34 +304,32 @@ def impostor(
         listening.close()
 
 
-def _message(connection: socket.socket, decoder: MessageDecoder) -> dict[str, Any]:
-    while True:
-        data = connection.recv(1 << 16)
-        if not data:
-            raise OSError("gone")
-        for message in decoder.feed(data):
-            return message
+def _message(connection: socket.socket, frames: Frames) -> dict[str, Any]:
+    body = next_body(connection, frames)
+    if body is None:
+        raise OSError("gone")
+    return checked(body)
 
 
-def says_nothing(connection: socket.socket, decoder: MessageDecoder) -> None:
+def says_nothing(connection: socket.socket, frames: Frames) -> None:
     while connection.recv(1 << 16):
         pass
 
 
-def says_garbage(connection: socket.socket, decoder: MessageDecoder) -> None:
+def says_garbage(connection: socket.socket, frames: Frames) -> None:
     connection.recv(1 << 16)
     connection.sendall(b"\x00\x00\x00\x05hello")
 
 
-def says_too_much(connection: socket.socket, decoder: MessageDecoder) -> None:
+def says_too_much(connection: socket.socket, frames: Frames) -> None:
     connection.recv(1 << 16)
     connection.sendall(b"\xff\xff\xff\xff" + b"x" * 1000)
 
 
-def lies(connection: socket.socket, decoder: MessageDecoder) -> None:
+def lies(connection: socket.socket, frames: Frames) -> None:
     """Tails of other lengths, with tokens that do not exist, for requests that do not exist, of the wrong text."""
     for turn in itertools.count():
-        message = _message(connection, decoder)
+        message = _message(connection, frames)
         if message["type"] not in ("open", "commit"):
             continue
         length = message.get("length", len(message["tokens"]))
@@ -354,7 +352,7 @@ def lies(connection: socket.socket, decoder: MessageDecoder) -> None:
     "then", [says_nothing, says_garbage, says_too_much, lies], ids=lambda each: each.__name__
 )
 def test_a_worker_that_misbehaves_changes_nothing(
-    then: Callable[[socket.socket, MessageDecoder], None],
+    then: Callable[[socket.socket, Frames], None],
     plain: LLM,
     prompts: list[list[int]],
     make_llm: MakeLLM,
@@ -385,7 +383,7 @@ def test_a_worker_of_another_protocol_is_refused(plain: LLM) -> None:
         assert "is it a draft worker?" in workers_of(llm)[0].why
 
 
-def reads_nothing(connection: socket.socket, decoder: MessageDecoder) -> None:
+def reads_nothing(connection: socket.socket, frames: Frames) -> None:
     threading.Event().wait(60)
 
 
@@ -418,7 +416,7 @@ def test_a_worker_that_is_silent_counts_as_away_until_it_speaks(
     monkeypatch.setattr(link_module, "SILENCE_S", 300.0)
     speak = threading.Event()
 
-    def is_stopped(connection: socket.socket, decoder: MessageDecoder) -> None:
+    def is_stopped(connection: socket.socket, frames: Frames) -> None:
         speak.wait(120)
         connection.sendall(encode({"type": "pong", "sent_s": 0.0}))
         threading.Event().wait(60)
@@ -440,15 +438,15 @@ def test_a_worker_that_is_silent_counts_as_away_until_it_speaks(
         link.close()
 
 
-def greeted(address: Address) -> tuple[socket.socket, MessageDecoder]:
+def greeted(address: Address) -> tuple[socket.socket, Frames]:
     """A connection to a worker as an engine makes it."""
-    connection, decoder, nonce = address.connect(120), MessageDecoder(), new_nonce()
+    connection, frames, nonce = address.connect(120), Frames(MAX_GREETING_BYTES), new_nonce()
     hello = {"type": "hello", "protocol": PROTOCOL_VERSION, "nonce": nonce, "depth": 4}
     connection.sendall(encode(hello))
-    challenge = _message(connection, decoder)
+    challenge = _message(connection, frames)
     connection.sendall(encode({"type": "proof", "mac": proof(b"", "engine", nonce, challenge["nonce"])}))
-    assert _message(connection, decoder)["type"] == "welcome"
-    return connection, decoder
+    assert _message(connection, frames)["type"] == "welcome"
+    return connection, frames
 
 
 def test_what_waits_for_a_drafter_is_bounded_in_bytes(
@@ -460,7 +458,7 @@ def test_what_waits_for_a_drafter_is_bounded_in_bytes(
     monkeypatch.setattr(AheadDrafting, "receive", lambda *_: [][gate.wait(120) :])
     release = {"type": "release", "request": 1, "finished": True, "filler": b"x" * 2**14}
     with running_worker(EMBEDDED_TARGET, {"method": "ngram"}, f"unix:{tmp_path}/worker") as address:
-        connection, decoder = greeted(address)
+        connection, frames = greeted(address)
         with connection:
             connection.settimeout(0.3)
             data = encode(release) * 400
@@ -477,7 +475,7 @@ def test_what_waits_for_a_drafter_is_bounded_in_bytes(
             gate.set()
             connection.settimeout(120)
             connection.sendall(data[sent:] + encode({"type": "ping", "sent_s": 1.0}))
-            assert _message(connection, decoder) == {"type": "pong", "sent_s": 1.0}
+            assert _message(connection, frames) == {"type": "pong", "sent_s": 1.0}
 
 
 def test_strangers_do_not_disturb_a_worker(
@@ -490,13 +488,9 @@ def test_strangers_do_not_disturb_a_worker(
     with worker.connect(120) as stranger:
         stranger.sendall(encode(hello))
         stranger.settimeout(120)
-        found: list[dict[str, Any]] = []
-        decoder = MessageDecoder()
-        while len(found) < 2:
-            data = stranger.recv(1 << 16)
-            assert data
-            found += decoder.feed(data)
-        assert "the engine speaks version 9 of the draft protocol" in found[1]["reason"]
+        frames = Frames(MAX_GREETING_BYTES)
+        _message(stranger, frames)
+        assert "the engine speaks version 9 of the draft protocol" in _message(stranger, frames)["reason"]
     llm = make_llm(remote(worker, **PATIENT))
     assert texts(llm, prompts[:1], params()) == texts(plain, prompts[:1], params())
     assert workers_of(llm)[0].num_tails > 0

@@ -20,7 +20,7 @@ from slipstream.serve.process import host as host_module
 from slipstream.serve.process import remote as remote_module
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink
-from slipstream.serve.process.protocol import Frames, Steps, Submit, frame, read_from_engine
+from slipstream.serve.process.protocol import CODEC, Steps, Submit
 from slipstream.serve.process.remote import RemoteEngine
 from slipstream.serve.process.thread import ThreadedHost, stream_to
 from slipstream.text.prompts import encode_chat
@@ -238,11 +238,11 @@ def test_the_engine_waits_for_a_server_that_does_not_read(
     for each in (link.socket, other):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host = EngineHost(drafting.engine, other, Frames())
+    host = EngineHost(drafting.engine, other, CODEC.frames())
     thread = threading.Thread(target=host.run)
     thread.start()
     values = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "logprobs": 20}
-    link.socket.sendall(frame(Submit(1, "a", prompts[0], [], values, RequestOptions())))
+    link.socket.sendall(CODEC.frame(Submit(1, "a", prompts[0], [], values, RequestOptions())))
     wait_until(lambda: bool(drafting.engine.scheduler.running))
     [sequence] = drafting.engine.scheduler.running
     length = -1
@@ -255,12 +255,12 @@ def test_the_engine_waits_for_a_server_that_does_not_read(
 
     wait_until(stands)
     assert length < 300
-    frames, token_ids, ended = Frames(), list[int](), False
+    frames, token_ids, ended = CODEC.frames(), list[int](), False
     while not ended:
         for body in frames.add(link.socket.recv(2**16)):
-            message = read_from_engine(body)
+            message = CODEC.read(body)
             assert isinstance(message, Steps)
-            for update in message.updates:
+            for _, update in message.updates:
                 token_ids += update.token_ids
                 ended |= update.end is not None
     assert token_ids == sequence.output_token_ids

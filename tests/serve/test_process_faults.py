@@ -25,22 +25,12 @@ from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import StructuredOutput
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.task_labels import TaskLabels
-from slipstream.serve.process import protocol
+from slipstream.serve.process.answers import params_out
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink
-from slipstream.serve.process.protocol import (
-    CancelRequest,
-    Frames,
-    Read,
-    State,
-    Submit,
-    frame,
-    read_from_engine,
-    read_to_engine,
-)
+from slipstream.serve.process.protocol import CODEC, CancelRequest, Read, State, Submit
 from slipstream.serve.process.remote import RemoteEngine
 from slipstream.serve.process.thread import ThreadedHost, stream_to
-from slipstream.serve.process.values import params_out
 from slipstream.text.prompts import encode_chat
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
@@ -201,7 +191,7 @@ def test_a_pause_while_its_grammar_compiles_holds_once_the_engine_has_the_reques
 def test_an_answer_that_no_message_holds_ends_alone(
     plain: LLM, hosts: Hosts, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "MAX_FRAME_BYTES", 2**15)
+    monkeypatch.setattr(CODEC, "max_bytes", 2**15)
     hosts.start()
     remote = hosts.made[0].remote
     wide = SamplingParams(max_tokens=40, seed=1, prompt_logprobs=20, ignore_eos=True)
@@ -216,8 +206,10 @@ def test_an_answer_that_no_message_holds_ends_alone(
         assert str(refused).endswith("32,768 are possible; ask for fewer log-probabilities")
         assert not isinstance(beside, BaseException)
         assert beside.outputs[0].token_ids == expected.outputs[0].token_ids
-        monkeypatch.setattr(protocol, "MAX_FRAME_BYTES", 2**9)
-        with pytest.raises(RequestError, match=r"cannot be sent to the engine: a Submit has .* are possible"):
+        monkeypatch.setattr(CODEC, "max_bytes", 2**9)
+        with pytest.raises(
+            RequestError, match=r"cannot be sent to the engine: the Submit message has .* are possible"
+        ):
             await remote.generate((prompt * 90)[:900], LONG)
         monkeypatch.undo()
 
@@ -318,7 +310,7 @@ def test_wake_ups_that_nobody_reads_hold_up_nobody(drafting: LLM, prompt: list[i
     """A cached grammar is ready in the engine's own thread, which must not wait there for itself to read."""
     link, other = stream_to(drafting.engine)
     link.socket.settimeout(WAIT_S)
-    host = threading.Thread(target=EngineHost(drafting.engine, other, Frames()).run, daemon=True)
+    host = threading.Thread(target=EngineHost(drafting.engine, other, CODEC.frames()).run, daemon=True)
     host.start()
     params = SamplingParams(structured=StructuredOutput(choice=["yes", "no"]), max_tokens=1, seed=1)
     drafting.engine.intake.compile_grammar(params).result()  # type: ignore[union-attr]
@@ -331,10 +323,10 @@ def test_wake_ups_that_nobody_reads_hold_up_nobody(drafting: LLM, prompt: list[i
             CancelRequest(id_, reports=False),
         )
     ]
-    link.socket.sendall(b"".join(map(frame, [*sent, Read(number)])))
-    frames, heard = Frames(), list[Any]()
+    link.socket.sendall(b"".join(map(CODEC.frame, [*sent, Read(number)])))
+    frames, heard = CODEC.frames(), list[Any]()
     while not any(isinstance(message, State) for message in heard):
-        heard += map(read_from_engine, frames.add(link.socket.recv(2**16)))
+        heard += map(CODEC.read, frames.add(link.socket.recv(2**16)))
     link.close()
     host.join(WAIT_S)
     link.socket.close()
@@ -363,7 +355,7 @@ def test_what_is_expected_is_tokenised_by_the_server(
     link, engine = stream_to(drafting.engine)
     front = RemoteEngine(link, drafting.engine.tokenizer)
     asyncio.run(front.begin(prompt, LONG, lambda item: None, options=RequestOptions(prediction=expected)))
-    [submit] = map(read_to_engine, Frames().add(engine.recv(2**16)))
+    [submit] = map(CODEC.read, CODEC.frames().add(engine.recv(2**16)))
     assert isinstance(submit, Submit)
     assert isinstance(submit.options.prediction, tuple)
     front.close()

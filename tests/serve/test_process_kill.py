@@ -19,7 +19,7 @@ import pytest
 from serve_cases import QUESTION, wait_until
 
 from slipstream.errors import ProtocolError
-from slipstream.serve.process.protocol import VERSION, Failed, Frames, Hello, frame, read_from_engine
+from slipstream.serve.process.protocol import CODEC, VERSION, Failed, Hello
 from slipstream.serve.process.spawn import WORKER, spawn_engine
 
 pytestmark = pytest.mark.long
@@ -127,13 +127,13 @@ def test_signals_are_the_servers(tmp_path: Path) -> None:
 
 def test_a_process_of_another_version_is_refused() -> None:
     spawned = spawn_engine()
-    frames = Frames()
+    frames = CODEC.frames()
     hello = msgspec.msgpack.encode(["hello", VERSION + 1, "9.9"])
     spawned.socket.sendall(len(hello).to_bytes(4, "big") + hello)
     spawned.socket.settimeout(240)
     got: list[Any] = []
     while data := spawned.socket.recv(2**16):
-        got += [read_from_engine(body) for body in frames.add(data)]
+        got += [CODEC.read(body) for body in frames.add(data)]
     assert spawned.process.wait(120) == 1
     spawned.kill()
     assert isinstance(got[0], Hello)
@@ -141,7 +141,7 @@ def test_a_process_of_another_version_is_refused() -> None:
     assert isinstance(got[1], Failed)
     assert got[1].error == ProtocolError.__name__
     assert f"speaks version {VERSION + 1}" in got[1].message
-    assert frame(got[0])
+    assert CODEC.frame(got[0])
 
 
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from slipstream.draft.remote.ahead import AheadDrafting
 from slipstream.draft.remote.drafter import RemoteDrafter
 from slipstream.draft.remote.link import Link
 from slipstream.draft.remote.options import RemoteOptions
-from slipstream.draft.remote.protocol import MAX_FRAME_BYTES, Message, MessageDecoder, encode
+from slipstream.draft.remote.protocol import MAX_FRAME_BYTES, Message, checked, encode
 from slipstream.draft.remote.serving import ANY_VERIFIER
+from slipstream.rpc.frames import Frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,6 @@ class LoopbackLink(Link):
         """`owner` tells engines apart that share `drafting`."""
         self.kind = kind
         self.drafting, self._depth, self._owner = drafting, depth, owner
-        self._decoder = MessageDecoder(MAX_FRAME_BYTES)
         self._replies: list[Message] = []
 
     @property
@@ -59,17 +59,21 @@ class LoopbackLink(Link):
         return bool(self._replies) or self.drafting.wants
 
     def send(self, message: Message) -> None:
-        for each in self._decoder.feed(encode(message)):
-            self._replies += [reply for _, reply in self.drafting.receive(self._owner, each, self._depth)]
+        [sent] = _through_bytes([message])
+        self._replies += [reply for _, reply in self.drafting.receive(self._owner, sent, self._depth)]
 
     def take(self) -> list[Message]:
         while self.drafting.wants:
             self._replies += [reply for _, reply in self.drafting.draft()]
-        decoder = MessageDecoder(MAX_FRAME_BYTES)
-        frames = b"".join(map(encode, self._replies))
+        replies = _through_bytes(self._replies)
         self._replies.clear()
         now_s = time.perf_counter()
-        return [message | {"arrived_s": now_s} for message in decoder.feed(frames)]
+        return [message | {"arrived_s": now_s} for message in replies]
+
+
+def _through_bytes(messages: list[Message]) -> list[Message]:
+    """The messages as they come out of their frames."""
+    return [checked(body) for body in Frames(MAX_FRAME_BYTES).add(b"".join(map(encode, messages)))]
 
 
 class LoopbackDrafter(RemoteDrafter):

@@ -28,10 +28,10 @@ from slipstream.draft.remote.ahead import AheadDrafting
 from slipstream.draft.remote.drafter import RemoteDrafter
 from slipstream.draft.remote.link import Link
 from slipstream.draft.remote.options import RemoteOptions, ServedOptions
-from slipstream.draft.remote.protocol import FrameError, PrefixHash
+from slipstream.draft.remote.protocol import PrefixHash
 from slipstream.draft.remote.sampling import sampling_message
 from slipstream.draft.remote.serving import ANY_VERIFIER, serve_drafter, served
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ProtocolError
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
@@ -414,7 +414,7 @@ def test_a_worker_that_cannot_follow_says_so_and_drafts_for_no_other_text(messag
     ],
 )
 def test_nonsense_from_an_engine_is_an_error_of_its_connection(message: dict[str, Any]) -> None:
-    with pytest.raises(FrameError):
+    with pytest.raises(ProtocolError):
         drafting().receive(1, message, depth=3)
 
 

@@ -30,9 +30,8 @@ from slipstream.draft.remote.handshake import (
 from slipstream.draft.remote.protocol import (
     _FIELDS,
     MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
     PROTOCOL_VERSION,
-    FrameError,
-    MessageDecoder,
     PrefixHash,
     checked,
     encode,
@@ -40,7 +39,8 @@ from slipstream.draft.remote.protocol import (
 )
 from slipstream.draft.remote.sampling import sampling_message, sampling_of
 from slipstream.draft.remote.worker import _party
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ProtocolError
+from slipstream.rpc.frames import Frames
 from slipstream.sampling.params import SamplingParams
 from slipstream.verify.registry import VERIFIERS
 
@@ -60,10 +60,10 @@ def test_messages_survive_any_cut_of_the_stream() -> None:
     stream = b"".join(map(encode, messages))
     rng = random.Random(0)
     for _ in range(20):
-        decoder, found, at = MessageDecoder(), [], 0
+        frames, found, at = Frames(MAX_GREETING_BYTES), [], 0
         while at < len(stream):
             end = at + rng.randint(1, 40)
-            found += decoder.feed(stream[at:end])
+            found += map(checked, frames.add(stream[at:end]))
             at = end
         assert found == messages
 
@@ -72,15 +72,15 @@ def fault_of(read: Callable[[bytes], object], body: bytes) -> str | None:
     """What a reader says is wrong with it; None where nothing is."""
     try:
         read(body)
-    except FrameError as error:
+    except ProtocolError as error:
         return str(error)
     return None
 
 
 @given(st.binary(max_size=200))
-def test_nothing_but_a_frame_error_comes_of_garbage(data: bytes) -> None:
+def test_nothing_but_a_protocol_error_comes_of_garbage(data: bytes) -> None:
     for body in (data, msgspec.msgpack.encode({"type": "tail", "tokens": data})):
-        assert fault_of(lambda body: list(MessageDecoder().feed(body)), body) != ""
+        assert fault_of(lambda body: list(map(checked, Frames(MAX_GREETING_BYTES).add(body))), body) != ""
         assert fault_of(checked, body), "never a whole message"
 
 
@@ -101,7 +101,7 @@ def test_nothing_but_a_frame_error_comes_of_garbage(data: bytes) -> None:
 def test_a_message_with_a_value_of_another_type_is_refused(change: dict[str, object]) -> None:
     assert checked(msgspec.msgpack.encode(TAIL)) == TAIL
     assert checked(msgspec.msgpack.encode({**TAIL, "later": 1})) == TAIL  # a later version may say more
-    with pytest.raises(FrameError):
+    with pytest.raises(ProtocolError):
         checked(msgspec.msgpack.encode({**TAIL, **change}))
 
 
@@ -127,11 +127,9 @@ def test_lengths_come_before_contents() -> None:
     for length in (3, 40, 2**17):  # each is written in a form of its own
         body = msgspec.msgpack.encode({**TAIL, "tokens": ["not a token"] * length})
         assert checked(body, max_tokens=length - 1)["tokens"] is None
-        with pytest.raises(FrameError, match="tokens cannot be read"):
+        with pytest.raises(ProtocolError, match="tokens cannot be read"):
             checked(body, max_tokens=length)
     assert checked(msgspec.msgpack.encode(TAIL), max_tokens=2) == TAIL
-    decoder = MessageDecoder(max_tokens=1)
-    assert [message["tokens"] for message in decoder.feed(encode(TAIL))] == [None]
 
 
 def test_what_a_worker_says_is_clipped_and_stays_on_one_line() -> None:
@@ -158,9 +156,9 @@ def test_who_shares_places_with_whom() -> None:
 
 
 def test_frames_are_bounded_before_they_are_read() -> None:
-    with pytest.raises(FrameError, match="longer than 4,096"):
-        list(MessageDecoder().feed(struct.pack(">I", 5000)))
-    with pytest.raises(FrameError, match="is longer than"):
+    with pytest.raises(ProtocolError, match="longer than 4,096"):
+        list(Frames(MAX_GREETING_BYTES).add(struct.pack(">I", 5000)))
+    with pytest.raises(ProtocolError, match=r"the open message has .* bytes; 16,777,216 are possible"):
         encode({"type": "open", "tokens": b"x" * (MAX_FRAME_BYTES + 1)})
 
 
@@ -287,8 +285,8 @@ def test_sampling_parameters_travel_without_texts() -> None:
     found = sampling_of(message, 4)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"):
         assert getattr(found, name) == getattr(params, name), name
-    with pytest.raises(FrameError, match="cannot be used"):
+    with pytest.raises(ProtocolError, match="cannot be used"):
         sampling_of({**message, "temperature": "hot"}, 4)
     for change in ({"allowed": [4]}, {"logit_bias": {4: 1.0}}, {"allowed": [-1]}):
-        with pytest.raises(FrameError, match="cannot be used"):
+        with pytest.raises(ProtocolError, match="cannot be used"):
             sampling_of({**message, **change}, 4)

@@ -17,8 +17,9 @@ import torch
 from slipstream.core.types import ROOT, FinishReason, Proposal, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.guard import Guard
-from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, FrameError, Message, PrefixHash
+from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message, PrefixHash
 from slipstream.draft.remote.sampling import sampling_of
+from slipstream.errors import ProtocolError
 from slipstream.text.common_prefix import common_prefix_length
 
 _NO_LOGITS = torch.zeros(1, 1)
@@ -80,7 +81,7 @@ class AheadDrafting:
     # --- what engines say -------------------------------------------------------------------------------------
 
     def receive(self, owner: Hashable, message: Message, depth: int, party: Hashable = None) -> list[Reply]:
-        """Follow a message of the engine `owner`, which asks for `depth` tokens; raises `FrameError` for nonsense.
+        """Follow a message of the engine `owner`, which asks for `depth` tokens; raises `ProtocolError` for nonsense.
 
         Engines of one `party` have one share of the places together; an engine without one has its own.
         """
@@ -101,7 +102,7 @@ class AheadDrafting:
                         self._forget(found, finished=False)
                     return [(owner, {"type": "unknown", "request": number})]
             case other:
-                raise FrameError(f"a {other} message to a worker")
+                raise ProtocolError(f"a {other} message to a worker")
         return []
 
     def drop(self, owner: Hashable) -> None:
@@ -129,7 +130,7 @@ class AheadDrafting:
             return refusal
         self._check(token_ids)
         if not message["seed"].isascii() or not message["seed"].isdigit() or len(message["seed"]) > 40:
-            raise FrameError(f"a seed {message['seed'][:50]!r}")
+            raise ProtocolError(f"a seed {message['seed'][:50]!r}")
         sequence = Sequence(
             id=next(self._ids),
             request_id=str(message["request"]),
@@ -174,7 +175,7 @@ class AheadDrafting:
 
     def _check(self, token_ids: Seq[int]) -> None:
         if max(token_ids, default=0) >= self._vocab_size:
-            raise FrameError(f"a token id beyond the vocabulary of {self._vocab_size:,}")
+            raise ProtocolError(f"a token id beyond the vocabulary of {self._vocab_size:,}")
 
     def _tries(self, new: Seq[int]) -> int:
         """A long prompt takes a drafter several calls, which propose nothing."""

@@ -23,14 +23,16 @@ from slipstream.draft.remote.handshake import (
 )
 from slipstream.draft.remote.protocol import (
     MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
     PROTOCOL_VERSION,
-    FrameError,
     Message,
-    MessageDecoder,
+    checked,
     encode,
     printable,
 )
-from slipstream.errors import RemoteError
+from slipstream.errors import ProtocolError, RemoteError
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.sockets import READ_BYTES, Outbox, Waker, next_body
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,6 @@ SILENCE_S = 5.0
 """A worker that answers no ping for so long is taken for hung, and left."""
 MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
 """What a worker may leave unread before it is left."""
-READ_BYTES = 1 << 16
 
 
 class Link(ABC):
@@ -117,15 +118,15 @@ class SocketLink(Link):
         self._address, self._terms, self._arrived = address, terms, arrived
         self._inbox: list[Message] = []
         self._lock = threading.Lock()
-        """Of the socket and the backlog."""
+        """Of the outbox."""
         self._socket: socket.socket | None = None
-        self._backlog = bytearray()
+        self._outbox: Outbox | None = None
+        """What waits for the socket, while there is one."""
         self._state, self._why = "away", "not tried yet"
         self._round_trip_s: float | None = None
         self._closed = threading.Event()
         self._tried = threading.Event()
-        self._waker, self._wakes = socket.socketpair()
-        self._waker.setblocking(False)
+        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name=f"slipstream-link-{self.name}", daemon=True)
         self._thread.start()
 
@@ -152,26 +153,21 @@ class SocketLink(Link):
     def send(self, message: Message) -> None:
         try:
             frame = encode(message)
-        except FrameError as error:
+        except ProtocolError as error:
             logger.warning("draft worker %s is not told of a request: %s", self.name, error)
             return
         with self._lock:
-            if self._socket is None:
+            if self._outbox is None:
                 return
-            sent = 0
-            if not self._backlog:
-                try:
-                    sent = self._socket.send(frame)
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    return  # its thread sees the same
-            if sent == len(frame):
+            try:
+                self._outbox.put(frame)
+            except OSError:
+                return  # its thread sees the same
+            if not self._outbox.num_bytes:
                 return
-            self._backlog += frame[sent:]
-            if len(self._backlog) > MAX_BACKLOG_BYTES:
+            if self._outbox.is_full:
                 self._drop("it does not read what it is sent")
-        self._wake()
+        self._waker.wake()
 
     def take(self) -> list[Message]:
         with self._arrived:
@@ -182,7 +178,7 @@ class SocketLink(Link):
         self._closed.set()
         with self._lock:
             self._drop("closed")
-        self._wake()
+        self._waker.wake()
 
     # --- the link's own thread --------------------------------------------------------------------------------
 
@@ -191,22 +187,26 @@ class SocketLink(Link):
         while not self._closed.is_set():
             began_s = time.monotonic()
             try:
-                connection, decoder = self._connect()
+                connection, frames = self._connect()
             except RefusedError as error:
                 self._note("refused", str(error))
                 self._closed.wait(REFUSED_PAUSE_S)
                 continue
-            except (OSError, ValueError, RemoteError) as error:  # ValueError: no host can have such a name
+            except (
+                OSError,
+                ValueError,
+                RemoteError,
+                ProtocolError,
+            ) as error:  # ValueError: no host can have such a name
                 self._note("away", _reason(error))
             else:
-                why = self._serve(connection, decoder)
+                why = self._serve(connection, frames)
                 if time.monotonic() - began_s >= STEADY_S:
                     pause_s = FIRST_PAUSE_S
                 self._note("away", why)
             self._closed.wait(pause_s * random.uniform(0.75, 1.25))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._waker.close()
-        self._wakes.close()
 
     def _note(self, state: str, why: str) -> None:
         if (state, why) != (self._state, self._why) and not self._closed.is_set():
@@ -215,58 +215,58 @@ class SocketLink(Link):
         self._state, self._why = state, why
         self._tried.set()
 
-    def _connect(self) -> tuple[socket.socket, MessageDecoder]:
+    def _connect(self) -> tuple[socket.socket, Frames]:
         connection = self._address.connect(CONNECT_TIMEOUT_S)
         try:
             connection.settimeout(CONNECT_TIMEOUT_S)
-            decoder = self._greet(connection)
+            frames = self._greet(connection)
         except BaseException:
             connection.close()
             raise
         connection.setblocking(False)
         with self._lock:
-            self._backlog.clear()
+            self._outbox = Outbox(connection, MAX_BACKLOG_BYTES)
             with self._arrived:
                 self._inbox.clear()
                 self.generation += 1
             self._note("connected", "")  # before the engine's thread can find a fault in it, and say so
             self._socket = connection
-        return connection, decoder
+        return connection, frames
 
-    def _greet(self, connection: socket.socket) -> MessageDecoder:
+    def _greet(self, connection: socket.socket) -> Frames:
         """Exchange versions, proofs of the key and vocabularies; raises `RefusedError`, OSError or `RemoteError`."""
-        terms, nonce, decoder = self._terms, new_nonce(), MessageDecoder()
+        terms, nonce, frames = self._terms, new_nonce(), Frames(MAX_GREETING_BYTES)
         hello = {"type": "hello", "protocol": PROTOCOL_VERSION, "nonce": nonce, "depth": terms.depth}
         connection.sendall(encode(hello))
-        challenge = _next(connection, decoder, "challenge")
+        challenge = _next(connection, frames, "challenge")
         check_version(challenge["protocol"], "the worker")
         if challenge["needs_key"] and not terms.key:
             raise RefusedError("the worker asks for a key; give its file as key_file")
         theirs = challenge["nonce"]
         connection.sendall(encode({"type": "proof", "mac": proof(terms.key, "engine", nonce, theirs)}))
-        welcome = _next(connection, decoder, "welcome")
+        welcome = _next(connection, frames, "welcome")
         if not proves(welcome["mac"], terms.key, "worker", nonce, theirs):
             raise RefusedError("the worker does not know the key")
         check_worker(welcome, terms.vocabulary, terms.vocab_size, terms.kinds)
         self.kind = ProposalKind(welcome["kind"])
-        decoder.max_bytes = MAX_FRAME_BYTES
-        return decoder
+        frames.max_bytes = MAX_FRAME_BYTES
+        return frames
 
-    def _serve(self, connection: socket.socket, decoder: MessageDecoder) -> str:
+    def _serve(self, connection: socket.socket, frames: Frames) -> str:
         """Read and send until the connection breaks; returns why it did."""
         heard_s = pinged_s = time.monotonic()
         in_doubt = False
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._wakes, selectors.EVENT_READ)
+                selector.register(self._waker, selectors.EVENT_READ)
                 selector.register(connection, selectors.EVENT_READ)
                 while not self._closed.is_set():
-                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._backlog else 0)
+                    waits = self._outbox is not None and self._outbox.num_bytes
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
                     selector.modify(connection, events)
                     ready = {key.fileobj: event for key, event in selector.select(PING_EVERY_S / 2)}
                     now_s = time.monotonic()
-                    if self._wakes in ready:
-                        self._wakes.recv(READ_BYTES)
+                    self._waker.clear()
                     if ready.get(connection, 0) & selectors.EVENT_READ:
                         data = connection.recv(READ_BYTES)
                         if not data:
@@ -275,9 +275,9 @@ class SocketLink(Link):
                         if in_doubt:
                             in_doubt = False
                             self._note("connected", "")
-                        self._arrive(list(decoder.feed(data)))
+                        self._arrive([checked(body) for body in frames.add(data)])
                     if ready.get(connection, 0) & selectors.EVENT_WRITE:
-                        self._send_backlog(connection)
+                        self._flush()
                     if now_s - pinged_s >= PING_EVERY_S:
                         pinged_s = now_s
                         self.send({"type": "ping", "sent_s": time.perf_counter()})
@@ -287,7 +287,7 @@ class SocketLink(Link):
                     if now_s - heard_s > SILENCE_S:
                         return f"it has not answered for {SILENCE_S:g} s"
             return "closed"
-        except (OSError, ValueError, KeyError, FrameError) as error:
+        except (OSError, ValueError, KeyError, ProtocolError) as error:
             # ValueError, KeyError: the engine's thread has closed the socket
             return self._why or _reason(error)
         finally:
@@ -305,14 +305,14 @@ class SocketLink(Link):
         if others:
             with self._arrived:
                 if len(self._inbox) + len(others) > MAX_INBOX:
-                    raise FrameError("it sends more than it was asked for")
+                    raise ProtocolError("it sends more than it was asked for")
                 self._inbox += others
                 self._arrived.notify_all()
 
-    def _send_backlog(self, connection: socket.socket) -> None:
+    def _flush(self) -> None:
         with self._lock:
-            if self._backlog and self._socket is connection:
-                del self._backlog[: connection.send(self._backlog)]
+            if self._outbox is not None:
+                self._outbox.flush()
 
     def _drop(self, why: str) -> None:
         """Close the socket, with the lock held."""
@@ -320,34 +320,25 @@ class SocketLink(Link):
             if why:
                 self._note("away", why)
             self._socket.close()
-            self._socket = None
-            self._backlog.clear()
+            self._socket = self._outbox = None
         with self._arrived:
             self._arrived.notify_all()
 
-    def _wake(self) -> None:
-        try:
-            self._waker.send(b"x")
-        except OSError:  # it is awake, or gone
-            return
 
-
-def _next(connection: socket.socket, decoder: MessageDecoder, wanted: str) -> Message:
+def _next(connection: socket.socket, frames: Frames, wanted: str) -> Message:
     """The next message, which must be the `wanted` one or `refused`."""
-    while True:
-        data = connection.recv(READ_BYTES)
-        if not data:
+    try:
+        body = next_body(connection, frames)
+        if body is None:
             raise RemoteError("it closed the connection while it was greeted; is it a draft worker?")
-        try:
-            message = next(decoder.feed(data), None)
-        except FrameError as error:
-            raise FrameError(f"{error}; is it a draft worker?") from None
-        if message is not None:
-            if message["type"] == "refused":
-                raise RefusedError(f"it refuses: {printable(message['reason'])}")
-            if message["type"] != wanted:
-                raise FrameError(f"a {message['type']} message instead of {wanted}")
-            return message
+        message = checked(body)
+    except ProtocolError as error:
+        raise ProtocolError(f"{error}; is it a draft worker?") from None
+    if message["type"] == "refused":
+        raise RefusedError(f"it refuses: {printable(message['reason'])}")
+    if message["type"] != wanted:
+        raise ProtocolError(f"a {message['type']} message instead of {wanted}")
+    return message
 
 
 def _reason(error: Exception) -> str:

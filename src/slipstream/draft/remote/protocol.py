@@ -1,22 +1,20 @@
-"""The protocol between an engine and its draft workers: framed msgpack maps, version 1.
+"""The protocol between an engine and its draft workers: msgpack maps in the frames of `rpc`, version 1.
 
-A frame is its length, four bytes, most significant first, and that many bytes of one msgpack map whose `type` names the
-message. Token ids travel, texts and distributions never do: a worker draws with the seed of the request, as the target
-does. `docs/reference/draft-protocol.md` describes every message.
+A map's `type` names the message. Token ids travel, texts and distributions never do: a worker draws with the seed of
+the request, as the target does. `docs/reference/draft-protocol.md` describes every message.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.errors import RemoteError
+from slipstream.errors import ProtocolError
+from slipstream.rpc.frames import framed
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 2**20
@@ -30,8 +28,6 @@ MAX_SAMPLING_ENTRIES = 2**20
 HASH_BYTES = 8
 
 Message = dict[str, Any]
-
-_LENGTH = struct.Struct(">I")
 
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Word = Annotated[str, msgspec.Meta(max_length=200)]
@@ -87,51 +83,17 @@ _OUTLINE = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _TYPE = msgspec.msgpack.Decoder(Word)
 
 
-class FrameError(RemoteError):
-    """What arrived is no message of this protocol; the connection is of no use any more."""
-
-
 def encode(message: Message) -> bytes:
-    """The message's frame; raises `FrameError` where it is too long to be sent."""
+    """The message's frame; raises `ProtocolError` where it is too long to be sent."""
     try:
         body = msgspec.msgpack.encode(message)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise FrameError(f"a message that cannot be written: {error}") from None
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"a message of {len(body):,} bytes is longer than {MAX_FRAME_BYTES:,}")
-    return _LENGTH.pack(len(body)) + body
-
-
-class MessageDecoder:
-    """Cuts a stream of bytes into messages and checks each. It holds one frame at most."""
-
-    def __init__(self, max_bytes: int = MAX_GREETING_BYTES, max_tokens: int = MAX_FRAME_BYTES) -> None:
-        self.max_bytes = max_bytes
-        """The longest frame that is accepted."""
-        self.max_tokens = max_tokens
-        """The most tokens of a message that are read; a longer list of them is None."""
-        self.num_message_bytes = 0
-        """Of the message that came last."""
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete with `data`; raises `FrameError` at the first that is none."""
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > self.max_bytes:
-                raise FrameError(f"a frame of {length:,} bytes, longer than {self.max_bytes:,}")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            self.num_message_bytes = length
-            yield checked(body, self.max_tokens)
+        raise ProtocolError(f"a message that cannot be written: {error}") from None
+    return framed(body, MAX_FRAME_BYTES, message["type"])
 
 
 def checked(body: bytes, max_tokens: int = MAX_FRAME_BYTES) -> Message:
-    """The message of a frame; raises `FrameError` unless it is one of this protocol, with values of the right types.
+    """The message of a frame; raises `ProtocolError` unless it is one of this protocol, with values of the right types.
 
     Lengths come before contents: a list of more than `max_tokens` tokens is not read, and is None in the message.
     Errors name fields and types, never what the other side has sent.
@@ -141,13 +103,13 @@ def checked(body: bytes, max_tokens: int = MAX_FRAME_BYTES) -> Message:
         name = _TYPE.decode(outline["type"])
         readers = _READERS[name]
     except KeyError:
-        raise FrameError("a message of no type that this protocol has") from None
+        raise ProtocolError("a message of no type that this protocol has") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise FrameError(f"a frame that is no map with a type: {error}") from None
+        raise ProtocolError(f"a frame that is no map with a type: {error}") from None
     message: Message = {"type": name}
     for field, reader in readers.items():
         if field not in outline:
-            raise FrameError(f"a {name} message without {field}")
+            raise ProtocolError(f"a {name} message without {field}")
         raw = outline[field]
         if field == "tokens" and _array_length(raw) > max_tokens:
             message[field] = None
@@ -155,7 +117,7 @@ def checked(body: bytes, max_tokens: int = MAX_FRAME_BYTES) -> Message:
         try:
             message[field] = reader.decode(raw)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise FrameError(f"a {name} message whose {field} cannot be read: {error}") from None
+            raise ProtocolError(f"a {name} message whose {field} cannot be read: {error}") from None
     return message
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.draft.remote.protocol import FrameError
+from slipstream.errors import ProtocolError
 from slipstream.sampling.params import SamplingParams
 
 NUMBERS = (
@@ -27,7 +27,7 @@ def sampling_message(params: SamplingParams) -> dict[str, Any]:
 
 
 def sampling_of(message: dict[str, Any], vocab_size: int) -> SamplingParams:
-    """The parameters of such a message; raises `FrameError` where they are none, or name tokens past `vocab_size`."""
+    """The parameters of such a message; `ProtocolError` where they are none, or name tokens past `vocab_size`."""
     try:
         params = SamplingParams(
             **{name: message[name] for name in NUMBERS if name in message},
@@ -37,5 +37,5 @@ def sampling_of(message: dict[str, Any], vocab_size: int) -> SamplingParams:
         )
         params.check_vocabulary(vocab_size)
     except (TypeError, ValueError) as error:  # RequestError among them
-        raise FrameError(f"sampling parameters that cannot be used: {str(error)[:300]!a}") from None
+        raise ProtocolError(f"sampling parameters that cannot be used: {str(error)[:300]!a}") from None
     return params

@@ -33,15 +33,17 @@ from slipstream.draft.remote.handshake import (
 )
 from slipstream.draft.remote.protocol import (
     MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
     PROTOCOL_VERSION,
-    FrameError,
     Message,
-    MessageDecoder,
+    checked,
     encode,
 )
 from slipstream.draft.remote.serving import ServedDrafter
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ProtocolError
 from slipstream.models.cpu import threads
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,6 @@ MAX_UNTAKEN = 1024
 """Messages of an engine that wait for the drafter; until they are taken no more are read."""
 MAX_UNTAKEN_BYTES = MAX_FRAME_BYTES
 """The same in bytes of their frames."""
-READ_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class EngineConnection:
     number: int
     depth: int
     """The most draft tokens that it asks for at once."""
-    writer: asyncio.StreamWriter
+    peer: Peer
     party: str
     """Who shares the places for requests with it: engines of one address do, if it is not this machine's."""
     num_untaken: int = 0
@@ -138,7 +139,7 @@ class DraftWorker:
         finally:
             server.close()
             for connection in list(self._connections):
-                connection.writer.close()
+                connection.peer.writer.close()
             self._tasks.put(None)
             if self.address.path:
                 with contextlib.suppress(OSError):
@@ -164,23 +165,23 @@ class DraftWorker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection: EngineConnection | None = None
-        decoder = MessageDecoder(max_tokens=self._served.drafting.max_len)
+        peer = Peer(reader, writer, Frames(MAX_GREETING_BYTES), MAX_UNREAD_BYTES)
         self._num_greeting += 1
         try:
             if len(self._connections) + self._num_greeting > MAX_CONNECTIONS:
                 raise RefusedError(f"{MAX_CONNECTIONS} engines are connected already")
             async with asyncio.timeout(GREETING_TIMEOUT_S):
-                depth = await self._greet(reader, writer, decoder)
+                depth = await self._greet(peer)
             number = next(self._numbers)
-            connection = EngineConnection(number, depth, writer, _party(writer) or f"connection {number}")
+            connection = EngineConnection(number, depth, peer, _party(writer) or f"connection {number}")
             self._num_greeting -= 1
             self._connections.add(connection)
             logger.info("engine %d is connected", connection.number)
-            await self._read(connection, reader, decoder)
+            await self._read(connection)
         except RefusedError as error:
             logger.warning("an engine is refused: %s", error)
-            writer.write(encode({"type": "refused", "reason": str(error)}))
-        except FrameError as error:
+            peer.send(encode({"type": "refused", "reason": str(error)}))
+        except ProtocolError as error:
             logger.warning("a connection is closed: %s", error)
         except (OSError, TimeoutError):
             pass
@@ -193,64 +194,48 @@ class DraftWorker:
                 logger.info("engine %d is gone", connection.number)
             writer.close()
 
-    async def _greet(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: MessageDecoder
-    ) -> int:
+    async def _greet(self, peer: Peer) -> int:
         """The engine's depth, once it has shown that it knows the key."""
-        hello = await _next(reader, decoder, "hello")
+        hello = await _next(peer, "hello")
         nonce = new_nonce()
         challenge = {"protocol": PROTOCOL_VERSION, "nonce": nonce, "needs_key": bool(self._key)}
-        writer.write(encode({"type": "challenge", **challenge}))
+        peer.send(encode({"type": "challenge", **challenge}))
         check_version(hello["protocol"], "the engine")
-        answer = await _next(reader, decoder, "proof")
+        answer = await _next(peer, "proof")
         if self._key and not proves(answer["mac"], self._key, "engine", hello["nonce"], nonce):
             raise RefusedError("the engine does not know the key")
         served = self._served
-        writer.write(
-            encode(
-                {
-                    "type": "welcome",
-                    "mac": proof(self._key, "worker", hello["nonce"], nonce),
-                    "vocabulary": served.vocabulary,
-                    "vocab_size": served.vocab_size,
-                    "kind": str(served.kind),
-                    "drafter": served.method,
-                }
-            )
-        )
-        decoder.max_bytes = MAX_FRAME_BYTES
+        welcome = {
+            "type": "welcome",
+            "mac": proof(self._key, "worker", hello["nonce"], nonce),
+            "vocabulary": served.vocabulary,
+            "vocab_size": served.vocab_size,
+            "kind": str(served.kind),
+            "drafter": served.method,
+        }
+        peer.send(encode(welcome))
+        peer.frames.max_bytes = MAX_FRAME_BYTES
         depth: int = max(hello["depth"], 1)
         return depth
 
-    async def _read(
-        self, connection: EngineConnection, reader: asyncio.StreamReader, decoder: MessageDecoder
-    ) -> None:
-        data = b""
-        while True:
-            for message in decoder.feed(data):
-                if message["type"] == "ping":
-                    self._write(connection, message | {"type": "pong"})
-                elif message["type"] in ("open", "commit", "release"):
-                    connection.num_untaken += 1
-                    connection.num_untaken_bytes += decoder.num_message_bytes
-                    self._tasks.put((connection, message, decoder.num_message_bytes))
-                else:
-                    raise FrameError(f"a {message['type']} message from an engine")
+    async def _read(self, connection: EngineConnection) -> None:
+        while (body := await connection.peer.read()) is not None:
+            message = checked(body, self._served.drafting.max_len)
+            if message["type"] == "ping":
+                self._write(connection, message | {"type": "pong"})
+            elif message["type"] in ("open", "commit", "release"):
+                connection.num_untaken += 1
+                connection.num_untaken_bytes += len(body)
+                self._tasks.put((connection, message, len(body)))
+            else:
+                raise ProtocolError(f"a {message['type']} message from an engine")
             while connection.is_full:
                 connection.room.clear()
                 await connection.room.wait()
-            data = await reader.read(READ_BYTES)
-            if not data:
-                return
 
     def _write(self, connection: EngineConnection, message: Message) -> None:
-        transport = connection.writer.transport
-        if transport.is_closing():
-            return
-        transport.write(encode(message))
-        if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+        if not connection.peer.send(encode(message)):
             logger.warning("engine %d does not read its tails and is left", connection.number)
-            transport.abort()
 
     def _hand_over(self, taken: Taken, replies: list[tuple[int, Message]]) -> None:
         """In the event loop: what the drafter's thread has taken, and what it has to say."""
@@ -265,7 +250,7 @@ class DraftWorker:
 
     def _leave(self, connection: EngineConnection, error: Exception) -> None:
         logger.warning("engine %d is left: %s", connection.number, error)
-        connection.writer.transport.abort()
+        connection.peer.leave()
 
     # --- the drafter's thread ---------------------------------------------------------------------------------
 
@@ -297,7 +282,7 @@ class DraftWorker:
                 try:
                     number, depth = connection.number, connection.depth
                     replies += drafting.receive(number, message, depth, connection.party)  # type: ignore[arg-type]
-                except FrameError as error:
+                except ProtocolError as error:
                     loop.call_soon_threadsafe(self._leave, connection, error)
             replies += drafting.draft()  # type: ignore[arg-type]
             if taken or replies:
@@ -305,17 +290,15 @@ class DraftWorker:
                     loop.call_soon_threadsafe(self._hand_over, taken, replies)
 
 
-async def _next(reader: asyncio.StreamReader, decoder: MessageDecoder, wanted: str) -> Message:
+async def _next(peer: Peer, wanted: str) -> Message:
     """The next message, which must be the `wanted` one."""
-    data = b""
-    while True:
-        for message in decoder.feed(data):
-            if message["type"] != wanted:
-                raise FrameError(f"a {message['type']} message instead of {wanted}")
-            return message
-        data = await reader.read(READ_BYTES)
-        if not data:
-            raise FrameError(f"the connection was closed before {wanted}")
+    body = await peer.read()
+    if body is None:
+        raise ProtocolError(f"the connection was closed before {wanted}")
+    message = checked(body)
+    if message["type"] != wanted:
+        raise ProtocolError(f"a {message['type']} message instead of {wanted}")
+    return message
 
 
 def _party(writer: asyncio.StreamWriter) -> str:

@@ -9,8 +9,8 @@ import msgspec
 from slipstream.engine.mailbox import Put
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.facts import EngineFacts
-from slipstream.serve.process.protocol import CancelRequest, Flow, Submit, frame
-from slipstream.serve.process.values import AnswerRecord
+from slipstream.serve.process.answers import AnswerRecord, all_emitted
+from slipstream.serve.process.protocol import CODEC, CancelRequest, Flow, Submit
 
 MAX_DEATHS = 2
 """A request that was under way so often when the engine's process died may be what kills it."""
@@ -45,11 +45,12 @@ class RemoteCall:
     def frames(self) -> bytes:
         """The messages that have an engine do it, or the rest of it; raises `ProtocolError` where they are too long."""
         submit = self.submit
-        if any(answer.token_ids for answer in self.answers):
-            submit = msgspec.structs.replace(submit, emitted=[answer.emitted for answer in self.answers])
+        emitted = all_emitted(self.answers)
+        if emitted:
+            submit = msgspec.structs.replace(submit, emitted=emitted)
         if not self.aborted:
-            return frame(submit) + (frame(Flow(submit.id, True)) if self.paused else b"")
+            return CODEC.frame(submit) + (CODEC.frame(Flow(submit.id, True)) if self.paused else b"")
         # Its last updates need no grammar.
         params = {name: value for name, value in submit.params.items() if name != "structured"}
         submit = msgspec.structs.replace(submit, params=params, tried_bytes=None)
-        return frame(submit) + frame(CancelRequest(submit.id, reports=True))
+        return CODEC.frame(submit) + CODEC.frame(CancelRequest(submit.id, reports=True))

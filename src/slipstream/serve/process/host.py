@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import selectors
@@ -23,28 +22,27 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.errors import EngineStoppedError, ProtocolError, RequestError
 from slipstream.learn.facts import LearnFacts
+from slipstream.rpc.codec import error_out
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.sockets import Outbox, Waker
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.facts import decoded_rows
-from slipstream.serve.process.outbox import Outbox
+from slipstream.serve.process.answers import params_in, update_out
 from slipstream.serve.process.protocol import (
-    AnswerUpdate,
+    CODEC,
     CancelRequest,
     EngineMessage,
     Flow,
-    Frames,
     Read,
     Refused,
     State,
     Steps,
     Stopped,
     Submit,
-    frame,
-    read_to_engine,
 )
-from slipstream.serve.process.values import error_out, params_in, update_out
 from slipstream.text.prompts import EncodedPrompt
 
 T = TypeVar("T")
@@ -83,7 +81,7 @@ class _Made:
     reports: list[StepReport] = field(default_factory=list)
     rows: list[DecodedRow] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    updates: dict[tuple[int, int], AnswerUpdate] = field(default_factory=dict)
+    updates: dict[tuple[int, int], Update] = field(default_factory=dict)
     """By request and answer; of the same answer the later one is joined to the earlier."""
     urgent: bool = False
 
@@ -127,10 +125,7 @@ class EngineHost:
         self._phase = _Phase.BEFORE
         self.learn_facts: Callable[[], LearnFacts] | None = None
         """What the drafter has learned, where it does."""
-        self._waker, self._wakes = socket.socketpair()
-        self._waker.setblocking(
-            False
-        )  # it may be used in the engine's thread, where nobody would read meanwhile
+        self._waker = Waker()
         self._made = _Made()
         self._sent_s = 0.0
         self._step_s = 0.0
@@ -141,10 +136,9 @@ class EngineHost:
         engine.group_tasks_by(accounts.name_of, accounts.task)
         engine.shares_by_account = accounts.are_kept_apart
         sock.setblocking(False)
-        self._wakes.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until the server closes or is gone. Raises what the engine raises, after it has told the server."""
@@ -189,7 +183,7 @@ class EngineHost:
         with self._phase_lock:
             if self._phase is _Phase.RUNS:
                 self._changes.put(run)
-                self._wake()
+                self._waker.wake()
             else:
                 run()
         return answer.result()
@@ -208,7 +202,7 @@ class EngineHost:
                 if not data:
                     raise _ServerLeftError
                 for body in self._frames.add(data):
-                    self._take(read_to_engine(body))
+                    self._take(CODEC.read(body))
             while not self._compiled.empty():
                 self._add_compiled(self._compiled.get())
             while not self._changes.empty():
@@ -222,7 +216,7 @@ class EngineHost:
         if self._engine.has_work and not self._outbox.is_full:
             if waits:
                 self._outbox.flush()
-            self._forget_wakes()
+            self._waker.clear()
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
         self._selector.modify(self._socket, events)
@@ -232,11 +226,7 @@ class EngineHost:
             self._outbox.flush()
             if not found and self._outbox.num_bytes == before:
                 raise OSError(f"it has read nothing for {STALLED_S:g} s")
-        self._forget_wakes()
-
-    def _forget_wakes(self) -> None:
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            self._wakes.recv(4096)
+        self._waker.clear()
 
     def _take(self, message: EngineMessage) -> None:
         match message:
@@ -274,11 +264,7 @@ class EngineHost:
     def _on_compiled(self, served: _Served) -> None:
         """Called in the compiling thread, or in this one where the grammar was there."""
         self._compiled.put(served)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed, or full of wake-ups
-            self._waker.send(b"1")
+        self._waker.wake()
 
     def _add_compiled(self, served: _Served) -> None:
         compiling, served.compiling = served.compiling, None
@@ -366,10 +352,9 @@ class EngineHost:
             self._give_out()
 
     def _hold(self, served: _Served, update: Update) -> None:
-        made = update_out(served.id, update, served.params.detokenize)
         key = served.id, update.index
         before = self._made.updates.pop(key, None)
-        self._made.updates[key] = made if before is None else _joined(before, made)
+        self._made.updates[key] = update if before is None else before.joined(update)
         self._made.urgent |= not served.is_known or update.finish_reason is not None
         served.is_known = True
 
@@ -386,7 +371,8 @@ class EngineHost:
         if made.reports or made.updates:
             self._made = _Made()
             self._sent_s = time.perf_counter()
-            self._write_steps(Steps(made.reports, made.rows, made.lengths, list(made.updates.values())))
+            updates = [(id_, update_out(update)) for (id_, _), update in made.updates.items()]
+            self._write_steps(Steps(made.reports, made.rows, made.lengths, updates))
 
     def _write_steps(self, steps: Steps) -> None:
         """Write what steps have made. An update that no message holds ends its request with an error, and no other."""
@@ -401,7 +387,7 @@ class EngineHost:
                     self._write_steps(Steps(*counted, [update]))
                 return
             self._write(Steps(steps.reports, steps.rows, steps.lengths, []))
-            number = steps.updates[0].id
+            [(number, _)] = steps.updates
             if number in self._names:
                 name = self._names[number]
                 self._engine.abort(name)
@@ -411,7 +397,7 @@ class EngineHost:
             )
 
     def _write(self, message: EngineMessage) -> None:
-        self._outbox.put(frame(message))
+        self._outbox.put(CODEC.frame(message))
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -420,7 +406,7 @@ class EngineHost:
         try:
             self._socket.setblocking(True)
             self._socket.settimeout(5.0)
-            self._outbox.put(frame(Stopped(f"the engine failed: {error}")))
+            self._outbox.put(CODEC.frame(Stopped(f"the engine failed: {error}")))
         except Exception:
             logger.debug("the server does not listen any more", exc_info=True)
 
@@ -437,19 +423,5 @@ class EngineHost:
             except Exception:  # a failed engine may not even abort
                 logger.debug("a request could not be aborted", exc_info=True)
         self._selector.close()
-        for each in (self._waker, self._wakes, self._socket):
-            each.close()
-
-
-def _joined(first: AnswerUpdate, later: AnswerUpdate) -> AnswerUpdate:
-    """Two updates of one answer as one."""
-    return AnswerUpdate(
-        later.id,
-        later.index,
-        first.token_ids + later.token_ids,
-        first.from_draft + later.from_draft,
-        None if later.pieces is None else [*(first.pieces or ()), *later.pieces],
-        None if later.logprobs is None else [*(first.logprobs or ()), *later.logprobs],
-        later.finish_reason,
-        later.end,
-    )
+        self._waker.close()
+        self._socket.close()

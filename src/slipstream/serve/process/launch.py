@@ -6,7 +6,6 @@ import contextlib
 import signal
 import socket
 import subprocess
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,20 +13,20 @@ import msgspec
 
 from slipstream import __version__
 from slipstream.errors import EngineStoppedError, ProtocolError
+from slipstream.rpc.codec import error_in
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.sockets import next_body
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.protocol import (
+    CODEC,
     VERSION,
     Failed,
-    Frames,
     Hello,
     Load,
     Loaded,
     check_version,
-    frame,
-    read_from_engine,
 )
 from slipstream.serve.process.spawn import SpawnedEngine, spawn_engine
-from slipstream.serve.process.values import error_in
 
 LEAVE_S = 10.0
 """How long a process may take to end by itself after the stream was closed: it finishes its step."""
@@ -39,7 +38,7 @@ class EngineLink:
 
     socket: socket.socket
     facts: EngineFacts
-    frames: Frames = field(default_factory=Frames)
+    frames: Frames = field(default_factory=CODEC.frames)
     process: subprocess.Popen[bytes] | None = None
     """None where this process hosts the other end too."""
 
@@ -92,27 +91,21 @@ def as_loaded(load: Load, facts: EngineFacts) -> Load:
 
 def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | None = None) -> EngineLink:
     """Have the process behind a socket load an engine; errors as for `start_engine`."""
-    frames = Frames()
-    bodies: deque[bytes] = deque()
+    frames = CODEC.frames()
 
     def read() -> object:
-        while not bodies:
-            try:
-                data = mine.recv(2**16)
-            except ConnectionError:  # it ended with messages unread
-                data = b""
-            if not data:
-                why = "closed the stream" if process is None else _end_of(process)
-                memory = "; is there memory for it?" if "SIGKILL" in why else ""
-                raise EngineStoppedError(f"the engine's process {why} before the engine was loaded{memory}")
-            bodies.extend(frames.add(data))
-        message = read_from_engine(bodies.popleft())
+        body = next_body(mine, frames)
+        if body is None:
+            why = "closed the stream" if process is None else _end_of(process)
+            memory = "; is there memory for it?" if "SIGKILL" in why else ""
+            raise EngineStoppedError(f"the engine's process {why} before the engine was loaded{memory}")
+        message = CODEC.read(body)
         if isinstance(message, Failed):
             raise error_in(message.error, message.message)
         return message
 
     with contextlib.suppress(ConnectionError):  # reading will tell
-        mine.sendall(frame(Hello(VERSION, __version__)) + frame(load))
+        mine.sendall(CODEC.frame(Hello(VERSION, __version__)) + CODEC.frame(load))
     hello = read()
     check_version(hello, __version__)
     loaded = read()

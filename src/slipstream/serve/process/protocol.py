@@ -1,7 +1,6 @@
-"""What the server's process and the engine's process say to each other, and how it is written.
+"""What the server's process and the engine's process say to each other, in the frames and the codec of `rpc`.
 
-Messages are MessagePack arrays whose first item is the message's name, each behind its length in four bytes (big
-endian), on one stream in both directions. `docs/reference/processes.md` describes them for people.
+`docs/reference/processes.md` describes the messages for people.
 
 Closing the stream ends everything: the engine drops what nobody reads and exits.
 
@@ -19,20 +18,18 @@ import msgspec
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.engine import EngineStats
-from slipstream.core.metrics.request import RequestMetrics
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import EmittedTokens, FinishReason, RequestOptions, TokenLogprob
+from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.errors import ProtocolError
 from slipstream.learn.facts import LearnFacts
+from slipstream.rpc.codec import Codec, WireMessage
 from slipstream.serve.facts import EngineFacts
+from slipstream.serve.process.answers import AnswerUpdate
 
-VERSION = 3
-MAX_FRAME_BYTES = 256 * 2**20
-"""The largest message; a longer one is not from a Slipstream."""
-_LENGTH_BYTES = 4
+VERSION = 4
 
 
-class EngineMessage(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+class EngineMessage(WireMessage, frozen=True):
     """One message."""
 
 
@@ -96,7 +93,7 @@ class Submit(EngineMessage, tag="submit", frozen=True):
     options: RequestOptions
     tried_bytes: int | None = None
     """What compiling the constraint on trial found; None leaves the trial to the engine."""
-    emitted: list[EmittedTokens] = []
+    emitted: list[EmittedTokens] = msgspec.field(default_factory=list)
     """What an engine has emitted of each answer before: this one goes on behind it, with `params.seed`."""
 
 
@@ -138,39 +135,6 @@ class Failed(EngineMessage, tag="failed", frozen=True):
     message: str
 
 
-class AnswerEnd(msgspec.Struct, frozen=True, array_like=True):
-    """One answer of a request that has ended; what its updates have said is not repeated."""
-
-    text: str | None
-    """None where `detokenize` is false."""
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    seed: int
-    metrics: RequestMetrics
-
-
-class RequestEnd(msgspec.Struct, frozen=True, array_like=True):
-    """A request that has ended."""
-
-    answers: list[AnswerEnd]
-    prompt_logprobs: list[TokenLogprob | None] | None
-
-
-class AnswerUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """What some steps added to one answer."""
-
-    id: int
-    index: int
-    token_ids: list[int]
-    from_draft: list[bool]
-    pieces: list[tuple[str, bool]] | None = None
-    """Released text, and whether a draft token yielded it; None where `detokenize` is false."""
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
-    end: RequestEnd | None = None
-    """With the update that ends the request's last answer."""
-
-
 class Steps(EngineMessage, tag="steps", frozen=True):
     """One step of the engine, or some: their reports, and what they added to answers."""
 
@@ -178,7 +142,8 @@ class Steps(EngineMessage, tag="steps", frozen=True):
     rows: list[DecodedRow]
     """Of all these steps, but each list is one step's: `lengths` says how many belong to each."""
     lengths: list[int]
-    updates: list[AnswerUpdate]
+    updates: list[tuple[int, AnswerUpdate]]
+    """Each with the number of its request."""
 
 
 class Refused(EngineMessage, tag="refused", frozen=True):
@@ -205,87 +170,11 @@ class Stopped(EngineMessage, tag="stopped", frozen=True):
     message: str
 
 
-ToEngine = Load | Submit | CancelRequest | Flow | Read
-FromEngine = Loaded | Failed | Steps | Refused | State | Stopped
-
-# --- how they are written ---------------------------------------------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy's as Python's, a path as text."""
-    if callable(getattr(value, "item", None)):
-        return value.item()
-    if hasattr(value, "__fspath__"):
-        return value.__fspath__()
-    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | ToEngine)
-_from_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Hello | FromEngine)
-
-
-def frame(message: EngineMessage) -> bytes:
-    """A message with its length before it. Raises `ProtocolError` where it cannot be written."""
-    try:
-        body = _encoder.encode(message)
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise ProtocolError(f"a {type(message).__name__} cannot be written: {error}") from None
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(
-            f"a {type(message).__name__} has {len(body):,} bytes; {MAX_FRAME_BYTES:,} are possible"
-        )
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
-
-
-def read_to_engine(body: bytes) -> Hello | ToEngine:
-    """A message of the server's; raises `ProtocolError`."""
-    message: Hello | ToEngine = _read(_to_engine, body)
-    return message
-
-
-def read_from_engine(body: bytes) -> Hello | FromEngine:
-    """A message of the engine's; raises `ProtocolError`."""
-    message: Hello | FromEngine = _read(_from_engine, body)
-    return message
-
-
-def _read(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ProtocolError(f"a message of the other process cannot be read: {error}") from None
-
-
-class Frames:
-    """Cuts a stream of bytes into the bodies of messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def add(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete with `data`; raises `ProtocolError` for a length that no message has."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        try:
-            while len(buffer) - start >= _LENGTH_BYTES:
-                length = int.from_bytes(buffer[start : start + _LENGTH_BYTES], "big")
-                if length > MAX_FRAME_BYTES:
-                    raise ProtocolError("what came from the other process is no message of Slipstream's")
-                end = start + _LENGTH_BYTES + length
-                if len(buffer) < end:
-                    return
-                body = bytes(buffer[start + _LENGTH_BYTES : end])
-                start = end
-                yield body
-        finally:
-            del buffer[:start]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the message that is incomplete."""
-        return len(self._buffer)
+CODEC = Codec[EngineMessage](
+    Hello | Load | Submit | CancelRequest | Flow | Read | Loaded | Failed | Steps | Refused | State | Stopped,
+    max_bytes=256 * 2**20,
+)
+"""All messages of both directions."""
 
 
 def check_version(hello: object, mine: str) -> None:

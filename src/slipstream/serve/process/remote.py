@@ -20,37 +20,40 @@ from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.continuation import check_emitted
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.mailbox import Put
-from slipstream.engine.outputs import Update
 from slipstream.engine.requests import request_seeds
 from slipstream.errors import EngineBusyError, EngineStoppedError, ProtocolError, RequestError
 from slipstream.learn.facts import LearnFacts
+from slipstream.rpc.codec import error_in
+from slipstream.rpc.sockets import Outbox
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.engines import StepListener, Take
 from slipstream.serve.facts import EngineFacts
+from slipstream.serve.process.answers import (
+    AnswerRecord,
+    AnswerUpdate,
+    makes_text,
+    output_of,
+    params_out,
+    update_in,
+)
 from slipstream.serve.process.calls import RemoteCall
 from slipstream.serve.process.launch import EngineLink
-from slipstream.serve.process.outbox import Outbox
 from slipstream.serve.process.protocol import (
-    AnswerUpdate,
+    CODEC,
     CancelRequest,
+    EngineMessage,
     Flow,
-    FromEngine,
-    Hello,
     Read,
     Refused,
     State,
     Steps,
     Stopped,
     Submit,
-    ToEngine,
-    frame,
-    read_from_engine,
     steps_of,
 )
-from slipstream.serve.process.values import AnswerRecord, error_in, makes_text, output_of, params_out
 from slipstream.text.expected import PredictionEncoder
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_chat, encode_request
 from slipstream.text.stream import TextStream
@@ -282,8 +285,8 @@ class RemoteEngine(EngineClient):
         if self._stopped is None:
             loop.add_reader(self._link.socket, self._on_readable)
 
-    def _send(self, message: ToEngine) -> None:
-        self._write(frame(message))
+    def _send(self, message: EngineMessage) -> None:
+        self._write(CODEC.frame(message))
 
     def _write(self, data: bytes) -> None:
         if self._restarting is not None:
@@ -315,7 +318,7 @@ class RemoteEngine(EngineClient):
             return
         try:
             for body in self._link.frames.add(data):
-                self._take(read_from_engine(body))
+                self._take(CODEC.read(body))
         except ProtocolError as error:
             logger.error("the engine's process is not understood: %s", error)
             self._lost()
@@ -323,14 +326,14 @@ class RemoteEngine(EngineClient):
             logger.exception("a message of the engine's process could not be followed; the process is left")
             self._lost()
 
-    def _take(self, message: Hello | FromEngine) -> None:
+    def _take(self, message: EngineMessage) -> None:
         match message:
             case Steps():
                 if self._listener is not None:
                     for step, rows in steps_of(message):
                         self._listener.on_step(step, rows)
-                for update in message.updates:
-                    self._pass_on(update)
+                for number, update in message.updates:
+                    self._pass_on(number, update)
             case Refused():
                 call = self._calls.pop(message.id, None)
                 if call is not None:
@@ -344,33 +347,20 @@ class RemoteEngine(EngineClient):
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not expected here")
 
-    def _pass_on(self, update: AnswerUpdate) -> None:
-        call = self._calls.get(update.id)
+    def _pass_on(self, number: int, update: AnswerUpdate) -> None:
+        call = self._calls.get(number)
         if call is None:
             return  # nobody waits for it any more
         answer = call.answers[update.index]
-        if answer.finished and update.end is None:
+        if answer.finish_reason is not None and update.end is None:
             return  # another process has said so before
+        name, prompt = call.submit.request_id, call.submit.token_ids
         pieces = answer.add(update)
         output = None
         if update.end is not None:
-            del self._calls[update.id]
-            submit = call.submit
-            output = output_of(
-                submit.request_id, call.prompt, submit.token_ids, call.answers, update.end, self._texts
-            )
-        call.put(
-            Update(
-                request_id=call.submit.request_id,
-                index=update.index,
-                token_ids=update.token_ids,
-                pieces=pieces,
-                logprobs=update.logprobs,
-                finish_reason=update.finish_reason,
-                output=output,
-                from_draft=update.from_draft,
-            )
-        )
+            del self._calls[number]
+            output = output_of(name, call.prompt, prompt, call.answers, update.end, self._texts)
+        call.put(update_in(name, update, pieces, output))
 
     async def _state(self) -> State:
         self._attach()

@@ -9,7 +9,7 @@ from slipstream.engine.engine import Engine
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink
-from slipstream.serve.process.protocol import Frames
+from slipstream.serve.process.protocol import CODEC
 from slipstream.serve.process.remote import RemoteEngine, Restart
 
 
@@ -26,7 +26,9 @@ class ThreadedHost:
         max_restarts: int = 0,
     ) -> None:
         self.link, other = stream_to(engine)
-        host = EngineHost(engine, other, Frames(), has_keys=has_keys, stream_interval_s=stream_interval_s)
+        host = EngineHost(
+            engine, other, CODEC.frames(), has_keys=has_keys, stream_interval_s=stream_interval_s
+        )
         self.remote = RemoteEngine(self.link, engine.tokenizer, restart, max_restarts)
         self._thread = threading.Thread(target=host.run, name="slipstream-host", daemon=True)
         self._thread.start()

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
 from pathlib import Path
 
 from slipstream import __version__
@@ -24,24 +23,23 @@ from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.retention import RetentionThread
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
+from slipstream.rpc.codec import error_out
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.sockets import next_body
 from slipstream.serve import logs
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.protocol import (
+    CODEC,
     VERSION,
-    EngineMessage,
     Failed,
-    Frames,
     Hello,
     Load,
     Loaded,
     LoadLearning,
     check_version,
-    frame,
-    read_to_engine,
 )
-from slipstream.serve.process.values import error_out
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    frames = Frames()
+    frames = CODEC.frames()
     try:
         load = _greet(sock, frames)
         if load is None:
@@ -62,9 +60,9 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, SlipstreamError):
             logger.exception("the engine cannot be loaded")
-        sock.sendall(frame(Failed(*error_out(error))))
+        sock.sendall(CODEC.frame(Failed(*error_out(error))))
         sys.exit(1)
-    sock.sendall(frame(Loaded(EngineFacts.of(engine))))
+    sock.sendall(CODEC.frame(Loaded(EngineFacts.of(engine))))
     host = EngineHost(engine, sock, frames, has_keys=load.has_keys, stream_interval_s=load.stream_interval_s)
     session = None if load.learn is None else _learn(host, load.learn)
     try:
@@ -93,23 +91,16 @@ def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | RetentionThre
 
 def _greet(sock: socket.socket, frames: Frames) -> Load | None:
     """What to load, after both have said their versions; None where the server has left. Raises `ProtocolError`."""
-    sock.sendall(frame(Hello(VERSION, __version__)))
-    bodies: deque[bytes] = deque()
-
-    def read() -> EngineMessage | None:
-        while not bodies:
-            data = sock.recv(2**16)
-            if not data:
-                return None
-            bodies.extend(frames.add(data))
-        return read_to_engine(bodies.popleft())
-
-    hello = read()
-    if hello is None:
+    sock.sendall(CODEC.frame(Hello(VERSION, __version__)))
+    body = next_body(sock, frames)
+    if body is None:
         return None
-    check_version(hello, __version__)
-    load = read()
-    if load is None or isinstance(load, Load):
+    check_version(CODEC.read(body), __version__)
+    body = next_body(sock, frames)
+    if body is None:
+        return None
+    load = CODEC.read(body)
+    if isinstance(load, Load):
         return load
     raise ProtocolError(f"a {type(load).__name__} came where Load was due")
 
