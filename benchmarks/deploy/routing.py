@@ -33,14 +33,14 @@ from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.deploy import protocol
 from slipstream.deploy.connection import ReplicaConnection
+from slipstream.deploy.protocol import AttemptUpdate, BeginRequest, ReplicaMessage
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
-from slipstream.deploy.wire import request_to_json
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.profiling.provenance import provenance
+from slipstream.serve.process.answers import AnswerUpdate, params_out
 
 NUM_TOKENS = 32
 PROMPT_TOKENS = 96
@@ -65,25 +65,25 @@ class DirectClient:
     def __init__(self, connection: ReplicaConnection) -> None:
         self._connection = connection
         self._numbers = itertools.count()
-        self._streams: dict[str, asyncio.Queue[protocol.Message]] = {}
+        self._streams: dict[str, asyncio.Queue[AnswerUpdate]] = {}
         connection.follow(self._heard, lambda: None)
 
-    def _heard(self, message: protocol.Message) -> None:
-        if message["type"] == "update":
-            self._streams[message["id"]].put_nowait(message["update"])
+    def _heard(self, message: ReplicaMessage) -> None:
+        if isinstance(message, AttemptUpdate):
+            self._streams[message.id].put_nowait(message.update)
 
     async def stream(self, prompt: Seq[int], tenant: str) -> Timed:
         """One answer, timed."""
         name = f"direct-{next(self._numbers)}"
         updates = self._streams[name] = asyncio.Queue()
         started_s, first_s, token_ids = time.perf_counter(), 0.0, list[int]()
-        payload = request_to_json(prompt, greedy(NUM_TOKENS), RequestOptions(tenant=tenant))
-        self._connection.send(protocol.start(name, 1, payload, []))
+        params = params_out(greedy(NUM_TOKENS))
+        self._connection.send(BeginRequest(name, 1, list(prompt), params, RequestOptions(tenant=tenant)))
         while True:
             update = await updates.get()
             first_s = first_s or time.perf_counter() - started_s
-            token_ids += update["tokens"]
-            if update["output"] is not None:
+            token_ids += update.token_ids
+            if update.end is not None:
                 del self._streams[name]
                 return Timed(token_ids, first_s, time.perf_counter() - started_s)
 

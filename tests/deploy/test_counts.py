@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +17,13 @@ from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.step import StepReport
 from slipstream.deploy.counts import MAX_GONE, Ledger, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
+from slipstream.deploy.protocol import CODEC, ReplicaBeat
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.router import Router
 from slipstream.deploy.served import ServedFleet
-from slipstream.deploy.stepped import MAX_ROWS, StepCounter, steps_from_json, steps_to_json
+from slipstream.deploy.stepped import MAX_ROWS, StepCounter
 from slipstream.engine.engine import Engine
+from slipstream.rpc.frames import LENGTH_BYTES
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.dashboard.history import History
@@ -36,6 +36,13 @@ DRAFTING = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_t
 
 def tokens(num: int) -> ReplicaCounts:
     return ReplicaCounts(num_output_tokens=num, draft_s=num / 2)
+
+
+def arrived(beat: ReplicaBeat) -> ReplicaBeat:
+    """The beat as a front reads it."""
+    message = CODEC.read(CODEC.frame(beat)[LENGTH_BYTES:])
+    assert isinstance(message, ReplicaBeat)
+    return message
 
 
 def test_a_replica_that_begins_anew_adds_to_what_it_had_counted() -> None:
@@ -74,15 +81,14 @@ def test_a_report_without_an_engines_name_counts_nothing() -> None:
 
 def test_reports_and_steps_arrive_as_they_were_made() -> None:
     report = ReplicaReport(num_running=2, retired_drafters=("ngram",), engine="e", counts=tokens(7))
-    assert ReplicaReport.from_json(json.loads(json.dumps(asdict(report)))) == report
     row = DecodedRow("account", "task", "ngram", 3, 4, 4, 2, 3)
     steps = [
         CountedStep(StepReport(3, 5, 60, 4, 4, 0.1, 0.2, 0.3), 3, 12),
         CountedStep(StepReport(1, 8, 8, 0, 0, 0, 1), 0, 0),
     ]
     told = DecodedSteps(steps, [(row, 2), (row._replace(task="other"), 1)], 9, 8)
-    assert steps_from_json(json.loads(json.dumps(steps_to_json(told)))) == told
-    assert steps_to_json(DecodedSteps()) == []
+    assert arrived(ReplicaBeat(report, told)) == ReplicaBeat(report, told)
+    assert arrived(ReplicaBeat(report)) == ReplicaBeat(report)
 
 
 def test_an_engines_steps_are_counted_beside_its_other_listeners() -> None:
@@ -211,7 +217,9 @@ def test_steps_that_come_together_count_as_each_of_them(has_keys: bool) -> None:
             alone.on_step(StepReport(len(items), len(items), len(items), 0, 3, 0.125, 0.3, 0.1), ())
         _, told = steps.report()
         sizes.append(len(told.rows))
-        relay.on_steps(steps_from_json(json.loads(json.dumps(steps_to_json(told)))))
+        beat = arrived(ReplicaBeat(ReplicaReport(), told))
+        assert beat.steps is not None
+        relay.on_steps(beat.steps)
     assert together.values() == alone.values()
     assert any("accepted_length_bucket" in name and value for name, value in together.values()[0].items())
     kinds = 1 + 2 + 4  # of drafts of 0, 1 and 3 tokens, by how many were accepted

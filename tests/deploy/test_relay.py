@@ -16,16 +16,18 @@ from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts
 from slipstream.deploy.identity import fingerprint_of
+from slipstream.deploy.protocol import CODEC
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.replica import ReplicaServer
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
 from slipstream.deploy.served import ServedFleet, engine_facts
-from slipstream.deploy.wire import request_to_json
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.engine.unread import MAX_UNREAD_TOKENS
 from slipstream.errors import DeployError, OverloadedError, RequestError
+from slipstream.rpc.peer import Peer
+from slipstream.serve.process.answers import params_out
 from slipstream.text.prompts import encode_chat
 
 SECRET = "a secret"
@@ -368,27 +370,34 @@ def test_a_pause_that_comes_before_the_engine_has_the_request_is_kept(
     lone: LLM, prompts: list[list[int]]
 ) -> None:
     async def scenario(house: House) -> None:
-        reader, writer = await asyncio.open_connection(*house.addresses[0])
-        payload = request_to_json(prompts[0], SamplingParams(max_tokens=5, ignore_eos=True), RequestOptions())
-        said = [protocol.hello("by hand", SECRET), protocol.start("1", 1, payload, ())]
-        said += [protocol.flow("1", 1, True), protocol.flow("1", 2, True)]
-        writer.write(b"".join(map(protocol.frame, said)))
+        peer = Peer(*await asyncio.open_connection(*house.addresses[0]), CODEC.frames())
+        params = params_out(SamplingParams(max_tokens=5, ignore_eos=True))
+        peer.send(protocol.greeting_frame(protocol.hello("by hand", SECRET)))
+        said: list[protocol.ReplicaMessage] = [
+            protocol.BeginRequest("1", 1, prompts[0], params, RequestOptions())
+        ]
+        said += [protocol.PauseAttempt("1", 1, True), protocol.PauseAttempt("1", 2, True)]
+        peer.send(b"".join(map(CODEC.frame, said)))
 
         async def is_paused() -> bool:
             return await num_paused(house) == [1]
 
         await until(is_paused)
-        writer.write(protocol.frame(protocol.flow("1", 1, False)))
+        peer.send(CODEC.frame(protocol.PauseAttempt("1", 1, False)))
         num_tokens = 0
+        greeting = await peer.read()
+        assert greeting is not None
+        assert protocol.read_greeting(greeting)["type"] == "welcome"
         while True:
-            message = await protocol.read_frame(reader)
-            assert message is not None
-            if message["type"] == "update":
-                num_tokens += len(message["update"]["tokens"])
-                if message["update"]["output"] is not None:
+            body = await peer.read()
+            assert body is not None
+            message = CODEC.read(body)
+            if isinstance(message, protocol.AttemptUpdate):
+                num_tokens += len(message.update.token_ids)
+                if message.update.end is not None:
                     break
         assert num_tokens == 5
-        writer.close()
+        peer.writer.close()
 
     run(lone, scenario, num=1)
 

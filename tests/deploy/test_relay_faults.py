@@ -6,21 +6,27 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from test_relay import SECRET, House, check_same, run
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import sample_prompts
+from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.deploy import protocol
-from slipstream.deploy.assembly import Assembly
 from slipstream.deploy.fingerprint import Fingerprint
-from slipstream.deploy.fleet import ReplicaFacts
+from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
+from slipstream.deploy.protocol import CODEC, BeginRequest, ReplicaBeat
 from slipstream.deploy.relay import Relay
+from slipstream.deploy.routed import aborted_updates
 from slipstream.deploy.router import Router
 from slipstream.deploy.served import ServedFleet, engine_facts
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, RequestError
+from slipstream.reasoning.options import StepOptions
+from slipstream.rpc.frames import framed
+from slipstream.serve.process.answers import AnswerRecord, params_out
 from slipstream.text.prompts import encode_chat
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=5, n=2, logprobs=0, temperature=0.8)
@@ -39,8 +45,11 @@ def prompt(lone: LLM) -> list[int]:
 def test_an_aborted_answer_says_whether_it_was_to_be_lossy() -> None:
     """The replica's own counts do not come, and the front knows what was asked for."""
     for lossy in (False, True):
-        assembly = Assembly.of([1], SamplingParams(n=2), 3, lossy)
-        output = assembly.aborted("mine", TokenTexts(None))[-1].output
+        params = SamplingParams(n=2, seed=3)
+        options = RequestOptions(reasoning=StepOptions() if lossy else None)
+        begin = BeginRequest("mine", 1, [1], params_out(params), options)
+        answers = [AnswerRecord(params) for _ in range(2)]
+        output = aborted_updates(begin, params, answers, TokenTexts(None))[-1].output
         assert output is not None
         assert [answer.metrics.lossy for answer in output.outputs] == [lossy, lossy]
 
@@ -84,12 +93,15 @@ def test_what_no_message_holds_is_refused_alone(
 
     async def scenario(house: House) -> None:
         beside = asyncio.create_task(house.whole(prompt, params=LONG))
-        monkeypatch.setattr(protocol, "MAX_FRAME_BYTES", 2**14)
+        monkeypatch.setattr(CODEC, "max_bytes", 2**14)
         with pytest.raises(
-            RequestError, match=r"the answer cannot be sent: a message has .* 16,384 are possible"
+            RequestError,
+            match=r"the answer cannot be sent: the AttemptUpdate message has .* 16,384 are possible",
         ):
             await asyncio.wait_for(house.whole((prompt * 9)[:300], params=wide), 120)
-        with pytest.raises(RequestError, match=r"cannot be sent to a replica: a message has .* are possible"):
+        with pytest.raises(
+            RequestError, match=r"cannot be sent to a replica: the BeginRequest message has .* are possible"
+        ):
             await house.whole((prompt * 90)[:9000], params=LONG)
         check_same(*await beside, wanted)
         assert house.relay.router.counts.moved == 0
@@ -98,16 +110,18 @@ def test_what_no_message_holds_is_refused_alone(
     run(lone, scenario)
 
 
-@pytest.mark.parametrize("message", [{"type": "update"}, {"type": "beat", "report": {"odd": 1}}])
-def test_a_replica_that_is_not_understood_is_left_wholly(message: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "message", [["update"], ["beat", {"num_running": "odd"}], ["cancel", "1", 1], {"type": "beat"}]
+)
+def test_a_replica_that_is_not_understood_is_left_wholly(message: object) -> None:
     async def main() -> None:
         closed = asyncio.Event()
 
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             facts = ReplicaFacts("odd", Fingerprint("model", "bits"), 4, 1000)
-            writer.write(protocol.frame(protocol.welcome(facts, {})) + protocol.frame(message))
-            while await protocol.read_frame(reader) is not None:
-                pass
+            body = msgspec.msgpack.encode(message)
+            writer.write(protocol.greeting_frame(protocol.welcome(facts, {})) + framed(body, 2**20, "odd"))
+            await reader.read()
             writer.close()
             closed.set()
 
@@ -133,12 +147,17 @@ def test_a_fault_of_statistics_moves_no_request(
         faults[where] += 1
         raise ValueError("a fault of the one who counts")
 
+    def beat(report: ReplicaReport, told: DecodedSteps | None = None) -> ReplicaBeat:
+        if told is not None:
+            fail("replica")
+        return ReplicaBeat(report)
+
     async def scenario(house: House) -> None:
         house.relay.on_steps = lambda told: fail("front")
         asked = [asyncio.create_task(house.whole(prompt, params=LONG)) for _ in range(3)]
         while not faults["front"]:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr("slipstream.deploy.replica.steps_to_json", lambda told: fail("replica"))
+        monkeypatch.setattr("slipstream.deploy.replica.ReplicaBeat", beat)
         for answer in asked:
             check_same(*await answer, wanted)
         while not faults["replica"]:
@@ -189,10 +208,10 @@ def test_a_replica_that_does_not_say_what_it_is_is_refused() -> None:
         left = asyncio.Event()
 
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            said = {"type": "welcome", "protocol": protocol.PROTOCOL, "capacity": "many"}
-            writer.write(protocol.frame(said))
-            while await protocol.read_frame(reader) is not None:
-                pass
+            facts = {"id": "odd", "capacity": "many"}
+            said = {"type": "welcome", "protocol": protocol.PROTOCOL, "facts": facts}
+            writer.write(protocol.greeting_frame(said))
+            await reader.read()
             writer.close()
             left.set()
 

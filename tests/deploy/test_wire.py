@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import pytest
 
 from slipstream import RequestOptions, SamplingParams
-from slipstream.deploy.wire import request_from_json, request_to_json
+from slipstream.deploy.protocol import CODEC, BeginRequest, QueueShare
+from slipstream.rpc.frames import LENGTH_BYTES
+from slipstream.serve.process.answers import params_in, params_out
 
 
 @pytest.mark.parametrize(
@@ -27,11 +28,13 @@ from slipstream.deploy.wire import request_from_json, request_to_json
 def test_a_request_arrives_as_it_was(values: dict[str, Any]) -> None:
     params = SamplingParams(**values)
     options = RequestOptions(tenant="a/b", task="sql", max_draft_tokens=3)
-    sent = json.loads(json.dumps(request_to_json([1, 2, 3], params, options)))
-    prompt, arrived, arrived_options = request_from_json(sent)
-    assert (prompt, arrived, arrived_options) == ([1, 2, 3], params, options)
+    sent = BeginRequest("mine", 1, [1, 2, 3], params_out(params), options)
+    arrived = CODEC.read(CODEC.frame(sent)[LENGTH_BYTES:])
+    assert isinstance(arrived, BeginRequest)
+    assert (arrived.token_ids, params_in(arrived.params), arrived.options) == ([1, 2, 3], params, options)
 
 
-def test_json_keeps_the_bits_of_numbers() -> None:
+def test_numbers_keep_their_bits() -> None:
     for value in (-math.inf, 0.1, -1e-300, 3.4028234663852886e38):
-        assert json.loads(json.dumps(value)) == value
+        sent = QueueShare(value, by_account=True)
+        assert CODEC.read(CODEC.frame(sent)[LENGTH_BYTES:]) == sent

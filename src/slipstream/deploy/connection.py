@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from slipstream.deploy.fleet import ReplicaFacts
-from slipstream.deploy.protocol import Message, facts_of, frame, hello, read_frame
-from slipstream.errors import DeployError
+from slipstream.deploy.protocol import CODEC, ReplicaMessage, facts_of, greeting_frame, hello, read_greeting
+from slipstream.errors import DeployError, ProtocolError
+from slipstream.rpc.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +20,11 @@ CONNECT_TIMEOUT_S = 5.0
 class ReplicaConnection:
     """Opened once; `on_message` gets what the replica says until `on_closed` is called, once."""
 
-    def __init__(
-        self,
-        facts: ReplicaFacts,
-        about: Message,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, facts: ReplicaFacts, about: dict[str, Any], peer: Peer) -> None:
         self.facts = facts
         self.about = about
         """What the replica says of its engine."""
-        self._reader = reader
-        self._writer = writer
+        self._peer = peer
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -39,44 +33,47 @@ class ReplicaConnection:
         address = f"{host}:{port}"
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, port)
-                writer.write(frame(hello(front, secret)))
+                peer = Peer(*await asyncio.open_connection(host, port), CODEC.frames())
                 try:
-                    message = await read_frame(reader)
-                    facts = facts_of(message, address)
+                    peer.send(greeting_frame(hello(front, secret)))
+                    body = await peer.read()
+                    if body is None:
+                        raise DeployError(
+                            f"{address} closed the connection without a word; is it a slipstream replica?"
+                        )
+                    greeting = read_greeting(body)
+                    return cls(facts_of(greeting, address), greeting.get("about") or {}, peer)
                 except BaseException:
-                    writer.close()
+                    peer.writer.close()
                     raise
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ProtocolError) as error:
             reason = str(error) or "no answer"
             raise DeployError(f"no replica can be reached at {address}: {reason}") from None
-        return cls(facts, (message or {}).get("about") or {}, reader, writer)
 
-    def follow(self, on_message: Callable[[Message], None], on_closed: Callable[[], None]) -> None:
+    def follow(self, on_message: Callable[[ReplicaMessage], None], on_closed: Callable[[], None]) -> None:
         """Begin to read."""
         self._task = asyncio.create_task(self._read(on_message, on_closed))
 
-    def send(self, message: Message) -> None:
-        """Send a message; a closed connection takes it to nowhere. Raises `DeployError` where it is too long."""
-        if not self._writer.is_closing():
-            self._writer.write(frame(message))
+    def send(self, message: ReplicaMessage) -> None:
+        """Send a message; a closed connection takes it to nowhere. Raises `ProtocolError` where it is too long."""
+        self._peer.send(CODEC.frame(message))
 
     async def close(self) -> None:
         """Close it; `on_closed` is not called for that."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        await self._peer.close()
 
-    async def _read(self, on_message: Callable[[Message], None], on_closed: Callable[[], None]) -> None:
+    async def _read(
+        self, on_message: Callable[[ReplicaMessage], None], on_closed: Callable[[], None]
+    ) -> None:
         try:
-            while (message := await read_frame(self._reader)) is not None:
-                on_message(message)
-        except DeployError as error:
+            while (body := await self._peer.read()) is not None:
+                on_message(CODEC.read(body))
+        except ProtocolError as error:
             logger.warning("replica %s is left: %s", self.facts.id, error)
         except Exception:  # half of it was followed: what comes behind it would not fit
             logger.exception("replica %s is left: a message of it could not be followed", self.facts.id)
-        self._writer.close()
+        self._peer.writer.close()
         on_closed()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from slipstream.errors import DeployError
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +23,3 @@ class Fingerprint:
     def same_bits(self, other: Fingerprint) -> bool:
         """True where an answer of one may be continued by the other without a seam."""
         return (self.model, self.arithmetic) == (other.model, other.arithmetic)
-
-    def as_json(self) -> dict[str, Any]:
-        """For a message."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> Fingerprint:
-        """From a message; raises `DeployError`."""
-        try:
-            return cls(str(value["model"]), str(value["arithmetic"]), str(value.get("about", "")))
-        except (TypeError, KeyError, AttributeError):
-            raise DeployError(f"a fingerprint has model and arithmetic, got {str(value)[:80]!r}") from None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
-from typing import Any
 
 from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fingerprint import Fingerprint
@@ -50,15 +49,6 @@ class ReplicaReport:
     engine: str = ""
     """Names the engine that counts: another one counts from zero."""
     counts: ReplicaCounts = NOTHING
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ReplicaReport:
-        """From its fields as plain values, as `dataclasses.asdict` gives them."""
-        nested = {
-            "counts": ReplicaCounts(**values["counts"]),
-            "retired_drafters": tuple(values["retired_drafters"]),
-        }
-        return cls(**{**values, **nested})
 
 
 class Health(StrEnum):

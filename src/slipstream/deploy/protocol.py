@@ -1,129 +1,158 @@
-"""What a front and a replica say to each other: frames of JSON over TCP, four bytes of length before each.
+"""What a front and a replica say to each other, over TCP, in the frames of `rpc`.
 
-    front    -> hello    protocol, front, secret
-    replica  -> welcome  protocol, replica, fingerprint, capacity, num_slots, about     or  refused  message
-    front    -> start    id, attempt, request (prompt, params, options), emitted
-    front    -> cancel   id, attempt
-    front    -> flow     id, attempt, paused           whether it gets no steps, because what it makes is not read
-    front    -> queue    share, by_account             of the answers that wait at the front, for autoscaling; and
-                                                       whether its statistics keep accounts apart
-    replica  -> update   id, attempt, update (index, tokens, from_draft, pieces, logprobs,
-                                                    finish, output)
-    replica  -> refused  id, attempt, message          the request cannot be served by any replica
-    replica  -> failed   id, attempt, message          this replica cannot go on with it
-    replica  -> beat     report, steps                 from the engine's thread, between two steps; what it
-                                                       has counted in all, each step since the last beat, and
-                                                       what they made of answers, equal rows once with their number
-    replica  -> draining
+    front    -> hello    protocol, front, secret                                        as JSON, in every version
+    replica  -> welcome  protocol, facts, about          or  refused  message           as JSON, in every version
 
-A front sends token ids and parameters, never a distribution. JSON keeps a float's bits.
+and then, in the codec of `rpc`, the front's `BeginRequest`, `CancelAttempt`, `PauseAttempt` and `QueueShare`, and the
+replica's `AttemptUpdate`, `AttemptEnded`, `ReplicaBeat` and `ReplicaDrains`. A front sends token ids and parameters,
+never a distribution.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence as Seq
+from dataclasses import asdict
 from typing import Any
 
-from slipstream.deploy.fingerprint import Fingerprint
-from slipstream.deploy.fleet import ReplicaFacts
+import msgspec
+
+from slipstream.core.metrics.decoded import DecodedSteps
+from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
 from slipstream.errors import DeployError
+from slipstream.rpc.codec import Codec, WireMessage
+from slipstream.rpc.frames import framed
+from slipstream.serve.process.answers import AnswerUpdate
 
-PROTOCOL = 5
-MAX_FRAME_BYTES = 64 * 2**20
-_LENGTH_BYTES = 4
+PROTOCOL = 6
+MAX_GREETING_BYTES = 2**20
 
-Message = dict[str, Any]
-
-
-def frame(message: Message) -> bytes:
-    """A message as it is sent; raises `DeployError` where it is longer than one may be."""
-    data = json.dumps(message, separators=(",", ":")).encode()
-    if len(data) > MAX_FRAME_BYTES:
-        raise DeployError(f"a message has {len(data):,} bytes; {MAX_FRAME_BYTES:,} are possible")
-    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+Greeting = dict[str, Any]
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Message | None:
-    """The next message, None at the end; raises `DeployError` for what is no frame."""
+class ReplicaMessage(WireMessage, frozen=True):
+    """One message behind the greeting."""
+
+
+class AttemptMessage(ReplicaMessage, frozen=True):
+    """About one attempt to serve a request: another replica that goes on with it makes another one."""
+
+    id: str
+    attempt: int
+
+
+class BeginRequest(AttemptMessage, tag="begin", frozen=True):
+    """Serve a request, or go on with it behind what was `emitted` of its answers."""
+
+    token_ids: list[int]
+    params: dict[str, Any]
+    """As `params_out` has them."""
+    options: RequestOptions
+    emitted: list[EmittedTokens] = msgspec.field(default_factory=list)
+
+
+class CancelAttempt(AttemptMessage, tag="cancel", frozen=True):
+    """Do not go on with a request."""
+
+
+class PauseAttempt(AttemptMessage, tag="pause", frozen=True):
+    """Whether a request gets no more steps, because what it makes is not read."""
+
+    paused: bool
+
+
+class QueueShare(ReplicaMessage, tag="queue", frozen=True):
+    """For autoscaling and statistics."""
+
+    share: float
+    """Of the answers that wait at the front."""
+    by_account: bool
+    """Whether the front's statistics keep accounts apart."""
+
+
+class AttemptUpdate(AttemptMessage, tag="update", frozen=True):
+    """What was added to one answer of a request."""
+
+    update: AnswerUpdate
+
+
+class AttemptEnded(AttemptMessage, tag="ended", frozen=True):
+    """A request ends without an answer."""
+
+    message: str
+    by_any: bool
+    """Whether no replica can serve it; else this one cannot go on with it."""
+
+
+class ReplicaBeat(ReplicaMessage, tag="beat", frozen=True):
+    """From the engine's thread, between two steps."""
+
+    report: ReplicaReport
+    """What it has counted in all."""
+    steps: DecodedSteps | None = None
+    """Those since the last beat, where there are any."""
+
+
+class ReplicaDrains(ReplicaMessage, tag="draining", frozen=True):
+    """The replica will go: it takes nothing new, and what it has should go on elsewhere."""
+
+
+CODEC = Codec[ReplicaMessage](
+    BeginRequest
+    | CancelAttempt
+    | PauseAttempt
+    | QueueShare
+    | AttemptUpdate
+    | AttemptEnded
+    | ReplicaBeat
+    | ReplicaDrains,
+    max_bytes=64 * 2**20,
+)
+
+
+def greeting_frame(greeting: Greeting) -> bytes:
+    """A greeting as it is sent."""
+    return framed(json.dumps(greeting, separators=(",", ":")).encode(), MAX_GREETING_BYTES, greeting["type"])
+
+
+def read_greeting(body: bytes) -> Greeting:
+    """The greeting of a frame's body; raises `DeployError` for what is none."""
     try:
-        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        if length > MAX_FRAME_BYTES:
-            raise DeployError(f"a frame of {length:,} bytes is no message of slipstream's replica protocol")
-        message = json.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-        return None
-    except ValueError:
-        raise DeployError("what was sent is no message of slipstream's replica protocol") from None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        greeting = json.loads(body)
+    except (ValueError, RecursionError):
+        greeting = None
+    if not isinstance(greeting, dict) or not isinstance(greeting.get("type"), str):
         raise DeployError("what was sent is no message of slipstream's replica protocol")
-    return message
+    return greeting
 
 
-def hello(front: str, secret: str) -> Message:
+def hello(front: str, secret: str) -> Greeting:
     """A front's first message."""
     return {"type": "hello", "protocol": PROTOCOL, "front": front, "secret": secret}
 
 
-def check_protocol(message: Message, who: str) -> None:
-    """Raise `DeployError` for another version of the protocol."""
-    if message.get("protocol") != PROTOCOL:
-        raise DeployError(
-            f"{who} speaks version {message.get('protocol')} of the replica protocol, and this one version {PROTOCOL}; "
-            "run the same version of slipstream on both sides"
-        )
-
-
-def welcome(facts: ReplicaFacts, about: Message) -> Message:
+def welcome(facts: ReplicaFacts, about: dict[str, Any]) -> Greeting:
     """A replica's first message; `about` is what a front must know of its engine."""
-    return {
-        "type": "welcome",
-        "protocol": PROTOCOL,
-        "replica": facts.id,
-        "fingerprint": facts.fingerprint.as_json(),
-        "capacity": facts.capacity,
-        "num_slots": facts.num_slots,
-        "about": about,
-    }
+    return {"type": "welcome", "protocol": PROTOCOL, "facts": asdict(facts), "about": about}
 
 
-def facts_of(message: Message | None, address: str) -> ReplicaFacts:
-    """What a replica says of itself; raises `DeployError` where it says something else."""
-    if message is None:
-        raise DeployError(f"{address} closed the connection without a word; is it a slipstream replica?")
-    if message["type"] == "refused":
-        raise DeployError(f"the replica at {address} refuses: {message.get('message')}")
-    if message["type"] != "welcome":
-        raise DeployError(f"{address} begins with {message['type']!r}; is it a slipstream replica?")
-    check_protocol(message, f"the replica at {address}")
-    try:
-        return ReplicaFacts(
-            str(message["replica"]),
-            Fingerprint.from_json(message["fingerprint"]),
-            max(int(message["capacity"]), 1),
-            int(message["num_slots"]),
+def check_protocol(greeting: Greeting, who: str) -> None:
+    """Raise `DeployError` for another version of the protocol."""
+    if greeting.get("protocol") != PROTOCOL:
+        raise DeployError(
+            f"{who} speaks version {greeting.get('protocol')} of the replica protocol, and this one version "
+            f"{PROTOCOL}; run the same version of slipstream on both sides"
         )
-    except (KeyError, TypeError, ValueError):
+
+
+def facts_of(greeting: Greeting, address: str) -> ReplicaFacts:
+    """What a replica says of itself; raises `DeployError` where it says something else."""
+    if greeting["type"] == "refused":
+        raise DeployError(f"the replica at {address} refuses: {greeting.get('message')}")
+    if greeting["type"] != "welcome":
+        raise DeployError(f"{address} begins with {greeting['type']!r}; is it a slipstream replica?")
+    check_protocol(greeting, f"the replica at {address}")
+    try:
+        return msgspec.convert(greeting.get("facts"), ReplicaFacts)
+    except msgspec.ValidationError:
         raise DeployError(f"the replica at {address} does not say what it is") from None
-
-
-def start(request: str, attempt: int, payload: Message, emitted: Seq[Message]) -> Message:
-    """Begin a request, or go on with it behind what was `emitted`."""
-    return {
-        "type": "start",
-        "id": request,
-        "attempt": attempt,
-        "request": payload,
-        "emitted": list(emitted),
-    }
-
-
-def cancel(request: str, attempt: int) -> Message:
-    """Do not go on with a request."""
-    return {"type": "cancel", "id": request, "attempt": attempt}
-
-
-def flow(request: str, attempt: int, paused: bool) -> Message:
-    """Give a request no more steps while what it makes is not read, or go on with it."""
-    return {"type": "flow", "id": request, "attempt": attempt, "paused": paused}

@@ -10,22 +10,32 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from slipstream.core.metrics.decoded import DecodedSteps
-from slipstream.deploy import protocol
 from slipstream.deploy.connection import ReplicaConnection
-from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard
-from slipstream.deploy.protocol import Message
+from slipstream.deploy.protocol import (
+    AttemptEnded,
+    AttemptUpdate,
+    BeginRequest,
+    CancelAttempt,
+    PauseAttempt,
+    QueueShare,
+    ReplicaBeat,
+    ReplicaDrains,
+    ReplicaMessage,
+)
 from slipstream.deploy.router import Cancel, Order, Router, SetPaused, Start
-from slipstream.deploy.stepped import steps_from_json
 from slipstream.deploy.work import Work
 from slipstream.engine.client import RequestHandle
-from slipstream.errors import DeployError, OverloadedError, RequestError, SlipstreamError
+from slipstream.errors import DeployError, OverloadedError, ProtocolError, RequestError, SlipstreamError
+from slipstream.serve.process.answers import AnswerRecord, AnswerUpdate, all_emitted
 
 logger = logging.getLogger(__name__)
 
@@ -35,40 +45,22 @@ MAX_PAUSE_S = 1.0
 """A longer pause of the front itself says nothing of its replicas."""
 Address = tuple[str, int]
 Discover = Callable[[], Awaitable[Iterable[Address]]]
-Put = Callable[[Message | SlipstreamError], None]
+Put = Callable[[AnswerUpdate | SlipstreamError], None]
 
 
 @dataclass(slots=True)
 class Passage:
-    """A request while it is under way: what it asks for, and what was passed on of each answer."""
+    """A request while it is under way."""
 
-    payload: Message
+    begin: BeginRequest
+    """What it asks for."""
+    answers: Seq[AnswerRecord]
+    """What was passed on; `put` keeps them."""
     put: Put
-    tokens: list[list[int]]
-    from_draft: list[list[bool]]
-    logprobs: list[list[Any]]
-
-    @classmethod
-    def of(cls, payload: Message, num_answers: int, put: Put) -> Passage:
-        """A new one."""
-        each = range(num_answers)
-        return cls(payload, put, [[] for _ in each], [[] for _ in each], [[] for _ in each])
-
-    def emitted(self) -> list[Message]:
-        """What was passed on of each answer, as a replica needs it; nothing where nothing was."""
-        if not any(self.tokens):
-            return []
-        return [
-            {"token_ids": tokens, "from_draft": from_draft, "logprobs": logprobs}
-            for tokens, from_draft, logprobs in zip(self.tokens, self.from_draft, self.logprobs, strict=True)
-        ]
-
-    def keep(self, update: Mapping[str, Any]) -> None:
-        """An update is passed on."""
-        index = update["index"]
-        self.tokens[index] += update["tokens"]
-        self.from_draft[index] += update.get("from_draft") or [False] * len(update["tokens"])
-        self.logprobs[index] += update["logprobs"] or []
+    num_moves: int = 0
+    """How often it was moved, once it has ended."""
+    crossed_unlike: bool = False
+    """Whether it was moved to unlike arithmetic."""
 
 
 class Relay:
@@ -94,12 +86,11 @@ class Relay:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def begin(self, work: Work, payload: Message, put: Put) -> RequestHandle:
-        """Serve a request: `put` gets every update, or the error that ends it.
+    def begin(self, work: Work, passage: Passage) -> RequestHandle:
+        """Serve a request: its `put` gets every update, or the error that ends it.
 
         Raises `OverloadedError` where it is not taken.
         """
-        passage = Passage.of(payload, work.num_answers, put)
         self._passages[work.id] = passage
         try:
             orders = self.router.submit(work, self._clock())
@@ -119,17 +110,12 @@ class Relay:
 
         return RequestHandle(leave, set_paused)
 
-    def was_moved(self, request: str) -> tuple[int, bool]:
-        """How often a request under way was moved, and whether to unlike arithmetic."""
-        ticket = self.router.ticket(request)
-        return (0, False) if ticket is None else (ticket.num_moves, ticket.crossed_unlike)
-
-    def about_generation(self, generation: str) -> Message | None:
+    def about_generation(self, generation: str) -> dict[str, Any] | None:
         """What a replica of that generation, or of none, said of its engine; None while there is none."""
         said = (connection.about for connection in self._connections.values())
         return next((about for about in said if about.get("generation", "") in ("", generation)), None)
 
-    def about_of(self, replica: str) -> Message:
+    def about_of(self, replica: str) -> dict[str, Any]:
         """What a replica said of its engine; nothing for one that is not connected."""
         connection = self._connections.get(replica)
         return {} if connection is None else connection.about
@@ -205,7 +191,7 @@ class Relay:
         """Tell each replica its part of what waits, which its autoscaling statistics hold."""
         share = self.router.queue.num_answers / max(len(self._connections), 1)
         for connection in self._connections.values():
-            connection.send({"type": "queue", "share": share, "by_account": self.by_account})
+            connection.send(QueueShare(share, self.by_account))
 
     async def _connect(self, address: Address) -> None:
         """In a task of its own: time goes on for the others while one address does not answer."""
@@ -233,39 +219,42 @@ class Relay:
 
     # --- what is said -----------------------------------------------------------------------------------------
 
-    def _heard(self, name: str, message: Message) -> None:
-        kind = message["type"]
-        if kind == "beat":
-            self._obey(self.router.hear(name, ReplicaReport.from_json(message["report"]), self._clock()))
-            with self._guard:  # statistics are beside requests, which go on whatever becomes of them
-                if self.on_steps is not None and message["steps"]:
-                    self.on_steps(steps_from_json(message["steps"]))
-        elif kind == "draining":
-            self.drain(name)
-        elif kind == "update":
-            self._pass_on(name, message["id"], message["attempt"], message["update"])
-        elif kind == "refused":
-            if self.router.passed_on(message["id"], message["attempt"], 0, self._clock()):
-                self._over(message["id"], RequestError(message["message"]))
-        elif kind == "failed":
-            logger.warning("replica %s cannot go on with a request: %s", name, message["message"])
-            self._obey(self.router.give_back(message["id"], message["attempt"], self._clock()))
+    def _heard(self, name: str, message: ReplicaMessage) -> None:
+        match message:
+            case ReplicaBeat():
+                self._obey(self.router.hear(name, message.report, self._clock()))
+                with self._guard:  # statistics are beside requests, which go on whatever becomes of them
+                    if self.on_steps is not None and message.steps is not None:
+                        self.on_steps(message.steps)
+            case ReplicaDrains():
+                self.drain(name)
+            case AttemptUpdate():
+                self._pass_on(name, message)
+            case AttemptEnded(by_any=True):
+                if self.router.passed_on(message.id, message.attempt, 0, self._clock()):
+                    self._over(message.id, RequestError(message.message))
+            case AttemptEnded():
+                logger.warning("replica %s cannot go on with a request: %s", name, message.message)
+                self._obey(self.router.give_back(message.id, message.attempt, self._clock()))
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not expected here")
 
-    def _pass_on(self, name: str, request: str, attempt: int, update: Message) -> None:
+    def _pass_on(self, name: str, message: AttemptUpdate) -> None:
+        request, attempt, update = message.id, message.attempt, message.update
         passage, now_s = self._passages.get(request), self._clock()
-        num_tokens = len(update["tokens"])
-        if passage is None or not self.router.passed_on(request, attempt, num_tokens, now_s):
+        if passage is None or not self.router.passed_on(request, attempt, len(update.token_ids), now_s):
             if name in self._connections:  # it was taken for hung, and does not know yet
-                self._connections[name].send(protocol.cancel(request, attempt))
+                self._connections[name].send(CancelAttempt(request, attempt))
             return
-        passage.keep(update)
-        if update["output"] is None:
+        if update.end is None:
             passage.put(update)
             return
-        num_moves, crossed = self.was_moved(request)
+        ticket = self.router.ticket(request)
+        if ticket is not None:
+            passage.num_moves, passage.crossed_unlike = ticket.num_moves, ticket.crossed_unlike
         del self._passages[request]
         orders = self.router.finish(request, now_s)
-        passage.put(update | {"num_moves": num_moves, "crossed_unlike": crossed})
+        passage.put(update)
         self._obey(orders)
 
     def _over(self, request: str, error: SlipstreamError) -> None:
@@ -281,11 +270,11 @@ class Relay:
             elif isinstance(order, Cancel):
                 connection = self._connections.get(order.replica)
                 if connection is not None:
-                    connection.send(protocol.cancel(order.request, order.attempt))
+                    connection.send(CancelAttempt(order.request, order.attempt))
             elif isinstance(order, SetPaused):
                 connection = self._connections.get(order.replica)
                 if connection is not None:
-                    connection.send(protocol.flow(order.request, order.attempt, order.paused))
+                    connection.send(PauseAttempt(order.request, order.attempt, order.paused))
             else:
                 passage = self._passages.pop(order.request, None)
                 if passage is not None:
@@ -298,9 +287,10 @@ class Relay:
             return
         if connection is None:  # it went between the order and now; `_closed` moves its requests
             return
+        begin = msgspec.structs.replace(
+            passage.begin, attempt=order.attempt, emitted=all_emitted(passage.answers)
+        )
         try:
-            connection.send(protocol.start(order.request, order.attempt, passage.payload, passage.emitted()))
-        except DeployError as error:
+            connection.send(begin)
+        except ProtocolError as error:
             self._over(order.request, RequestError(f"the request cannot be sent to a replica: {error}"))
-        except ConnectionError:
-            return  # `_closed` moves its requests

@@ -7,19 +7,38 @@ import contextlib
 import hmac
 import logging
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
 from slipstream.deploy.guard import FaultGuard
-from slipstream.deploy.protocol import Message, check_protocol, frame, read_frame, welcome
+from slipstream.deploy.protocol import (
+    CODEC,
+    MAX_GREETING_BYTES,
+    AttemptEnded,
+    AttemptUpdate,
+    BeginRequest,
+    CancelAttempt,
+    PauseAttempt,
+    QueueShare,
+    ReplicaBeat,
+    ReplicaDrains,
+    ReplicaMessage,
+    check_protocol,
+    greeting_frame,
+    read_greeting,
+    welcome,
+)
 from slipstream.deploy.served import engine_facts
-from slipstream.deploy.stepped import StepCounter, steps_to_json
-from slipstream.deploy.wire import emitted_from_json, request_from_json, update_to_json
+from slipstream.deploy.stepped import StepCounter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import RequestHandle
 from slipstream.engine.outputs import Update
-from slipstream.errors import DeployError, EngineStoppedError, RequestError
+from slipstream.errors import DeployError, EngineStoppedError, ProtocolError, RequestError
+from slipstream.rpc.frames import Frames
+from slipstream.rpc.peer import Peer
+from slipstream.serve.process.answers import params_in, update_out
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +60,12 @@ class _Attempt:
 @dataclass(eq=False, slots=True)
 class _Front:
     name: str
-    writer: asyncio.StreamWriter
+    peer: Peer
     attempts: dict[tuple[str, int], _Attempt] = field(default_factory=dict)
 
-    def send(self, message: Message) -> None:
-        self.send_frame(frame(message))
-
-    def send_frame(self, data: bytes) -> None:
-        if self.writer.is_closing():
-            return
-        if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            self.writer.transport.abort()
-            return
-        self.writer.write(data)
+    def send(self, message: ReplicaMessage) -> None:
+        """Raises `ProtocolError` where the message is too long."""
+        self.peer.send(CODEC.frame(message))
 
 
 class ReplicaServer:
@@ -65,7 +77,7 @@ class ReplicaServer:
         facts: ReplicaFacts,
         secret: str,
         beat_s: float = BEAT_S,
-        about: Message | None = None,
+        about: dict[str, Any] | None = None,
     ) -> None:
         """`secret` is what fronts must know; `facts` is what they are told, and `about`, by default `engine_facts`."""
         self.engine = engine
@@ -105,7 +117,7 @@ class ReplicaServer:
         """Ask the fronts to take their requests elsewhere; True once none is left, False after `timeout_s`."""
         self.is_draining = True
         for front in self._fronts:
-            front.send({"type": "draining"})
+            front.send(ReplicaDrains())
         deadline_s = time.monotonic() + timeout_s
         while self.num_under_way and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
@@ -118,20 +130,21 @@ class ReplicaServer:
         if self._server is not None:
             self._server.close()
         for front in list(self._fronts):
-            front.writer.close()
+            front.peer.writer.close()
 
     # --- one front --------------------------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         front = None
+        peer = Peer(reader, writer, Frames(MAX_GREETING_BYTES), MAX_UNREAD_BYTES)
         try:
-            front = await self._admit(reader, writer)
+            front = await self._admit(peer)
             if front is not None:
                 self._fronts.add(front)
-                while (message := await read_frame(reader)) is not None:
-                    self._hear(front, message)
-        except (DeployError, KeyError, TypeError, ValueError) as error:
-            logger.warning("a connection is closed: %s: %s", type(error).__name__, error)
+                while (body := await peer.read()) is not None:
+                    self._hear(front, CODEC.read(body))
+        except (DeployError, ProtocolError) as error:
+            logger.warning("a connection is closed: %s", error)
         except (OSError, TimeoutError):
             pass
         finally:
@@ -143,10 +156,11 @@ class ReplicaServer:
                     self._cancel(front, key)
             writer.close()
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Front | None:
+    async def _admit(self, peer: Peer) -> _Front | None:
         """The front that says hello; None where it is none of ours."""
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            message = await read_frame(reader)
+            body = await peer.read()
+        message = None if body is None else read_greeting(body)
         if message is None or message["type"] != "hello":
             return None
         try:
@@ -154,36 +168,40 @@ class ReplicaServer:
             if not hmac.compare_digest(str(message.get("secret", "")).encode(), self._secret.encode()):
                 raise DeployError("the front does not know this deployment's secret")
         except DeployError as error:
-            writer.write(frame({"type": "refused", "message": str(error)}))
-            await writer.drain()
+            peer.send(greeting_frame({"type": "refused", "message": str(error)}))
+            await peer.writer.drain()
             raise
-        front = _Front(str(message.get("front")), writer)
-        front.send(welcome(self.facts, self._about))
+        peer.frames.max_bytes = CODEC.max_bytes
+        peer.send(greeting_frame(welcome(self.facts, self._about)))
+        front = _Front(str(message.get("front")), peer)
         if self.is_draining:
-            front.send({"type": "draining"})
+            front.send(ReplicaDrains())
         return front
 
-    def _hear(self, front: _Front, message: Message) -> None:
-        if message["type"] == "start":
-            key = (str(message["id"]), int(message["attempt"]))
-            front.attempts[key] = _Attempt()
-            task = asyncio.create_task(self._begin(front, key, message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif message["type"] == "cancel":
-            self._cancel(front, (message["id"], message["attempt"]))
-        elif message["type"] == "flow":
-            attempt = front.attempts.get((message["id"], message["attempt"]))
-            if attempt is not None:
-                attempt.paused = bool(message["paused"])
-                if attempt.handle is not None:
-                    attempt.handle.set_paused(attempt.paused)
-        elif message["type"] == "queue":
-            self._queued[front.name] = float(message["share"])
-            if message["by_account"]:
-                self._without_accounts.discard(front.name)
-            else:
-                self._without_accounts.add(front.name)
+    def _hear(self, front: _Front, message: ReplicaMessage) -> None:
+        match message:
+            case BeginRequest():
+                key = (message.id, message.attempt)
+                front.attempts[key] = _Attempt()
+                task = asyncio.create_task(self._begin(front, key, message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case CancelAttempt():
+                self._cancel(front, (message.id, message.attempt))
+            case PauseAttempt():
+                attempt = front.attempts.get((message.id, message.attempt))
+                if attempt is not None:
+                    attempt.paused = message.paused
+                    if attempt.handle is not None:
+                        attempt.handle.set_paused(attempt.paused)
+            case QueueShare():
+                self._queued[front.name] = message.share
+                if message.by_account:
+                    self._without_accounts.discard(front.name)
+                else:
+                    self._without_accounts.add(front.name)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is not expected here")
 
     def _cancel(self, front: _Front, key: tuple[str, int]) -> None:
         attempt = front.attempts.pop(key, None)
@@ -192,8 +210,7 @@ class ReplicaServer:
             if attempt.handle is not None:
                 attempt.handle.leave()
 
-    async def _begin(self, front: _Front, key: tuple[str, int], message: Message) -> None:
-        request, number = key
+    async def _begin(self, front: _Front, key: tuple[str, int], message: BeginRequest) -> None:
         attempt = front.attempts[key]
 
         def put(item: Update | Exception) -> None:
@@ -203,10 +220,8 @@ class ReplicaServer:
                 self._fail(front, key, item)
                 return
             try:
-                front.send(
-                    {"type": "update", "id": request, "attempt": number, "update": update_to_json(item)}
-                )
-            except DeployError as error:
+                front.send(AttemptUpdate(*key, update_out(item)))
+            except ProtocolError as error:
                 self._cancel(front, key)
                 self._fail(front, key, RequestError(f"the answer cannot be sent: {error}"))
                 return
@@ -214,14 +229,13 @@ class ReplicaServer:
                 front.attempts.pop(key, None)
 
         try:
-            prompt, params, options = request_from_json(message["request"])
             attempt.handle = await self.engine.begin(
-                prompt,
-                params,
+                message.token_ids,
+                params_in(message.params),
                 put,
-                request_id=f"{front.name}/{request}/{number}",
-                options=options,
-                emitted=emitted_from_json(message["emitted"]),
+                request_id=f"{front.name}/{message.id}/{message.attempt}",
+                options=message.options,
+                emitted=message.emitted,
             )
             if attempt.cancelled:
                 attempt.handle.leave()
@@ -233,11 +247,9 @@ class ReplicaServer:
     def _fail(self, front: _Front, key: tuple[str, int], error: Exception) -> None:
         """A request that no replica can serve is refused; another failure is this replica's own."""
         front.attempts.pop(key, None)
-        kind = "refused" if isinstance(error, RequestError) else "failed"
-        if kind == "failed" and not isinstance(error, EngineStoppedError):
+        if not isinstance(error, RequestError | EngineStoppedError):
             logger.error("a request failed", exc_info=error)
-        request, number = key
-        front.send({"type": kind, "id": request, "attempt": number, "message": str(error)})
+        front.send(AttemptEnded(*key, str(error), by_any=isinstance(error, RequestError)))
 
     # --- reports ----------------------------------------------------------------------------------------------
 
@@ -257,14 +269,13 @@ class ReplicaServer:
                 if self._fronts:
                     beat = self._beat_frame(told)
                     for front in list(self._fronts):
-                        front.send_frame(beat)
+                        front.peer.send(beat)
                 await asyncio.sleep(self._beat_s)
         logger.error("the engine has stopped; the replica goes")
         await self.close()
 
     def _beat_frame(self, told: DecodedSteps) -> bytes:
         """The same for all fronts. Steps that no message holds are left out: they are counted in the report."""
-        message = {"type": "beat", "report": asdict(self.report), "steps": []}
         with self._guard:
-            return frame(message | {"steps": steps_to_json(told)})
-        return frame(message)
+            return CODEC.frame(ReplicaBeat(self.report, told if told.steps else None))
+        return CODEC.frame(ReplicaBeat(self.report))

@@ -9,20 +9,28 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions, tenant_account
-from slipstream.deploy.assembly import Assembly
+from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.types import DEFAULT_OPTIONS, FinishReason, RequestOptions, TokenLogprob, tenant_account
 from slipstream.deploy.prefixes import blocks_of
-from slipstream.deploy.protocol import Message
-from slipstream.deploy.relay import Relay
-from slipstream.deploy.wire import output_from_json, request_to_json, update_from_json
+from slipstream.deploy.protocol import BeginRequest
+from slipstream.deploy.relay import Passage, Relay
 from slipstream.deploy.work import Work
 from slipstream.engine.client import RequestHandle
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import Update
 from slipstream.engine.unread import UnreadUpdates
 from slipstream.errors import SlipstreamError
-from slipstream.sampling.noise import draw_seed
+from slipstream.sampling.noise import derive_seed, draw_seed
 from slipstream.sampling.params import SamplingParams
+from slipstream.serve.process.answers import (
+    AnswerEnd,
+    AnswerRecord,
+    AnswerUpdate,
+    RequestEnd,
+    output_of,
+    params_out,
+    update_in,
+)
 
 Item = Update | SlipstreamError
 
@@ -57,22 +65,21 @@ class RoutedEngine:
             params = params.clone()
             params.seed = draw_seed()
         name = request_id or f"routed-{uuid.uuid4().hex}-{next(self._ids)}"
-        assembly = Assembly.of(prompt, params, params.seed, options.reasoning is not None)
+        answers = [AnswerRecord(params) for _ in range(params.n)]
 
-        def receive(item: Message | SlipstreamError) -> None:
+        def receive(item: AnswerUpdate | SlipstreamError) -> None:
             if isinstance(item, SlipstreamError):
                 self._aborts.pop(name, None)
                 put(item)
                 return
-            update = update_from_json(item, name, None)
-            assembly.add(update)
-            if item["output"] is not None:
+            pieces = answers[item.index].add(item)
+            output = None
+            if item.end is not None:
                 if on_seam is not None:
-                    on_seam(item["num_moves"], item["crossed_unlike"])
+                    on_seam(passage.num_moves, passage.crossed_unlike)
                 self._aborts.pop(name, None)
-                output = output_from_json(item["output"], name, prompt, assembly.answers(), self._texts)
-                update = update_from_json(item, name, output)
-            put(update)
+                output = output_of(name, None, list(prompt), answers, item.end, self._texts)
+            put(update_in(name, item, pieces, output))
 
         router = self.relay.router
         work = Work(
@@ -86,7 +93,9 @@ class RoutedEngine:
             min_tokens=max(params.min_tokens, 1),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
-        begun = self.relay.begin(work, request_to_json(prompt, params, options), receive)
+        begin = BeginRequest(name, 0, list(prompt), params_out(params), options)
+        passage = Passage(begin, answers, receive)
+        begun = self.relay.begin(work, passage)
 
         def leave() -> None:
             self._aborts.pop(name, None)
@@ -94,7 +103,7 @@ class RoutedEngine:
 
         def abort() -> None:
             leave()
-            for update in assembly.aborted(name, self._texts):
+            for update in aborted_updates(begin, params, answers, self._texts):
                 put(update)
 
         if router.ticket(name) is not None:  # else it has ended already
@@ -129,3 +138,29 @@ class RoutedEngine:
                     return
         finally:
             request.leave()
+
+
+def aborted_updates(
+    begin: BeginRequest, params: SamplingParams, answers: Seq[AnswerRecord], texts: TokenTexts
+) -> list[Update]:
+    """The last updates of a request that is aborted: what was passed on is all of its answers. Steps and times are
+    with the replica, and are not counted."""
+    assert params.seed is not None
+    ends: list[AnswerEnd] = []
+    for index, answer in enumerate(answers):
+        metrics = RequestMetrics(
+            num_prompt_tokens=len(begin.token_ids),
+            num_output_tokens=len(answer.token_ids),
+            seed=derive_seed(params.seed, index),
+            lossy=begin.options.reasoning is not None,
+        )
+        ends.append(AnswerEnd("", answer.finish_reason or FinishReason.ABORT, None, metrics.seed, metrics))
+    output = output_of(begin.id, None, begin.token_ids, answers, RequestEnd(ends, None), texts)
+    going_on = [index for index, answer in enumerate(answers) if answer.finish_reason is None]
+    logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+    return [
+        Update(
+            begin.id, index, [], [], logprobs, FinishReason.ABORT, output if index == going_on[-1] else None
+        )
+        for index in going_on
+    ]

@@ -15,7 +15,6 @@ from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.deploy.fleet import Health
-from slipstream.deploy.protocol import Message
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import Item as RoutedItem
 from slipstream.deploy.routed import RoutedEngine
@@ -48,7 +47,7 @@ CLAIMS: contextvars.ContextVar[RequestClaims | None] = contextvars.ContextVar("c
 """Of the request that the running task serves."""
 
 
-def engine_facts(engine: Engine) -> Message:
+def engine_facts(engine: Engine) -> dict[str, Any]:
     """What fronts must know of a replica's engine, as plain values."""
     return {**asdict(EngineFacts.of(engine)), "process": os.getpid()}
 
@@ -56,7 +55,7 @@ def engine_facts(engine: Engine) -> Message:
 class ServedFleet(EngineClient):
     """The replicas behind a relay, as a `ServedEngine`."""
 
-    def __init__(self, relay: Relay, tokenizer: Any, about: Message) -> None:
+    def __init__(self, relay: Relay, tokenizer: Any, about: Mapping[str, Any]) -> None:
         """`about` are the `engine_facts` of the first replica; the others compute the same."""
         self.relay = relay
         self.tokenizer = tokenizer

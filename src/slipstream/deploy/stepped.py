@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence as Seq
-from dataclasses import asdict, fields
-from operator import attrgetter
+from dataclasses import asdict
 from typing import Any
 
 from slipstream.core.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
@@ -24,7 +22,6 @@ MAX_STEPS = 10_000
 counts are in the report all the same."""
 MAX_ROWS = 10_000
 """Likewise rows that differ: tasks have names of their clients' making."""
-_values = attrgetter(*(field.name for field in fields(StepReport)))
 
 
 class StepCounter:
@@ -124,25 +121,3 @@ class StepCounter:
             told[row] += 1
         elif len(told) < MAX_ROWS:
             told[row] = 1
-
-
-def steps_to_json(told: DecodedSteps) -> list[Any]:
-    """Steps as plain lists; none of them, nothing."""
-    if not told.steps:
-        return []
-    return [
-        [[_values(report), num_answers, depths] for report, num_answers, depths in told.steps],
-        list(told.rows),
-        [told.num_prompt_tokens, told.num_cached_tokens],
-    ]
-
-
-def steps_from_json(values: Seq[Any]) -> DecodedSteps:
-    """The steps of plain lists."""
-    steps, rows, (num_prompt_tokens, num_cached_tokens) = values
-    return DecodedSteps(
-        [CountedStep(StepReport(*report), num_answers, depths) for report, num_answers, depths in steps],
-        [(DecodedRow(*row), times) for row, times in rows],
-        num_prompt_tokens,
-        num_cached_tokens,
-    )
