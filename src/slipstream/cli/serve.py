@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
     from slipstream.engine.async_engine import AsyncEngine
     from slipstream.learn.retention import RetentionThread
+    from slipstream.rpc.children import SocketChild
     from slipstream.serve.process.remote import RemoteEngine
-    from slipstream.serve.process.spawn import SpawnedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _engine(
     speculative: SpeculativeConfig,
     options: Values,
     config: ServeConfig,
-    spawned: SpawnedEngine | None,
+    spawned: SocketChild | None,
 ) -> AsyncEngine | RemoteEngine:
     """The engine, loaded: in the process that was `spawned` for it, or in this one."""
     if spawned is not None:

@@ -1,9 +1,14 @@
-"""How a child process of Python is started: the one place, so that none imports what lies in the working directory."""
+"""How child processes are started and how they end. None of Python imports what lies in the working directory."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -22,3 +27,62 @@ def child_environment(**changes: str) -> dict[str, str]:
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     path += filter(None, given)  # an empty entry is the working directory
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+
+@dataclass(frozen=True, slots=True)
+class SocketChild:
+    """A child process that is spoken to over a pair of sockets, and this process's end of the pair."""
+
+    socket: socket.socket
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, command: Seq[str], *, is_silent: bool = False, **environment: str) -> SocketChild:
+        """Run `command` with the number of the child's socket as one more argument, which `parent_socket` opens there.
+
+        A silent child's output is dropped, else it goes where this process's goes. Raises `OSError`.
+        """
+        output = subprocess.DEVNULL if is_silent else None
+        mine, other = socket.socketpair()
+        with other:
+            try:
+                process = subprocess.Popen(
+                    [*command, str(other.fileno())],
+                    pass_fds=[other.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=child_environment(**environment),
+                )
+            except BaseException:
+                mine.close()
+                raise
+        return cls(mine, process)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def parent_socket() -> socket.socket:
+    """In a `SocketChild`: the socket whose other end its parent has."""
+    return socket.socket(fileno=int(sys.argv[-1]))
+
+
+def see_out(process: subprocess.Popen[bytes], grace_s: float) -> str:
+    """Wait for a process that should end by itself, and kill it after `grace_s`; returns how it ended, in words."""
+    try:
+        code = process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return how_it_ended(code)
+
+
+def how_it_ended(code: int) -> str:
+    """A process's exit code in words, behind "it"."""
+    if code >= 0:
+        return f"ended with status {code}"
+    return f"was ended by signal {-code} ({signal.Signals(-code).name})"

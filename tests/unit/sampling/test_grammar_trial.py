@@ -121,7 +121,7 @@ def test_a_worker_that_dies_of_a_grammar_refuses_it_and_another_takes_its_place(
             worker.try_(vocabulary, regex("(a{1000}){1000}"))
         answer = worker.try_(vocabulary, regex("[a-z]+"))
         assert answer is not None
-        assert answer["error"] is None
+        assert answer.error is None
 
 
 def test_a_worker_that_takes_too_long_is_ended(
@@ -144,10 +144,10 @@ def test_a_worker_that_is_killed_between_two_grammars_is_not_missed(
     os.waitpid(worker.process_id, 0)
     answer = worker.try_(vocabulary, regex("[a-z]+"))
     assert answer is not None
-    assert 0 < answer["num_bytes"] < 2**20
+    assert 0 < answer.num_bytes < 2**20
     checked = worker.check(regex("("))
     assert checked is not None
-    assert "unclosed group" in checked["error"]
+    assert "unclosed group" in checked.error
 
 
 def test_many_vocabularies_and_threads_share_a_worker(
@@ -164,7 +164,7 @@ def test_many_vocabularies_and_threads_share_a_worker(
             return {text: token for token, text in self.ordinary.items()}
 
     worker = make_worker()
-    others = [TrialVocabulary(ByteTokens(Said("ab" + letter), 4, [3])) for letter in "cdefgh"]  # type: ignore[arg-type]
+    others = [TrialVocabulary(ByteTokens.of(Said("ab" + letter), 4, [3])) for letter in "cdefgh"]  # type: ignore[arg-type]
     answers: list[Any] = []
 
     def ask() -> None:
@@ -176,7 +176,7 @@ def test_many_vocabularies_and_threads_share_a_worker(
     for thread in threads:
         thread.join(60)
     assert len(answers) == 28
-    assert all(answer is not None and answer["error"] is None for answer in answers)
+    assert all(answer is not None and answer.error is None for answer in answers)
 
 
 GREEDY = """
@@ -199,7 +199,7 @@ def test_a_worker_that_ends_for_what_is_left_over_harms_no_later_grammar(
     for letter in "abc":
         for answer in (worker.check(regex(letter)), worker.try_(vocabulary, regex(letter))):
             assert answer is not None
-            assert answer["error"] is None
+            assert answer.error is None
         assert worker.process_id is None
 
 
@@ -227,7 +227,7 @@ def test_a_worker_that_cannot_be_had_for_a_while_is_waited_for(
         def popen(*arguments: Any, **options: Any) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
-        crowded.setattr(grammar_trial.subprocess, "Popen", popen)
+        crowded.setattr(subprocess, "Popen", popen)
         for _ in range(2):
             with pytest.raises(RequestError, match=r"at the moment.*Too many open files; retry later"):
                 compiler.compile(form, [EOS])
@@ -246,7 +246,7 @@ def test_a_worker_runs_nothing_of_the_working_directory(
     monkeypatch.chdir(tmp_path)
     answer = make_worker().check(regex("a"))
     assert answer is not None
-    assert answer["error"] is None
+    assert answer.error is None
 
 
 @pytest.mark.parametrize("command", [["/does/not/exist"], [sys.executable, "-c", "raise SystemExit"]])

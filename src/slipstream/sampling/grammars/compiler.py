@@ -22,7 +22,7 @@ from slipstream.sampling.grammars.trial import (
     TooComplexError,
     TrialVocabulary,
 )
-from slipstream.sampling.grammars.worker import STACK_BYTES, parser_limits
+from slipstream.sampling.grammars.worker import STACK_BYTES, TrialAnswer, parser_limits
 from slipstream.sampling.structured import CONSTRAINTS, StructuredOutput
 from slipstream.text.byte_tokens import ByteTokens
 from slipstream.text.token_bytes import TokenBytes
@@ -215,7 +215,7 @@ class GrammarCompiler:
         trial = _raise_of(structured, lambda: WORKER_OF_THIS_PROCESS.try_(tried, source))
         if trial is None:
             return -1
-        num_bytes: int = trial["num_bytes"]
+        num_bytes = trial.num_bytes
         _check_form(structured, num_bytes)
         return num_bytes
 
@@ -316,7 +316,7 @@ def _vocabulary(tokenizer: Any, vocab_size: int, end_token_ids: list[int]) -> tu
 
     token_bytes = TokenBytes(tokenizer, "this model")
     num_tokens = max(vocab_size, len(tokenizer))
-    tokens = ByteTokens(token_bytes, num_tokens, end_token_ids or [tokenizer.eos_token_id])
+    tokens = ByteTokens.of(token_bytes, num_tokens, end_token_ids or [tokenizer.eos_token_id])
     vocabulary = LLTokenizer(_described(tokenizer), n_vocab=num_tokens, eos_token=tokens.ends)
     # llguidance marks special tokens with the byte 0xFF, which occurs in no text.
     ordinary = {token: text for token, text in token_bytes.ordinary.items() if text and b"\xff" not in text}
@@ -356,9 +356,7 @@ def check_followed(structured: StructuredOutput) -> None:
         raise RequestError(_refusal(structured, messages[0]))
 
 
-def _raise_of(
-    structured: StructuredOutput, ask: Callable[[], dict[str, Any] | None]
-) -> dict[str, Any] | None:
+def _raise_of(structured: StructuredOutput, ask: Callable[[], TrialAnswer | None]) -> TrialAnswer | None:
     """The worker's result for a constraint; raises `RequestError` for a refusal, or if the worker died."""
     try:
         answer = ask()
@@ -369,8 +367,8 @@ def _raise_of(
         ) from None
     except (TooComplexError, ValueError) as error:
         raise RequestError(_refusal(structured, str(error))) from None
-    if answer is not None and answer.get("error"):
-        raise RequestError(_refusal(structured, answer["error"]))
+    if answer is not None and answer.error:
+        raise RequestError(_refusal(structured, answer.error))
     return answer
 
 

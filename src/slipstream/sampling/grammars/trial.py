@@ -6,17 +6,14 @@ import atexit
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
-import pickle
-import subprocess
 import threading
 from collections.abc import Sequence as Seq
-from typing import Any
 
-from slipstream.rpc.children import child_environment, module_command
-from slipstream.sampling.grammars.worker import MEMORY_BYTES, write_message
+from slipstream.rpc.children import SocketChild, module_command
+from slipstream.rpc.sockets import next_body
+from slipstream.sampling.grammars.worker import CODEC, MEMORY_BYTES, TrialAnswer, TrialRequest
 from slipstream.text.byte_tokens import ByteTokens
 
 logger = logging.getLogger(__name__)
@@ -50,7 +47,8 @@ class TrialProcess:
         """`command` replaces this package's module, for tests."""
         self.command = command
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: SocketChild | None = None
+        self._frames = CODEC.frames()
         self._owner = os.getpid()
         self._has_answered = False
         self._known: set[str] = set()
@@ -63,69 +61,60 @@ class TrialProcess:
     @property
     def process_id(self) -> int | None:
         """Of the process as it was last started; None where none was, or it has been ended."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def start(self) -> None:
         """Start the process without waiting for it."""
         with self._lock, contextlib.suppress(NoWorkerError):
             self._running()
 
-    def check(self, source: str) -> dict[str, Any] | None:
-        """`{"error": ...}` for a grammar without a vocabulary; None where no worker can be started.
+    def check(self, source: str) -> TrialAnswer | None:
+        """What is wrong with a grammar without a vocabulary; None where no worker can be started.
 
         Raises `TooComplexError` and `NoWorkerError`.
         """
         with self._lock:
-            return self._ask("check", "", source) if self._is_ready() else None
+            return self._ask(TrialRequest("check", source=source)) if self._is_ready() else None
 
-    def try_(self, vocabulary: TrialVocabulary, source: str) -> dict[str, Any] | None:
-        """`{"error": ..., "num_bytes": ...}` for a grammar over the vocabulary; otherwise as `check`."""
+    def try_(self, vocabulary: TrialVocabulary, source: str) -> TrialAnswer | None:
+        """What comes of compiling a grammar over the vocabulary; otherwise as `check`."""
         with self._lock:
             for _ in range(2):  # it may have exited since, or dropped the vocabulary
                 if not self._is_ready(vocabulary):
                     return None
-                answer = self._ask("try", vocabulary.key, source)
-                if "unknown" not in answer:
+                answer = self._ask(TrialRequest("try", vocabulary.key, source))
+                if not answer.is_unknown:
                     return answer
                 self._known.discard(vocabulary.key)
             return None
 
     def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
+        child, self._child = self._child, None
         self._known.clear()
         self._has_answered = False
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+        if child is not None and self._owner == os.getpid():
+            child.kill()
 
-    def _running(self) -> subprocess.Popen[bytes] | None:
+    def _running(self) -> SocketChild | None:
         """The process, started if need be; None where processes cannot be started."""
         if self._owner != os.getpid():  # after a fork the worker is the parent's
-            self._process, self._owner = None, os.getpid()
+            self._child, self._owner = None, os.getpid()
             self._known.clear()
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+        if self._child is not None and self._child.process.poll() is None:
+            return self._child
         self.close()
         if self._cannot_start:
             return None
         try:
-            self._process = subprocess.Popen(
-                self.command or module_command(WORKER),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=child_environment(MALLOC_ARENA_MAX="1"),
-            )
+            command = self.command or module_command(WORKER)
+            self._child = SocketChild.start(command, is_silent=True, MALLOC_ARENA_MAX="1")
+            self._frames = CODEC.frames()
         except OSError as error:
             if self._proven or error.errno in _PASSING:
                 raise NoWorkerError(str(error)) from None
             self._do_without(str(error))
-        return self._process
+        return self._child
 
     def _do_without(self, reason: str) -> None:
         self._cannot_start = True
@@ -138,12 +127,12 @@ class TrialProcess:
         key = ""
         try:
             if not self._has_answered:
-                self._ask("hello", key, "", START_S)
+                self._ask(TrialRequest("hello"), START_S)
                 self._has_answered = True
                 self._proven.add(key)
             if vocabulary is not None and vocabulary.key not in self._known:
                 key = vocabulary.key
-                self._ask("vocabulary", key, vocabulary.tokens, START_S)
+                self._ask(TrialRequest("vocabulary", key, tokens=vocabulary.tokens), START_S)
                 self._known.add(key)
                 self._proven.add(key)
         except TooComplexError:
@@ -154,37 +143,26 @@ class TrialProcess:
             return False
         return True
 
-    def _ask(
-        self, kind: str, key: str, content: ByteTokens | str, deadline_s: float | None = None
-    ) -> dict[str, Any]:
+    def _ask(self, asked: TrialRequest, deadline_s: float | None = None) -> TrialAnswer:
         deadline_s = DEADLINE_S if deadline_s is None else deadline_s
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        was_late = threading.Event()
-
-        def end() -> None:
-            was_late.set()
-            process.kill()
-
-        timer = threading.Timer(deadline_s, end)
-        timer.daemon = True
-        timer.start()
+        assert self._child is not None
+        sock, body, is_late = self._child.socket, None, False
         try:
-            write_message(process.stdin, kind, key, content)
-            line = process.stdout.readline()
+            sock.settimeout(deadline_s)
+            sock.sendall(CODEC.frame(asked))
+            body = next_body(sock, self._frames)
+        except TimeoutError:
+            is_late = True
         except OSError:  # it has died
-            line = b""
-        finally:
-            timer.cancel()
-        if line.endswith(b"\n"):
-            answer: dict[str, Any] = json.loads(line)
-            if answer.pop("ends", False):  # it exits now, so the next call must start another one
-                self.close()
+            pass
+        answer = None if body is None else CODEC.read(body)
+        if (
+            not isinstance(answer, TrialAnswer) or answer.ends
+        ):  # it exits now: the next call must start another one
+            self.close()
+        if isinstance(answer, TrialAnswer):
             return answer
-        self.close()
-        if was_late.is_set():
+        if is_late:
             raise TooComplexError(f"compiling takes more than {deadline_s:g} s")
         raise TooComplexError(
             f"compiling takes more than {MEMORY_BYTES >> 20:,} MiB, or it is nested too deep for the compiler"
@@ -196,7 +174,7 @@ class TrialVocabulary:
 
     def __init__(self, tokens: ByteTokens) -> None:
         self.tokens = tokens
-        self.key = hashlib.sha256(pickle.dumps(tokens)).hexdigest()
+        self.key = hashlib.sha256(CODEC.frame(TrialRequest("vocabulary", tokens=tokens))).hexdigest()
 
 
 WORKER_OF_THIS_PROCESS = TrialProcess()

@@ -1,27 +1,28 @@
 """The process in which grammars are tried before the engine's process compiles them.
 
 llguidance aborts its process when memory runs out or a grammar is nested too deep; here that ends no request. Run as
-`python -m slipstream.sampling.grammars.worker`: it reads pickled messages from its standard input, answers each with a
-line of JSON, and exits at the end of its input. It imports neither torch nor Transformers.
+`python -m slipstream.sampling.grammars.worker FD`, a `SocketChild`: it answers each `TrialRequest` with a `TrialAnswer`
+and exits when the socket is closed. It imports neither torch nor Transformers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
-import pickle
 import random
 import signal
-import struct
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from slipstream.core.bounded import BoundedDict
+from slipstream.rpc.children import parent_socket
+from slipstream.rpc.codec import Codec, WireMessage
+from slipstream.rpc.sockets import next_body
 from slipstream.sampling.grammars.footprint import heap_bytes
 from slipstream.text.byte_tokens import ByteTokens
 
@@ -42,6 +43,37 @@ _NOT_TOO_COMPLEX = ("NoExtension", "Parser Error: token")
 """Prefixes of llguidance's errors that do not mean that a limit was exceeded."""
 
 
+class TrialMessage(WireMessage, frozen=True):
+    """A message between the engine's process and the one in which grammars are tried."""
+
+
+class TrialRequest(TrialMessage, tag="request", frozen=True):
+    """What to do."""
+
+    task: str
+    """`hello`: nothing; `vocabulary`: keep `tokens`; `check`: read a grammar; `try`: compile it."""
+    key: str = ""
+    """Of the vocabulary."""
+    source: str = ""
+    """The grammar."""
+    tokens: ByteTokens | None = None
+
+
+class TrialAnswer(TrialMessage, tag="answer", frozen=True):
+    """What came of it."""
+
+    error: str | None = None
+    num_bytes: int = 0
+    """What the compiled grammar takes."""
+    is_unknown: bool = False
+    """The vocabulary must be sent first."""
+    ends: bool = False
+    """Whether the process exits now."""
+
+
+CODEC = Codec[TrialMessage](TrialRequest | TrialAnswer, max_bytes=2**30)
+
+
 def parser_limits() -> LLParserLimits:
     """llguidance's limits for compiling a grammar and for each token.
 
@@ -58,53 +90,34 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the engine's process, which closes the input
     import llguidance
 
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sock, frames = parent_socket(), CODEC.frames()
     _limit_memory(MEMORY_BYTES + STACK_BYTES)
     vocabularies: BoundedDict[str, LLTokenizer] = BoundedDict(MAX_VOCABULARIES)
     settled = heap_bytes()
-    while (message := read_message(sys.stdin.buffer)) is not None:
-        answer: dict[str, Any] = {}
-        kind, key, content = message
-        if kind == "hello":
-            pass
-        elif kind == "vocabulary":
-            wrapper = llguidance.TokenizerWrapper(content)
-            vocabularies[key] = llguidance.LLTokenizer(
-                wrapper, n_vocab=len(content.tokens), eos_token=content.ends
+    while (body := next_body(sock, frames)) is not None:
+        asked = CODEC.read(body)
+        assert isinstance(asked, TrialRequest)
+        answer = TrialAnswer()
+        if asked.task == "vocabulary" and asked.tokens is not None:
+            wrapper = llguidance.TokenizerWrapper(asked.tokens)
+            vocabularies[asked.key] = llguidance.LLTokenizer(
+                wrapper, n_vocab=len(asked.tokens.tokens), eos_token=asked.tokens.ends
             )
             settled = heap_bytes()
-        elif kind == "check":
+        elif asked.task == "check":
             failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-                content, limits=parser_limits()
+                asked.source, limits=parser_limits()
             )
-            answer = {"error": messages[0] if failed else None}
-        elif key not in vocabularies:
-            answer = {"unknown": key}
-        else:
-            vocabularies.move_to_end(key)
-            answer = _try(vocabularies[key], content)
-        answer["ends"] = kind in ("check", "try") and left_over(settled) > KEPT_BYTES
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
-        if answer["ends"]:
+            answer = TrialAnswer(messages[0] if failed else None)
+        elif asked.task == "try" and asked.key not in vocabularies:
+            answer = TrialAnswer(is_unknown=True)
+        elif asked.task == "try":
+            vocabularies.move_to_end(asked.key)
+            answer = _try(vocabularies[asked.key], asked.source)
+        ends = asked.task in ("check", "try") and left_over(settled) > KEPT_BYTES
+        sock.sendall(CODEC.frame(msgspec.structs.replace(answer, ends=ends)))
+        if ends:
             return
-
-
-def read_message(stream: IO[bytes]) -> tuple[str, str, Any] | None:
-    """The next message: (kind, vocabulary's key, `ByteTokens` or grammar); None at the end of the input."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    message: tuple[str, str, Any] = pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
-    return message
-
-
-def write_message(stream: IO[bytes], kind: str, key: str, content: ByteTokens | str) -> None:
-    """Write a message for `read_message`."""
-    data = pickle.dumps((kind, key, content))
-    stream.write(struct.pack("<Q", len(data)) + data)
-    stream.flush()
 
 
 def with_stack(work: Callable[[], None]) -> None:
@@ -118,8 +131,8 @@ def with_stack(work: Callable[[], None]) -> None:
     thread.join()
 
 
-def _try(vocabulary: LLTokenizer, source: str) -> dict[str, Any]:
-    """Compile a grammar: `{"error": message or None, "num_bytes": size of the compiled grammar}`."""
+def _try(vocabulary: LLTokenizer, source: str) -> TrialAnswer:
+    """Compile a grammar."""
     from llguidance import LLMatcher
 
     made: list[LLMatcher] = []
@@ -142,7 +155,7 @@ def _try(vocabulary: LLTokenizer, source: str) -> dict[str, Any]:
         error = made[0].get_error()
         if error and not error.startswith(_NOT_TOO_COMPLEX):
             errors.append(error)
-    return {"error": errors[0] if errors else None, "num_bytes": max(num_bytes, heap_bytes() - before)}
+    return TrialAnswer(errors[0] if errors else None, max(num_bytes, heap_bytes() - before))
 
 
 def _walk(matcher: LLMatcher) -> None:

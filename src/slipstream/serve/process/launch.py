@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import subprocess
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import msgspec
 
 from slipstream import __version__
 from slipstream.errors import EngineStoppedError, ProtocolError
+from slipstream.rpc.children import SocketChild, see_out
 from slipstream.rpc.codec import error_in
 from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import next_body
@@ -26,7 +26,7 @@ from slipstream.serve.process.protocol import (
     Loaded,
     check_version,
 )
-from slipstream.serve.process.spawn import SpawnedEngine, spawn_engine
+from slipstream.serve.process.spawn import spawn_engine
 
 LEAVE_S = 10.0
 """How long a process may take to end by itself after the stream was closed: it finishes its step."""
@@ -50,22 +50,10 @@ class EngineLink:
     def end(self) -> str:
         """Close the stream, see the process out, and say how it ended."""
         self.close()
-        return "it has left" if self.process is None else f"it {_end_of(self.process)}"
+        return "it has left" if self.process is None else f"it {see_out(self.process, LEAVE_S)}"
 
 
-def _end_of(process: subprocess.Popen[bytes]) -> str:
-    """See a process out whose stream is closed, and say how it ended."""
-    try:
-        code = process.wait(LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = process.wait()
-    if code >= 0:
-        return f"ended with status {code}"
-    return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-
-
-def start_engine(load: Load, spawned: SpawnedEngine | None = None) -> EngineLink:
+def start_engine(load: Load, spawned: SocketChild | None = None) -> EngineLink:
     """A process with the engine that `load` describes, loaded; in the one that was `spawned`, if any.
 
     Raises what loading raises there (`ConfigError`, `ModelError`, `CapacityError`), `EngineStoppedError` where the
@@ -96,7 +84,7 @@ def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | No
     def read() -> object:
         body = next_body(mine, frames)
         if body is None:
-            why = "closed the stream" if process is None else _end_of(process)
+            why = "closed the stream" if process is None else see_out(process, LEAVE_S)
             memory = "; is there memory for it?" if "SIGKILL" in why else ""
             raise EngineStoppedError(f"the engine's process {why} before the engine was loaded{memory}")
         message = CODEC.read(body)

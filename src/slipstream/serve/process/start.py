@@ -12,13 +12,13 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.settings import engine_config
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
+from slipstream.rpc.children import SocketChild
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import max_age_s, privacy_rules
 from slipstream.serve.logs import chosen_format
 from slipstream.serve.process.launch import as_loaded, start_engine
 from slipstream.serve.process.protocol import Load, LoadLearning
 from slipstream.serve.process.remote import RemoteEngine
-from slipstream.serve.process.spawn import SpawnedEngine
 
 
 def make_remote_engine(
@@ -26,7 +26,7 @@ def make_remote_engine(
     speculative: SpeculativeConfig,
     engine_options: Mapping[str, Any],
     server: ServeConfig,
-    spawned: SpawnedEngine | None = None,
+    spawned: SocketChild | None = None,
 ) -> RemoteEngine:
     """The engine of `make_engine`, loaded in another process for a server of this one; in the one that was `spawned`.
 

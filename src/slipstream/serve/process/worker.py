@@ -23,6 +23,7 @@ from slipstream.learn.lane_keys import LearnBy
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.retention import RetentionThread
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
+from slipstream.rpc.children import parent_socket
 from slipstream.rpc.codec import error_out
 from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import next_body
@@ -49,7 +50,7 @@ def main() -> None:
     # Signals are the server's: it drains, and closes the stream when it has. A terminal's Ctrl-C reaches both.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = parent_socket()
     frames = CODEC.frames()
     try:
         load = _greet(sock, frames)
