@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 
@@ -20,6 +21,29 @@ MIN_HEAD_BYTES = 1024
 """With less, browsers and clients with long keys would be refused."""
 MAX_STREAM_INTERVAL_S = 10.0
 """With more, a stream would not be one."""
+
+
+_LEAST = {
+    **dict.fromkeys(("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens"), 1),
+    **dict.fromkeys(("stored_responses_bytes", "learn_bytes", "learn_lanes"), 1),
+    **dict.fromkeys(("max_waiting", "max_logprobs", "max_stored_responses", "max_task_labels"), 0),
+    "engine_restarts": 0,
+    "max_head_bytes": MIN_HEAD_BYTES,
+}
+"""The least value of each whole number; None is allowed where the field allows it."""
+_CHOICES: dict[str, Collection[str]] = {
+    "learn_by": tuple(LearnBy),
+    "learner": LEARNERS,
+    "log_level": LOG_LEVELS,
+    "log_format": LOG_FORMATS,
+    "tool_call_parser": FORMAT_NAMES,
+    "metrics_alias": METRICS_ALIASES,
+}
+_LISTS = (
+    *("api_key", "cors_origins", "task_labels"),
+    *("learn_tenant", "learn_key", "no_learn_tenant", "no_learn_key"),
+)
+"""Fields that are lists of texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,19 +169,33 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "serve")
-        positive = ("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens")
-        for name in (*positive, "stored_responses_bytes", "learn_bytes", "learn_lanes"):
+        self._check_ranges()
+        for name, known in _CHOICES.items():
             if getattr(self, name) is not None:
-                check_at_least("serve", 1, **{name: getattr(self, name)})
-        for name in (
-            "max_waiting",
-            "max_logprobs",
-            "max_stored_responses",
-            "max_task_labels",
-            "engine_restarts",
-        ):
-            check_at_least("serve", 0, **{name: getattr(self, name)})
-        check_at_least("serve", MIN_HEAD_BYTES, max_head_bytes=self.max_head_bytes)
+                reject_unknown([getattr(self, name)], known, name)
+        for name in _LISTS:
+            values = getattr(self, name)
+            if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
+                raise ConfigError(
+                    f"each serve {name} must be a text that is not empty, without spaces around it"
+                )
+            object.__setattr__(self, name, tuple(values))
+        for name in ("learn_key", "no_learn_key"):
+            if set(getattr(self, name)) - set(self.api_key):
+                raise ConfigError(f"serve {name} has a key that is no api_key; give it as api_key too")
+        for kind in ("tenant", "key"):
+            if set(getattr(self, f"learn_{kind}")) & set(getattr(self, f"no_learn_{kind}")):
+                raise ConfigError(
+                    f"serve learn_{kind} and no_learn_{kind} name the same {kind}; give one of them"
+                )
+        if self.learn_max_age is not None:
+            seconds_of_age(self.learn_max_age)
+
+    def _check_ranges(self) -> None:
+        """Raise `ConfigError` for a number that is out of its range."""
+        for name, least in _LEAST.items():
+            if getattr(self, name) is not None:
+                check_at_least("serve", least, **{name: getattr(self, name)})
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve port must be 0 to 65535, got {self.port}")
         if not 0 <= self.learn_share <= 1:
@@ -170,34 +208,6 @@ class ServeConfig:
         if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
             most = f"{MAX_STREAM_INTERVAL_S:g} s"
             raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
-        if self.learn_by is not None:
-            reject_unknown([self.learn_by], tuple(LearnBy), "learn_by")
-        if self.learner is not None:
-            reject_unknown([self.learner], LEARNERS, "learner")
-        for name in ("learn_key", "no_learn_key"):
-            if set(getattr(self, name)) - set(self.api_key):
-                raise ConfigError(f"serve {name} has a key that is no api_key; give it as api_key too")
-        for kind in ("tenant", "key"):
-            if set(getattr(self, f"learn_{kind}")) & set(getattr(self, f"no_learn_{kind}")):
-                raise ConfigError(
-                    f"serve learn_{kind} and no_learn_{kind} name the same {kind}; give one of them"
-                )
-        if self.learn_max_age is not None:
-            seconds_of_age(self.learn_max_age)
-        reject_unknown([self.log_level], LOG_LEVELS, "log_level")
-        reject_unknown([self.log_format], LOG_FORMATS, "log_format")
-        if self.tool_call_parser is not None:
-            reject_unknown([self.tool_call_parser], FORMAT_NAMES, "tool_call_parser")
-        if self.metrics_alias is not None:
-            reject_unknown([self.metrics_alias], METRICS_ALIASES, "metrics_alias")
-        lists = ("api_key", "cors_origins", "task_labels", "learn_tenant", "learn_key")
-        for name in (*lists, "no_learn_tenant", "no_learn_key"):
-            values = getattr(self, name)
-            if not all(isinstance(value, str) and value.strip() == value != "" for value in values):
-                raise ConfigError(
-                    f"each serve {name} must be a text that is not empty, without spaces around it"
-                )
-            object.__setattr__(self, name, tuple(values))
 
 
 SERVE_FIELDS = tuple(field.name for field in fields(ServeConfig))

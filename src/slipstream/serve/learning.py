@@ -157,7 +157,18 @@ class Learning(Collector):
         outcomes.add_metric(["promoted"], facts.num_promoted)
         outcomes.add_metric(["rolled_back"], facts.num_rolled_back)
         yield outcomes
-        captured = facts.capture
+        yield from self._captured()
+        yield GaugeMetricFamily(
+            "learn_process_cpu_seconds", "Processor time of the learner's process.", facts.learner_cpu_s
+        )
+        yield GaugeMetricFamily("learn_rests", "1 while the learner rests for requests.", float(facts.rests))
+        yield CounterMetricFamily(
+            "learn_process_deaths", "How often the learner's process died.", facts.learner_deaths
+        )
+
+    def _captured(self) -> Iterator[Metric]:
+        """The metrics of what is kept of answers."""
+        captured = self.facts.capture
         yield CounterMetricFamily(
             "learn_records", "Answers that were kept.", 0 if captured is None else captured.num_records
         )
@@ -177,10 +188,3 @@ class Learning(Collector):
         for reason, num in ({} if captured is None else captured.num_skipped).items():
             skipped.add_metric([reason], num)
         yield skipped
-        yield GaugeMetricFamily(
-            "learn_process_cpu_seconds", "Processor time of the learner's process.", facts.learner_cpu_s
-        )
-        yield GaugeMetricFamily("learn_rests", "1 while the learner rests for requests.", float(facts.rests))
-        yield CounterMetricFamily(
-            "learn_process_deaths", "How often the learner's process died.", facts.learner_deaths
-        )

@@ -140,16 +140,7 @@ def encode_chat(
             "this model has no chat template, as base models do not: give it plain text "
             "(a prompt on the command line and in Python, /v1/completions on a server)"
         )
-    if not isinstance(messages, Seq) or isinstance(messages, str):
-        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
-    if not messages:
-        raise RequestError("the conversation is empty; give at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not (
-            "role" in message and {"content", "tool_calls"} & message.keys()
-        ):
-            got = f"the keys {', '.join(map(str, message))}" if isinstance(message, dict) else repr(message)
-            raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {got}')
+    _check_messages(messages)
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
     for what, said in (
         ("the conversation", messages),
@@ -160,6 +151,29 @@ def encode_chat(
         check_characters(what, said)
     if reserved:  # a request must not replace the template, which is a program
         raise RequestError(f"{min(reserved)!r} cannot be set as a variable of the chat template")
+    text = _rendered(
+        tokenizer,
+        messages,
+        tools,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **(template_options or {}),
+    )
+    check_text(text)
+    # Templates write special tokens themselves. `verbose` as in `encode_prompt`.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def _rendered(
+    tokenizer: Any,
+    messages: Seq[dict[str, Any]],
+    tools: Seq[Mapping[str, Any]] | None,
+    *,
+    chat_template: str | None,
+    **variables: Any,
+) -> str:
+    """The conversation as the template writes it; raises `RequestError` where the template does not."""
     template = chat_template or tokenizer.chat_template
     readable = [_readable(message, str(template)) for message in messages]
     try:
@@ -168,18 +182,28 @@ def encode_chat(
                 readable,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
                 tokenize=False,
-                **(template_options or {}),
+                **variables,
             )
     except RequestError:
         raise
     except Exception as error:  # a template may raise anything
         raise RequestError(f"the chat template rejected this conversation: {error}") from None
-    check_text(text)
-    # Templates write special tokens themselves. `verbose` as in `encode_prompt`.
-    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return text
+
+
+def _check_messages(messages: Seq[dict[str, Any]]) -> None:
+    """Raise `RequestError` where `messages` are no conversation."""
+    if not isinstance(messages, Seq) or isinstance(messages, str):
+        raise RequestError(f"a conversation is a list of messages, got {messages!r}")
+    if not messages:
+        raise RequestError("the conversation is empty; give at least one message")
+    for message in messages:
+        if not isinstance(message, dict) or not (
+            "role" in message and {"content", "tool_calls"} & message.keys()
+        ):
+            got = f"the keys {', '.join(map(str, message))}" if isinstance(message, dict) else repr(message)
+            raise RequestError(f'a message is {{"role": ..., "content": ...}}, got {got}')
 
 
 def encode_conversation(tokenizer: Any, messages: Seq[dict[str, Any]], raw: bool = False) -> list[int]:

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,28 +69,11 @@ def run(
     overlap = _overlap(plan, tokenizer)
     say(str(overlap))
     drops = overlap.conversations if measured.overlap == "drop_training" else frozenset()
-    documents = read_documents(plan.data, tokenizer, options.row_length, drops)
-    if len(documents) < options.batch_rows:
-        raise ConfigError(
-            f"the data have {len(documents)} conversations, too few for a batch of {options.batch_rows} rows; "
-            "lower --batch-rows"
-        )
+    documents = _documents(plan, tokenizer, drops)
     target = FrozenTarget(path, device, getattr(torch, options.dtype))
     student = make_student(target, tokenizer, documents)
-    num_tokens, num_answer = (
-        sum(int(count) for count in counts)
-        for counts in ((len(d.tokens) for d in documents), (d.is_answer.sum() for d in documents))
-    )
-    learning = sum(weight.numel() for weight in student.module.parameters() if weight.requires_grad)
-    say(
-        f"{len(documents):,} documents, {num_tokens:,} tokens, {num_answer:,} of them answers; "
-        f"{learning:,} trainable weights"
-    )
-    if not method_options.get("init") and not method_options.get("keep_layers"):
-        warning = too_few_tokens(num_answer, num_tokens, options.max_tokens, learning)
-        if warning:
-            say(warning)
-    say(student.about_loss())
+    begins_anew = not method_options.get("init") and not method_options.get("keep_layers")
+    _describe(student, documents, options.max_tokens if begins_anew else None, say)
     if options.cache_features:
         if processes.count > 1:
             raise ConfigError("--cache-features is for one process")
@@ -123,6 +107,33 @@ def run(
         processes,
     )
     return trainer.run()
+
+
+def _documents(plan: TrainingRun, tokenizer: Any, drops: AbstractSet[str]) -> Seq[TrainingDocument]:
+    """The data without the conversations `drops`; raises `ConfigError` where they do not fill a batch."""
+    documents = read_documents(plan.data, tokenizer, plan.options.row_length, drops)
+    if len(documents) < plan.options.batch_rows:
+        raise ConfigError(
+            f"the data have {len(documents)} conversations, too few for a batch of {plan.options.batch_rows} rows; "
+            "lower --batch-rows"
+        )
+    return documents
+
+
+def _describe(
+    student: Student, documents: Seq[TrainingDocument], max_tokens: int | None, say: Callable[[str], None]
+) -> None:
+    """Say how much there is to learn from and what learns; warn where `max_tokens` of it are too few."""
+    num_tokens = sum(len(document.tokens) for document in documents)
+    num_answer = sum(int(document.is_answer.sum()) for document in documents)
+    learning = sum(weight.numel() for weight in student.module.parameters() if weight.requires_grad)
+    say(
+        f"{len(documents):,} documents, {num_tokens:,} tokens, {num_answer:,} of them answers; "
+        f"{learning:,} trainable weights"
+    )
+    if max_tokens is not None and (warning := too_few_tokens(num_answer, num_tokens, max_tokens, learning)):
+        say(warning)
+    say(student.about_loss())
 
 
 def _overlap(plan: TrainingRun, tokenizer: Any) -> Overlap:

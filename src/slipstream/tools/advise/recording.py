@@ -104,6 +104,31 @@ def record(
     """
     shadow = engine.drafter_as(ShadowDrafter)
     shadow.rehearsal, shadow.drafts = None, []
+    answers = _answers(engine, jobs, concurrency, budget_s, on_progress)
+    drafts, shadow.drafts = shadow.drafts, []
+    scored = _scored(drafts, candidates, answers)
+    requests = [
+        RecordedRequest(
+            task=job.task,
+            prompt_token_ids=list(job.token_ids),
+            num_cached=answers[key].metrics.num_cached_tokens,
+            output_token_ids=list(answers[key].token_ids),
+            max_tokens=int(job.params.max_tokens or len(answers[key].token_ids)),
+            seed=int(job.params.seed or 0),
+            drafts=scored[key],
+        )
+        for number, job in enumerate(jobs)
+        if (key := str(number)) in answers
+    ]
+    if not any(request.num_output for request in requests):
+        raise RequestError("no answer has a token; there is nothing to advise on")
+    return Recorded(tuple(requests), len(jobs), concurrency)
+
+
+def _answers(
+    engine: Engine, jobs: Seq[BenchJob], concurrency: int, budget_s: float, on_progress: OnProgress
+) -> dict[str, Any]:
+    """The answers of the jobs that were begun within the budget, by the job's number; two jobs at least."""
     engine.reset_caches()
     waiting = deque(enumerate(jobs))
     running: set[str] = set()
@@ -126,24 +151,7 @@ def record(
     finally:
         for request_id in running:
             engine.abort(request_id)
-    drafts, shadow.drafts = shadow.drafts, []
-    scored = _scored(drafts, candidates, answers)
-    requests = [
-        RecordedRequest(
-            task=job.task,
-            prompt_token_ids=list(job.token_ids),
-            num_cached=answers[key].metrics.num_cached_tokens,
-            output_token_ids=list(answers[key].token_ids),
-            max_tokens=int(job.params.max_tokens or len(answers[key].token_ids)),
-            seed=int(job.params.seed or 0),
-            drafts=scored[key],
-        )
-        for number, job in enumerate(jobs)
-        if (key := str(number)) in answers
-    ]
-    if not any(request.num_output for request in requests):
-        raise RequestError("no answer has a token; there is nothing to advise on")
-    return Recorded(tuple(requests), len(jobs), concurrency)
+    return answers
 
 
 def _scored(

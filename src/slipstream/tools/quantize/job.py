@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,8 +103,7 @@ def quantise(
     are not found, or an `out` that is there already.
     """
     began = time.monotonic()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{str(out)!r} is there already; name a folder that is not")
+    _check_new(out)
     texts = read_texts(texts_file) if options.calibration else []
     config = load_config(model_path)
     if _is_quantised(model_path, config):
@@ -133,17 +132,27 @@ def quantise(
         saved.lost |= done.lost
         report(done)
     saved.left = unrounded(model)
-    plain = sorted(
-        name
-        for name, module in model.named_modules()
-        if name in saved.left
-        or (isinstance(module, torch.nn.Linear) and f"{name}.weight_scale" not in tensors)
-    )
+    plain = _plain_layers(model, saved.left, tensors)
     saved.bytes_after = folder.write(
         model, tokenizer, tensors, folder.settings(bits, group, symmetric, plain), out
     )
     saved.seconds = time.monotonic() - began
     return saved
+
+
+def _check_new(out: Path) -> None:
+    """Raise `ConfigError` for a folder that holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{str(out)!r} is there already; name a folder that is not")
+
+
+def _plain_layers(model: Any, left: Collection[str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the linear layers that stay as they are, and of what else was left."""
+    return sorted(
+        name
+        for name, module in model.named_modules()
+        if name in left or (isinstance(module, torch.nn.Linear) and f"{name}.weight_scale" not in tensors)
+    )
 
 
 def _is_quantised(path: str, config: Any) -> bool:

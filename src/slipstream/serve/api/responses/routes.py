@@ -58,18 +58,7 @@ def add_routes(
             previous = store.previous(body.previous_response_id, tenant_of(request.scope, body.user))
 
         async def prepare() -> ResponseAnswer:
-            # Large values are parsed and written in another thread.
-            chat, messages, first, origins = await asyncio.to_thread(_conversation, body, previous)
-            with in_own_words(first, origins):
-                tenant = tenant_of(request.scope, body.user)
-                constraint = await constraint_of(chat, service.tokens, service.engine.check_grammar, tenant)
-                if (
-                    constraint is not None and constraint.param == "response_format"
-                ):  # the engine's compiler may still refuse it
-                    constraint = replace(constraint, param="text.format")
-                tools = constraint.tools.tools if constraint and constraint.tools else None
-                prompt = await service.tokens.chat(chat.messages, chat.chat_template_kwargs, tools)
-                job = make_job(service, request, chat, [prompt], "resp_", constraint)
+            job, messages = await _job(service, request, body, previous, make_job)
             keeps = store.keeps and body.store is not False
             made_for = ResponseRequest(body, messages, account, store if keeps else None)
             return ResponseAnswer(job, service, made_for)
@@ -89,6 +78,26 @@ def add_routes(
     async def delete(request: Request, response_id: str) -> Response:
         store.delete(response_id, account_of(request.scope))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _job(
+    service: Service,
+    request: Request,
+    body: ResponseBody,
+    previous: StoredResponse | None,
+    make_job: MakeJob,
+) -> tuple[Job, bytes]:
+    """The request as a job of the engine, and its conversation as lines to be stored."""
+    # Large values are parsed and written in another thread.
+    chat, messages, first, origins = await asyncio.to_thread(_conversation, body, previous)
+    with in_own_words(first, origins):
+        tenant = tenant_of(request.scope, body.user)
+        constraint = await constraint_of(chat, service.tokens, service.engine.check_grammar, tenant)
+        if constraint is not None and constraint.param == "response_format":
+            constraint = replace(constraint, param="text.format")  # the engine's compiler may still refuse it
+        tools = constraint.tools.tools if constraint and constraint.tools else None
+        prompt = await service.tokens.chat(chat.messages, chat.chat_template_kwargs, tools)
+        return make_job(service, request, chat, [prompt], "resp_", constraint), messages
 
 
 def _conversation(

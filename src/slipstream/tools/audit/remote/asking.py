@@ -35,44 +35,69 @@ async def ask_all(
     `on_replies` sees the replies in the order of the requests, whichever come first: short answers come before long
     ones, and what came from the slower side would be shorter among the first.
     """
-    waiting = iter(enumerate(requests))
-    state = {"row": 0, "turn": 0}
-    answered: dict[int, list[AuditReply]] = {}
-    """What came before its turn, by place in `requests`; empty where one of the replies is a failure."""
-    why: list[str] = []
-
-    def hand_over() -> bool:
-        """What is due; True where that ends the audit."""
-        while state["turn"] in answered:
-            turn = state["turn"]
-            replies, state["turn"] = answered.pop(turn), turn + 1
-            if replies and on_replies(requests[turn], replies):
-                return True
-        return False
-
+    asking = _Asking(sides, requests, journal, shown, on_replies)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connect(side.address)) for side in sides]
+        await asyncio.gather(*(asking.work(clients) for _ in range(concurrency)))
+    return asking.why or ""
 
-        async def work() -> None:
-            for turn, request in waiting:
-                if why:
-                    return
-                asked = [
-                    _reply(side, client, request, journal)
-                    for side, client in zip(sides, clients, strict=True)
-                ]
-                replies = await asyncio.gather(*asked)
-                shown.advance("both sides" if len(sides) > 1 else sides[0].name, len(sides))
-                errors = [reply.error for reply in replies if reply.error is not None]
-                state["row"] = state["row"] + 1 if errors else 0
-                answered[turn] = [] if errors else replies
-                if state["row"] >= MAX_FAILURES_IN_A_ROW:
-                    why.append(f"{state['row']} requests in a row failed, the last one: {errors[0]}")
-                elif not why and hand_over():
-                    why.append("")
 
-        await asyncio.gather(*(work() for _ in range(concurrency)))
-    return next((reason for reason in why if reason), "")
+class _Asking:
+    """Requests that are asked several at a time, and whose replies are handed over in order."""
+
+    def __init__(
+        self,
+        sides: Seq[ServerSide],
+        requests: Seq[AuditRequest],
+        journal: AuditJournal,
+        shown: Meter,
+        on_replies: OnReplies,
+    ) -> None:
+        self._sides = sides
+        self._requests = requests
+        self._journal = journal
+        self._shown = shown
+        self._on_replies = on_replies
+        self._waiting = iter(enumerate(requests))
+        self._answered: dict[int, list[AuditReply]] = {}
+        """What came before its turn, by place in `requests`; empty where one of the replies is a failure."""
+        self._turn = 0
+        """The place of the request whose replies are handed over next."""
+        self._failures_in_a_row = 0
+        self.why: str | None = None
+        """Why no more is asked; empty where `on_replies` wanted no more, None while asking goes on."""
+
+    async def work(self, clients: Seq[httpx2.AsyncClient]) -> None:
+        """Ask one request after another until none is left or asking is over."""
+        for turn, request in self._waiting:
+            if self.why is not None:
+                return
+            asked = [
+                _reply(side, client, request, self._journal)
+                for side, client in zip(self._sides, clients, strict=True)
+            ]
+            replies = await asyncio.gather(*asked)
+            self._shown.advance(
+                "both sides" if len(self._sides) > 1 else self._sides[0].name, len(self._sides)
+            )
+            errors = [reply.error for reply in replies if reply.error is not None]
+            self._failures_in_a_row = self._failures_in_a_row + 1 if errors else 0
+            self._answered[turn] = [] if errors else replies
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                self.why = self.why or (
+                    f"{self._failures_in_a_row} requests in a row failed, the last one: {errors[0]}"
+                )
+            elif self.why is None and self._hand_over():
+                self.why = ""
+
+    def _hand_over(self) -> bool:
+        """Hand over what is due; True where that ends the audit."""
+        while self._turn in self._answered:
+            turn = self._turn
+            replies, self._turn = self._answered.pop(turn), turn + 1
+            if replies and self._on_replies(self._requests[turn], replies):
+                return True
+        return False
 
 
 async def _reply(
