@@ -135,9 +135,9 @@ def test_an_abort_while_its_grammar_compiles_gets_a_last_update(
 ) -> None:
     compiling: Future[Any] = Future()
     monkeypatch.setattr(
-        drafting.engine,
+        drafting.engine.intake,
         "compile_grammar",
-        lambda params, *_: None if params.structured is None else compiling,
+        lambda params, *_, **__: None if params.structured is None else compiling,
     )
     hosts.start()
     remote = hosts.made[0].remote
@@ -162,7 +162,7 @@ def test_a_pause_while_its_grammar_compiles_holds_once_the_engine_has_the_reques
     grammar = drafting.engine.intake.compile_grammar(params)
     assert grammar is not None
     compiling: Future[Any] = Future()
-    monkeypatch.setattr(drafting.engine, "compile_grammar", lambda *_: compiling)
+    monkeypatch.setattr(drafting.engine.intake, "compile_grammar", lambda *_: compiling)
     hosts.start()
     remote = hosts.made[0].remote
     got: list[Item] = []

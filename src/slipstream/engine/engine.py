@@ -213,8 +213,8 @@ class Engine:
         clock.begin()
         _call(self.on_begin)
         with threads.operators(self._num_operator_threads):
-            with clock.extension():
-                drafted = self.extension.propose()
+            drafted = self.extension.propose()
+            clock.extended(self.extension.propose_s)
             plan = self.scheduler.plan()
             for sequence in plan.preempted:
                 self._release(sequence)

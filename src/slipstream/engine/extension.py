@@ -23,6 +23,9 @@ class StepExtension:
     lossy = False
     """True where an answer that asks for it may not be the target's own."""
 
+    propose_s = 0.0
+    """What the last `propose` took."""
+
     # --- the step ---------------------------------------------------------------------------------------------
 
     def propose(self) -> dict[int, Proposal]:

@@ -9,6 +9,7 @@ of this.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -185,8 +186,17 @@ class StepSpeculation(StepExtension):
 
         One call of some tokens, also where nobody waits for the target: requests and aborts come in between steps.
         """
-        if not self._thinkers:
-            return {}
+        started_s = time.perf_counter()
+        if self._thinkers:
+            self._write()
+        self.propose_s = time.perf_counter() - started_s if self._thinkers else 0.0
+        return {
+            number: Proposal.chain([*thinker.draft, *thinker.judge.question])
+            for number, thinker in self._thinkers.items()
+            if thinker.sequence.num_step_nodes
+        }
+
+    def _write(self) -> None:
         for thinker in self._thinkers.values():
             if thinker.tracker.may_draft and self._is_ready(thinker.sequence):
                 thinker.tracker.begin_draft()
@@ -195,11 +205,6 @@ class StepSpeculation(StepExtension):
                 self._read(thinker)
         if writing := [t for t in self._thinkers.values() if t.tracker.stage is StepStage.DRAFTING]:
             self._write_once(writing)
-        return {
-            number: Proposal.chain([*thinker.draft, *thinker.judge.question])
-            for number, thinker in self._thinkers.items()
-            if thinker.sequence.num_step_nodes
-        }
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether its next pass of the target would decode, and there is room for a step behind it."""

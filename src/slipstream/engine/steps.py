@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 
 from slipstream.core.metrics.step import StepReport
 from slipstream.core.types import Sequence, StepItem
@@ -25,15 +23,12 @@ class StepClock:
 
     def begin(self) -> None:
         """A step begins."""
-        self._begun_s, self._extension_s = time.perf_counter(), 0.0
+        self._begun_s = time.perf_counter()
 
-    @contextmanager
-    def extension(self) -> Iterator[None]:
-        """The extension proposes in the body."""
-        begun_s = time.perf_counter()
-        yield
-        self._extension_s = time.perf_counter() - begun_s
-        self._unreported_s += self._extension_s
+    def extended(self, seconds: float) -> None:
+        """The extension has proposed, which took so long."""
+        self._extension_s = seconds
+        self._unreported_s += seconds
 
     def planned(self) -> None:
         """The scheduler has planned."""
