@@ -42,7 +42,7 @@ from slipstream.learn.worker import LearnWorker, ServerPipe, WorkerConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.process.start import learning_message
+from slipstream.serve.learning import session_settings
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
 IDLE = {"min_records": 10**9, "poll_s": 60.0}
@@ -74,9 +74,9 @@ def test_one_api_key_learns_nothing_from_another_unless_asked(
     keys: tuple[str, ...], asked: str | None, wanted: LearnBy
 ) -> None:
     config = ServeConfig(learn="folder", api_key=keys, learn_by=asked)
-    message = learning_message(config)
-    assert message is not None
-    assert (config.learns_by, message.by) == (wanted, wanted)
+    settings = session_settings(config)
+    assert settings is not None
+    assert (config.learns_by, settings.by) == (wanted, wanted)
     alice, bob = (wanted.key_of(f"{digest(key)}/user", "") for key in ("a", "b"))
     assert (alice == bob) == (wanted is LearnBy.EVERYONE)
 

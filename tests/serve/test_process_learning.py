@@ -22,11 +22,13 @@ from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.options import LearnerOptions
 from slipstream.learn.privacy import PrivacyRules
 from slipstream.learn.versions import Version, VersionStore
+from slipstream.rpc.frames import LENGTH_BYTES
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import Learning, privacy_rules
+from slipstream.serve.process.protocol import CODEC, Load
 from slipstream.serve.process.remote import RemoteEngine
-from slipstream.serve.process.start import learning_message, make_remote_engine
+from slipstream.serve.process.start import load_message, make_remote_engine
 from slipstream.text.prompts import encode_chat
 
 TENANTS = ("acme", "quiet", "acme", "quiet", "other")
@@ -143,15 +145,17 @@ def test_rules_that_contradict_each_other_are_refused() -> None:
 
 
 def test_the_engines_process_is_told_all_rules() -> None:
-    config = ServeConfig(learn="folder", learn_tenant=["acme"], no_learn_tenant=["ann"], learn_max_age="2d")
-    told = learning_message(config)
-    assert told is not None
-    assert (told.allowed, told.denied, told.by_default, told.max_age_s) == (
-        ["acme"],
-        ["ann"],
-        False,
-        172800.0,
+    config = ServeConfig(
+        learn="folder", learn_tenant=["acme"], no_learn_tenant=["ann"], learn_max_age="2d", learn_share=0.5
     )
+    load = load_message(None, SpeculativeConfig("off"), {}, config)
+    told = CODEC.read(CODEC.frame(load)[LENGTH_BYTES:])
+    assert isinstance(told, Load)
+    assert told == load
+    assert told.learn is not None
+    assert told.learn.rules == PrivacyRules.of(["acme"], ["ann"], by_default=False)
+    assert (told.learn.max_age_s, told.learn.beside_share) == (172800.0, 0.5)
+    assert told.learn.folder == Path("folder").resolve()
 
 
 def may(rules: PrivacyRules, tenant: str) -> bool:

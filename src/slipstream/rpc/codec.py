@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ _SHOWN = 300
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
     """One message of a protocol: an array that begins with the message's name and has its fields in order.
 
-    Fields may be numbers, text, bytes, lists, dictionaries, dataclasses, named tuples, enumerations and other
+    Fields may be numbers, text, bytes, paths, lists, dictionaries, dataclasses, named tuples, enumerations and other
     structures. A reader skips fields behind those that it knows.
     """
 
@@ -32,7 +33,7 @@ class Codec(Generic[M]):
         """`kinds` is the union of the classes of messages; `max_bytes` bounds the body of each."""
         self.max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kinds)
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kinds, dec_hook=_special)
 
     def frame(self, message: M) -> bytes:
         """A message behind its length. Raises `ProtocolError` where it cannot be written, or is too long."""
@@ -78,3 +79,10 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__fspath__"):
         return value.__fspath__()
     raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+def _special(kind: type, value: Any) -> Any:
+    """What `_plain` has written, where a field's type says so."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError

@@ -41,19 +41,27 @@ def _everywhere(users: Seq[str], keys: Seq[str]) -> list[str]:
     return [*users, *(f"{digest(key)}/{user}" for key in keys for user in users)]
 
 
-def max_age_s(config: ServeConfig) -> float | None:
-    """After which answers are deleted."""
-    return None if config.learn_max_age is None else seconds_of_age(config.learn_max_age)
+def session_settings(config: ServeConfig) -> SessionSettings | None:
+    """How the drafter of a server learns; None where it does not."""
+    if config.learn is None:
+        return None
+    return SessionSettings(
+        Path(config.learn).resolve(),
+        config.learn_bytes,
+        privacy_rules(config),
+        by=config.learns_by,
+        learner=config.learner,
+        max_age_s=None if config.learn_max_age is None else seconds_of_age(config.learn_max_age),
+        beside_share=config.learn_share,
+    )
 
 
 def retention_beside(config: ServeConfig) -> RetentionThread | None:
     """What deletes old answers for a server whose drafter cannot learn; None where nothing is to be deleted."""
-    age_s = max_age_s(config)
-    return (
-        None
-        if config.learn is None or age_s is None
-        else RetentionThread(LearnFolder(Path(config.learn)), age_s)
-    )
+    settings = session_settings(config)
+    if settings is None or settings.max_age_s is None:
+        return None
+    return RetentionThread(LearnFolder(settings.folder), settings.max_age_s)
 
 
 class Learning(Collector):
@@ -67,17 +75,9 @@ class Learning(Collector):
         self._session: LearnSession | RetentionThread | None = None
         self._shown: dict[AlarmKind, str] = {}
         self._facts: Callable[[], LearnFacts]
-        assert config.learn is not None
+        settings = session_settings(config)
+        assert settings is not None
         if isinstance(engine, AsyncEngine):
-            settings = SessionSettings(
-                Path(config.learn),
-                config.learn_bytes,
-                privacy_rules(config),
-                by=config.learns_by,
-                learner=config.learner,
-                max_age_s=max_age_s(config),
-                beside_share=config.learn_share,
-            )
             self._session, self._facts = begin_learning(engine, settings)
         elif isinstance(engine, RemoteEngine):
             self._facts = engine.learn_facts

@@ -7,13 +7,10 @@ import enum
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.metrics.metrics import Metrics
-
-if TYPE_CHECKING:
-    from slipstream.serve.network.connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +51,13 @@ _WORDS = {
 }
 
 
+class Closable(Protocol):
+    """A connection, as far as it is chosen to be closed."""
+
+    def give_way(self) -> None:
+        """Close at once, to make room for another connection."""
+
+
 class Connections:
     """Counts connections, and closes and logs the longest idle one where a new one exceeds the limit. Used from the
     event loop only.
@@ -71,13 +75,13 @@ class Connections:
             self.backlog = max(_MIN_BACKLOG, min(MAX_BACKLOG, self._num_descriptors // 4))
         self._num_own = num_descriptors()
         self._counted_s = time.monotonic()
-        self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # the longest idle first
-        self._sending: dict[Connection, None] = {}  # the same, for connections with an incomplete request
+        self._open: set[Closable] = set()
+        self._idle: dict[Closable, None] = {}  # the longest idle first
+        self._sending: dict[Closable, None] = {}  # the same, for connections with an incomplete request
         self._untold: dict[Closed, int] = {}
         self._timers: dict[Closed, asyncio.TimerHandle] = {}
 
-    def add(self, connection: Connection) -> bool:
+    def add(self, connection: Closable) -> bool:
         """Add a new connection; False where the limit is reached and none is idle."""
         self._open.add(connection)
         self._metrics.set_connections(len(self._open))
@@ -90,24 +94,24 @@ class Connections:
             oldest.give_way()
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: Closable) -> None:
         """Remove a connection; an unknown one is ignored."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
         self._metrics.set_connections(len(self._open))
 
-    def is_idle(self, connection: Connection) -> None:
+    def is_idle(self, connection: Closable) -> None:
         """No request is under way on it: it is closed first."""
         self._sending.pop(connection, None)
         self._idle.setdefault(connection)
 
-    def is_sending(self, connection: Connection) -> None:
+    def is_sending(self, connection: Closable) -> None:
         """The body of its request is incomplete: it is closed where no connection is idle."""
         self._idle.pop(connection, None)
         self._sending.setdefault(connection)
 
-    def is_answered(self, connection: Connection) -> None:
+    def is_answered(self, connection: Closable) -> None:
         """Its request is complete and runs: it is not closed."""
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config import SpeculativeConfig
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.engine import EngineStats
@@ -22,6 +23,7 @@ from slipstream.core.metrics.step import StepReport
 from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.errors import ProtocolError
 from slipstream.learn.facts import LearnFacts
+from slipstream.learn.session import SessionSettings
 from slipstream.rpc.codec import Codec, WireMessage
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.answers import AnswerUpdate
@@ -44,29 +46,12 @@ class Hello(EngineMessage, tag="hello", frozen=True):
 # --- from the server to the engine ------------------------------------------------------------------------------------
 
 
-class LoadLearning(msgspec.Struct, frozen=True, array_like=True):
-    """What is told to an engine whose drafter learns; `speculative` is then that of `versions`."""
-
-    folder: str
-    max_bytes: int
-    denied: list[str]
-    """Tenants of whom nothing is kept, and accounts."""
-    by: str = "everyone"
-    learner: str | None = None
-    allowed: list[str] = []
-    """Tenants that are learned from, and accounts."""
-    by_default: bool = True
-    """Whether those that are in neither list are learned from."""
-    max_age_s: float | None = None
-
-
 class Load(EngineMessage, tag="load", frozen=True):
     """Load this engine; answered with `Loaded` or `Failed`."""
 
     model: str | None
     """None: the small target that ships with the package."""
-    speculative: dict[str, Any]
-    """The fields of `SpeculativeConfig`."""
+    speculative: SpeculativeConfig
     engine: dict[str, Any]
     """As `make_engine` takes it."""
     has_keys: bool
@@ -75,8 +60,8 @@ class Load(EngineMessage, tag="load", frozen=True):
     """Updates that come within this time may be sent as one; first and last ones are not held back."""
     log_level: str
     log_format: str
-    learn: LoadLearning | None = None
-    """Where the drafter goes on learning from what is served, if it does."""
+    learn: SessionSettings | None = None
+    """How the drafter goes on learning from what is served, if it does; `speculative` is then that of `versions`."""
 
 
 class Submit(EngineMessage, tag="submit", frozen=True):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
@@ -14,10 +12,10 @@ from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.rpc.children import SocketChild
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.learning import max_age_s, privacy_rules
+from slipstream.serve.learning import session_settings
 from slipstream.serve.logs import chosen_format
 from slipstream.serve.process.launch import as_loaded, start_engine
-from slipstream.serve.process.protocol import Load, LoadLearning
+from slipstream.serve.process.protocol import Load
 from slipstream.serve.process.remote import RemoteEngine
 
 
@@ -63,28 +61,11 @@ def load_message(
     """What the engine's process is told to load."""
     return Load(
         model,
-        {field.name: getattr(speculative, field.name) for field in fields(speculative)},
+        speculative,
         dict(engine_options),
         bool(server.api_key),
         server.stream_interval_s,
         server.log_level,
         chosen_format(server),
-        learning_message(server),
-    )
-
-
-def learning_message(server: ServeConfig) -> LoadLearning | None:
-    """What the engine's process is told of learning."""
-    if server.learn is None:
-        return None
-    rules = privacy_rules(server)
-    return LoadLearning(
-        str(Path(server.learn).resolve()),
-        server.learn_bytes,
-        sorted(rules.denied),
-        server.learns_by,
-        server.learner,
-        sorted(rules.allowed),
-        rules.by_default,
-        max_age_s(server),
+        session_settings(server),
     )

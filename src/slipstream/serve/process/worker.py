@@ -11,18 +11,13 @@ import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 
 from slipstream import __version__
-from slipstream.config import SpeculativeConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.labels import engine_labels
 from slipstream.errors import ProtocolError, SlipstreamError
-from slipstream.learn.lane_keys import LearnBy
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.retention import RetentionThread
-from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
+from slipstream.learn.session import begin_learning
 from slipstream.rpc.children import parent_socket
 from slipstream.rpc.codec import error_out
 from slipstream.rpc.frames import Frames
@@ -38,7 +33,6 @@ from slipstream.serve.process.protocol import (
     Hello,
     Load,
     Loaded,
-    LoadLearning,
     check_version,
 )
 
@@ -65,7 +59,9 @@ def main() -> None:
         sys.exit(1)
     sock.sendall(CODEC.frame(Loaded(EngineFacts.of(engine))))
     host = EngineHost(engine, sock, frames, has_keys=load.has_keys, stream_interval_s=load.stream_interval_s)
-    session = None if load.learn is None else _learn(host, load.learn)
+    session = None
+    if load.learn is not None:  # where it cannot, the server is told and the engine serves all the same
+        session, host.learn_facts = begin_learning(host, load.learn)
     try:
         host.run()
     except BaseException:
@@ -74,20 +70,6 @@ def main() -> None:
     finally:
         if session is not None:
             session.close()
-
-
-def _learn(host: EngineHost, load: LoadLearning) -> LearnSession | RetentionThread | None:
-    """Have the drafter learn; where it cannot, the server is told and the engine serves all the same."""
-    settings = SessionSettings(
-        Path(load.folder),
-        load.max_bytes,
-        PrivacyRules.of(load.allowed, load.denied, load.by_default),
-        by=LearnBy(load.by),
-        learner=load.learner,
-        max_age_s=load.max_age_s,
-    )
-    session, host.learn_facts = begin_learning(host, settings)
-    return session
 
 
 def _greet(sock: socket.socket, frames: Frames) -> Load | None:
@@ -109,7 +91,7 @@ def _greet(sock: socket.socket, frames: Frames) -> Load | None:
 def _load(load: Load) -> Engine:
     logs.configure(ServeConfig(log_level=load.log_level, log_format=load.log_format))
     logs.take_over_transformers()
-    engine = make_engine(load.model, SpeculativeConfig(**load.speculative), load.engine)
+    engine = make_engine(load.model, load.speculative, load.engine)
     for label in engine_labels(engine):  # the engine has logged its memory plan itself
         logger.info("note: %s", label)
     return engine
