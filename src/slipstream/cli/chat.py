@@ -9,22 +9,19 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import (
-    ENGINE,
-    SAMPLING,
-    SPECULATION,
+    EngineValues,
     ModelArgument,
+    SamplingValues,
+    SpeculationValues,
     announce,
     chosen_speculation,
     load,
     recommended,
     short_speculation,
-    with_model,
 )
 from slipstream.cli.output.console import Painter, notes
 from slipstream.cli.output.lines import typed_lines
@@ -41,43 +38,43 @@ if TYPE_CHECKING:
 HELP = "/exit ends the chat, /reset clears the conversation, /stats shows totals; Ctrl-C stops an answer, twice exits"
 
 
-@with_model
-@with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
-def chat(
-    model: ModelArgument = None,
-    system: Annotated[
-        str | None, typer.Option(help="System message at the start of every conversation.")
-    ] = None,
-    history: Annotated[
-        bool,
-        typer.Option(help="Keep the typed lines in the cache folder, for the arrow keys of later chats."),
-    ] = True,
-    *,
-    speculation: Values,
-    sampling: Values,
-    engine: Values,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags:
+    """A chat."""
+
+    model: ModelArgument = None
+    system: str | None = None
+    """System message at the start of every conversation."""
+    history: bool = True
+    """Keep the typed lines in the cache folder, for the arrow keys of later chats."""
+    speculation: SpeculationValues
+    sampling: SamplingValues
+    engine: EngineValues
+
+
+@with_flags
+def chat(flags: ChatFlags) -> None:
     """Chat with a model. The keys and values of the conversation so far are reused, not computed again.
 
     Reads one message a line; on a terminal lines can be edited, and the arrow keys recall earlier ones. /exit ends the
     chat, /reset clears the conversation, /stats shows totals.
     """
-    params = SamplingParams.from_mapping(sampling)
+    params = SamplingParams.from_mapping(flags.sampling)
     if params.n > 1:
         raise ConfigError("a chat has one answer a turn; omit --n")
-    with loading(model):
-        llm = load(model, chosen_speculation(speculation, model), engine)
+    with loading(flags.model):
+        llm = load(flags.model, chosen_speculation(flags.speculation, flags.model), flags.engine)
     if not llm.engine.tokenizer.chat_template:
         raise ConfigError("this model's tokenizer has no chat template; use `slipstream generate --raw`")
-    params = recommended(llm, params, sampling)
+    params = recommended(llm, params, flags.sampling)
     params.check_vocabulary(llm.engine.model.vocab_size)
     announce(llm)
-    conversation = Conversation(llm, params, system)
+    conversation = Conversation(llm, params, flags.system)
     console = notes()
     if sys.stdin.isatty():
         Painter().legend()
         console.print(HELP)
-    for line in typed_lines(history):
+    for line in typed_lines(flags.history):
         if line == "/exit":
             break
         if line == "/reset":

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
+from typer import Argument
 
-from slipstream.cli.flags.flags import Values, with_flags
-from slipstream.cli.flags.options import ENGINE, Json, print_json
+from slipstream.cli.flags.flags import with_flags
+from slipstream.cli.flags.options import EngineValues, Json
 from slipstream.cli.output.console import notes, results
 from slipstream.cli.output.loading import say_loading
+from slipstream.cli.output.results import print_json
 from slipstream.core.model_path import check_model_path
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
-@with_flags(engine=ENGINE)
-def doctor(
-    target: Annotated[
-        str, typer.Argument(help="The target: a checkpoint folder, hub id or GGUF file, or `embedded`.")
-    ],
-    draft: Annotated[str, typer.Argument(help="The draft model or head: a folder, hub id or GGUF file.")],
-    kind: Annotated[
-        str | None,
-        typer.Option(help="draft_model, eagle, eagle3, medusa or hydra; inferred by default."),
-    ] = None,
-    json: Json = False,
-    *,
-    engine: Values,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags:
+    """What is checked."""
+
+    target: Annotated[str, Argument()]
+    """The target: a checkpoint folder, hub id or GGUF file, or `embedded`."""
+    draft: Annotated[str, Argument()]
+    """The draft model or head: a folder, hub id or GGUF file."""
+    kind: str | None = None
+    """draft_model, eagle, eagle3, medusa or hydra; inferred by default."""
+    json: Json = False
+    engine: EngineValues
+
+
+@with_flags
+def doctor(flags: DoctorFlags) -> None:
     """Check a draft against its target: files, keys, shapes, tokenizer, vocabulary maps, context, rope, norm flags,
     layer numbering, and its acceptance on a few prompts. Exits with 2 when it found a fault.
     """
+    target, draft = flags.target, flags.draft
     for path in (target, draft):
         if path != "embedded":
             check_model_path(path)
@@ -44,12 +49,16 @@ def doctor(
     findings = []
     console = results()
     model = EMBEDDED_TARGET if target == "embedded" else target
-    for finding in examine(model, draft, kind, engine, lambda part: notes().print(f"{part} …", markup=False)):
+
+    def say(part: str) -> None:
+        notes().print(f"{part} …", markup=False)
+
+    for finding in examine(model, draft, flags.kind, flags.engine, say):
         findings.append(finding)
-        if not json:
+        if not flags.json:
             console.print(f"{finding.verdict:<8}", style=_COLOURS[finding.verdict], end="")
             console.print(f"{finding.check:<12}{finding.text}", markup=False)
-    if json:
+    if flags.json:
         print_json([asdict(finding) for finding in findings])
     faults = sum(finding.verdict is CheckOutcome.FAULT for finding in findings)
     if faults:

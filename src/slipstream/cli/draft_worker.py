@@ -4,68 +4,55 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from slipstream.cli.flags.flags import FlagSet, Values, with_flags
-from slipstream.cli.flags.options import (
-    ENGINE,
-    SPECULATION,
-    ModelArgument,
-    chosen_speculation,
-    with_model,
-)
+from slipstream.cli.flags.options import EngineValues, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.loading import say_loading
 from slipstream.draft.remote.options import ServedOptions
 
-WORKER = FlagSet(ServedOptions, "Worker")
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFlags:
+    """A worker."""
+
+    model: ModelArgument = None
+    listen: str = "127.0.0.1:7070"
+    """HOST:PORT or unix:PATH; beyond this machine it needs a key. Port 0 chooses a free one."""
+    key_file: Path | None = None
+    """File of the key that engines must know; by default the environment variable SLIPSTREAM_WORKER_KEY."""
+    served: Annotated[Values, FlagSet(ServedOptions, "Worker")]
+    speculation: SpeculationValues
+    engine: EngineValues
 
 
-@with_model
-@with_flags(served=WORKER, speculation=SPECULATION, engine=ENGINE)
-def draft_worker(
-    model: ModelArgument = None,
-    listen: Annotated[
-        str,
-        typer.Option(
-            help="HOST:PORT or unix:PATH; beyond this machine it needs a key. Port 0 chooses a free one."
-        ),
-    ] = "127.0.0.1:7070",
-    key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of the key that engines must know; by default the environment variable SLIPSTREAM_WORKER_KEY."
-        ),
-    ] = None,
-    *,
-    served: Values,
-    speculation: Values,
-    engine: Values,
-) -> None:
+@with_flags
+def draft_worker(flags: WorkerFlags) -> None:
     """Serve a drafter for the target MODEL, of which only configuration and tokenizer are read.
 
     Engines of that target use it with --speculative-config '{"method": "remote", "workers": "HOST:PORT"}'. They send
     token ids, and get token ids; no text and no probabilities travel. Stop it with Ctrl-C.
     """
-    say_loading(model, "drafting for")
-    speculative = chosen_speculation(speculation, model)
+    say_loading(flags.model, "drafting for")
+    speculative = chosen_speculation(flags.speculation, flags.model)
     from slipstream.draft.remote.address import Address
     from slipstream.draft.remote.handshake import read_key
     from slipstream.draft.remote.worker import DraftWorker, check_listening
 
-    address, key = Address.parse(listen), read_key(None if key_file is None else str(key_file))
+    key = read_key(None if flags.key_file is None else str(flags.key_file))
+    address = Address.parse(flags.listen)
     check_listening(address, key)
-    options = ServedOptions(**served)
+    options = ServedOptions(**flags.served)
 
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.config import EngineConfig
     from slipstream.draft.remote.serving import serve_drafter
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    config = EngineConfig(model=model or EMBEDDED_TARGET, **engine)
+    config = EngineConfig(model=flags.model or EMBEDDED_TARGET, **flags.engine)
     notes().print(f"loading drafter {speculative.method}", markup=False)
     worker = DraftWorker(serve_drafter(config, speculative, options), address, key)
 

@@ -2,57 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from slipstream.cli.flags.flags import Values, with_flags
-from slipstream.cli.flags.options import (
-    SPECULATION,
-    Json,
-    ModelArgument,
-    chosen_speculation,
-    print_json,
-    with_model,
-)
+from slipstream.cli.flags.flags import with_flags
+from slipstream.cli.flags.options import Json, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.output.console import notes, results
+from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 
 if TYPE_CHECKING:
     from slipstream.tools.export import ExportedSetting
 
 
-@with_model
-@with_flags(speculation=SPECULATION)
-def export(
-    engine: Annotated[
-        str, typer.Argument(help="vllm, sglang, tensorrt-llm, llama-cpp, openvino or transformers.")
-    ],
-    model: ModelArgument = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the files; without it they are printed.")
-    ] = None,
-    engine_version: Annotated[
-        str | None, typer.Option(help="The engine's version, such as 0.33; the newest known by default.")
-    ] = None,
-    nearest: Annotated[
-        bool,
-        typer.Option("--nearest", help="Where the engine cannot run the setting, write the nearest one."),
-    ] = False,
-    checkpoint: Annotated[
-        bool,
-        typer.Option(
-            "--checkpoint",
-            help="Convert target and draft to the engine's layout too, into --output/checkpoint.",
-        ),
-    ] = False,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    *,
-    speculation: Values,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    """What is written, and where."""
+
+    engine: Annotated[str, Argument()]
+    """vllm, sglang, tensorrt-llm, llama-cpp, openvino or transformers."""
+    model: ModelArgument = None
+    output: Annotated[Path | None, Option("--output", "-o")] = None
+    """Folder for the files; without it they are printed."""
+    engine_version: str | None = None
+    """The engine's version, such as 0.33; the newest known by default."""
+    nearest: Annotated[bool, Option("--nearest")] = False
+    """Where the engine cannot run the setting, write the nearest one."""
+    checkpoint: Annotated[bool, Option("--checkpoint")] = False
+    """Convert target and draft to the engine's layout too, into --output/checkpoint."""
+    overwrite: Overwrite = False
+    json: Json = False
+    speculation: SpeculationValues
+
+
+@with_flags
+def export(flags: ExportFlags) -> None:
     """Write a speculative setting as another engine wants it: its command, files or program. Says what that engine
     cannot express. What it cannot run at all is refused, with the nearest that it can.
     """
@@ -62,29 +49,30 @@ def export(
     from slipstream.tools.export.converting import FOLDER, check_destination, converted
     from slipstream.tools.export.writing import file_names, write_setting
 
-    form = settings_format(engine)
-    version = form.check_version(engine_version)
-    if checkpoint and output is None:
+    output = flags.output
+    form = settings_format(flags.engine)
+    version = form.check_version(flags.engine_version)
+    if flags.checkpoint and output is None:
         raise ConfigError("--checkpoint writes files; give --output FOLDER")
-    config = chosen_speculation(speculation, model)
-    record, remarks = from_own(config, EMBEDDED_TARGET if model is None else model)
-    record, setting, why = setting_or_nearest(form.name, record, version, nearest)
+    config = chosen_speculation(flags.speculation, flags.model)
+    record, remarks = from_own(config, flags.model or EMBEDDED_TARGET)
+    record, setting, why = setting_or_nearest(form.name, record, version, flags.nearest)
     for reason in why:
         notes().print(f"note: {reason}", markup=False)
     if output is not None:
         check_folder(output, "--output")
         for name in file_names(setting):
             if output.is_dir():
-                check_file(output / name, overwrite, "--output")
-    if checkpoint:
+                check_file(output / name, flags.overwrite, "--output")
+    if flags.checkpoint:
         assert output is not None
         place = output / FOLDER
-        check_destination(record, place, overwrite, "--output")
+        check_destination(record, place, flags.overwrite, "--output")
         record, more = converted(record, form.name, place, version)
         setting = form.to_engine(record, version)
         remarks += more
     written = [] if output is None else write_setting(setting, output)
-    _report(setting, remarks, written, json)
+    _report(setting, remarks, written, flags.json)
 
 
 def _report(setting: ExportedSetting, remarks: tuple[str, ...], written: list[Path], json: bool) -> None:

@@ -10,32 +10,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from slipstream import __version__
 from slipstream.cli.flags.flags import Values, parse_json, with_flags
 from slipstream.cli.flags.options import (
-    ENGINE,
-    SAMPLING,
-    SPECULATION,
+    EngineValues,
     Json,
     Model,
+    SamplingValues,
+    SpeculationValues,
     announce,
     chosen_speculation,
     describe_speculation,
     labels,
     load,
     model_name,
-    print_json,
     recommended,
     short_speculation,
 )
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.output.comparison import TimedComparison, time_pairs
 from slipstream.cli.output.console import Painter, notes, results
-from slipstream.cli.output.loading import loading, waiting
+from slipstream.cli.output.loading import loading, timed_bar, waiting
 from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
+from slipstream.cli.output.results import print_json
 from slipstream.errors import ConfigError, RequestError
 from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.sampling.params import SamplingParams
@@ -44,158 +44,65 @@ from slipstream.text.jsonl import read_text
 from slipstream.text.prediction import parse_prediction
 
 if TYPE_CHECKING:
+    from slipstream.config import SpeculativeConfig
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
+    from slipstream.text.prediction import Prediction
     from slipstream.text.stream import Piece
 
 
-@with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
-def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; without it, --file or standard input is read.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="A text file with one prompt, or a .jsonl file with a prompt or messages a line.",
-        ),
-    ] = None,
-    model: Model = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw", help="Wrap prompts in the chat template; by default if the model has one."
-        ),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also answer without speculation; report the ratio of speeds.")
-    ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="With --compare: timed runs of each prompt.")] = 3,
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            "--json-schema",
-            metavar="FILE|JSON",
-            help="The answer is JSON under this schema, without white space. For other constraints see "
-            "--structured.",
-        ),
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option("--regex", help="The whole answer matches this regular expression.")
-    ] = None,
-    prediction: Annotated[
-        Path | None,
-        typer.Option(
-            "--prediction",
-            metavar="FILE",
-            help="A text file that the answer is expected to be like, such as the code to be edited; it is drafted "
-            "beside whatever drafter runs.",
-        ),
-    ] = None,
-    reasoning: Annotated[
-        str | None,
-        typer.Option(
-            "--reasoning",
-            metavar="JSON",
-            help="Draft whole steps of thinking, which may change the text: settings as a JSON object, or `on`. Needs "
-            "--reasoning-draft and --allow-lossy.",
-        ),
-    ] = None,
-    json: Json = False,
-    *,
-    speculation: Values,
-    sampling: Values,
-    engine: Values,
-) -> None:
-    """Answer a prompt, or every prompt of a file in one batch.
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    """What is answered, by whom, and how."""
 
-    Answers go to standard output; on a terminal, accepted draft tokens and the target's own have different colours.
-    """
-    jobs = read_jobs(prompt, file)
-    params = SamplingParams.from_mapping(sampling | _constraint(json_schema, regex, sampling))
-    expected = None if prediction is None else parse_prediction(read_text(prediction))
-    steps = None if reasoning is None else _steps(reasoning)
-    if compare and steps is not None:
-        raise ConfigError("--compare measures speculation without loss; leave --reasoning out, or --compare")
-    if compare and expected is not None:
-        raise ConfigError("--compare measures drafters; leave --prediction out, or --compare")
-    if isinstance(params.structured, StructuredOutput):
-        from slipstream.sampling.grammars.compiler import check_followed
+    prompt: Annotated[str | None, Argument()] = None
+    """The prompt; without it, --file or standard input is read."""
+    file: Annotated[Path | None, Option("--file", "-f")] = None
+    """A text file with one prompt, or a .jsonl file with a prompt or messages a line."""
+    model: Model = None
+    chat: Annotated[bool | None, Option("--chat/--raw")] = None
+    """Wrap prompts in the chat template; by default if the model has one."""
+    compare: Annotated[bool, Option("--compare")] = False
+    """Also answer without speculation; report the ratio of speeds."""
+    repeats: Annotated[int, Option(min=1)] = 3
+    """With --compare: timed runs of each prompt."""
+    json_schema: Annotated[str | None, Option(metavar="FILE|JSON")] = None
+    """The answer is JSON under this schema, without white space. For other constraints see --structured."""
+    regex: str | None = None
+    """The whole answer matches this regular expression."""
+    prediction: Annotated[Path | None, Option(metavar="FILE")] = None
+    """A text file that the answer is expected to be like, such as the code to be edited; it is drafted beside whatever
+    drafter runs."""
+    reasoning: Annotated[str | None, Option(metavar="JSON")] = None
+    """Draft whole steps of thinking, which may change the text: settings as a JSON object, or `on`. Needs
+    --reasoning-draft and --allow-lossy."""
+    json: Json = False
+    speculation: SpeculationValues
+    sampling: SamplingValues
+    engine: EngineValues
 
-        check_followed(params.structured)  # before the model is loaded
-    with loading(model):
-        speculative = chosen_speculation(speculation, model)
-        if compare and speculative.method == "off":
+    def constraint(self) -> Values:
+        """`--json-schema` or `--regex` as a value of `structured`; raises `RequestError` for several constraints."""
+        structured = self.sampling.get("structured")
+        given = {"--json-schema": self.json_schema, "--regex": self.regex, "--structured": structured}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise RequestError(f"an answer has one constraint, got {' and '.join(names)}; give one of them")
+        if self.json_schema is not None:
+            text = self.json_schema
+            is_json = text.lstrip().startswith("{") or text.strip() in ("true", "false")
+            schema = text if is_json else read_text(Path(text))
+            return {"structured": {"json_schema": schema, "compact": True}}
+        return {} if self.regex is None else {"structured": {"regex": self.regex}}
+
+    def speculative(self) -> SpeculativeConfig:
+        """The chosen speculation; raises `ConfigError`."""
+        chosen = chosen_speculation(self.speculation, self.model)
+        if self.compare and chosen.method == "off":
             raise ConfigError(
                 "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
             )
-        llm = load(model, speculative, engine)
-    params = recommended(llm, params, sampling)
-    params.check_vocabulary(llm.engine.model.vocab_size)
-    prompts = [prepare(llm.engine, job, chat) for job in jobs]
-    if (compiling := llm.engine.intake.compile_grammar(params)) is not None:
-        with waiting("compiling the constraint"):  # of a large vocabulary it takes seconds
-            compiling.result()
-    announce(llm)
-
-    transcript = Transcript()
-    comparison = None
-    painter = None if json else Painter()
-    streams = painter is not None and not compare and len(prompts) == params.n == 1
-    if compare:
-        comparison = _compare(llm, jobs, prompts, params, repeats, transcript)
-        runs = [pair.on for pair in comparison.pairs[: len(prompts)]]
-        outputs, wall_s = [run.output for run in runs], sum(run.wall_s for run in runs)
-    else:
-        if painter is not None and streams:
-            painter.legend()
-            transcript.on_pieces = painter.write
-        started_s = time.perf_counter()
-        tasks = [job.task for job in jobs]
-        outputs = llm.generate(
-            prompts, params, task=tasks, prediction=expected, reasoning=steps, on_update=transcript.add
-        )
-        wall_s = time.perf_counter() - started_s
-
-    if painter is None:
-        print_json(_as_json(llm, model, jobs, outputs, wall_s, comparison))
-        return
-    if streams:
-        painter.end()
-        mark_if_cut(outputs[0].outputs[0], params)
-        print_logprobs(llm.engine.tokenizer, outputs[0].outputs[0])
-        print_prompt_logprobs(llm.engine.tokenizer, outputs[0])
-    else:
-        _print_answers(llm, painter, jobs, outputs, transcript, params)
-    notes().print()
-    print_summary(
-        notes(), summarise(outputs, wall_s), short_speculation(llm), _timed(len(prompts) * params.n, compare)
-    )
-    if comparison is not None:
-        results().print()
-        comparison.print(results(), short_speculation(llm), llm.engine.verifier.traits())
-        for label in labels(llm):
-            results().print(f"note: {label}")
-
-
-def _steps(text: str) -> StepOptions:
-    """The value of --reasoning; raises `RequestError`."""
-    return parse_step_options(True if text == "on" else parse_json(text, "--reasoning"))
-
-
-def _constraint(json_schema: str | None, regex: str | None, sampling: Values) -> Values:
-    """`--json-schema` or `--regex` as a value of `structured`; raises `RequestError` for several constraints."""
-    given = {"--json-schema": json_schema, "--regex": regex, "--structured": sampling.get("structured")}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise RequestError(f"an answer has one constraint, got {' and '.join(names)}; give one of them")
-    if json_schema is not None:
-        is_json = json_schema.lstrip().startswith("{") or json_schema.strip() in ("true", "false")
-        schema = json_schema if is_json else read_text(Path(json_schema))
-        return {"structured": {"json_schema": schema, "compact": True}}
-    return {} if regex is None else {"structured": {"regex": regex}}
+        return chosen
 
 
 @dataclass
@@ -217,37 +124,166 @@ class Transcript:
         return self._pieces.get((request_id, index), [])
 
 
-def _compare(
-    llm: LLM,
-    jobs: Seq[PromptJob],
-    prompts: list[list[int]],
-    params: SamplingParams,
-    repeats: int,
-    transcript: Transcript,
-) -> TimedComparison:
-    """Time every prompt both ways, with a bar on a terminal and lines elsewhere.
+@dataclass
+class _Answers:
+    """The prompts, and after `run` their answers."""
 
-    Every prompt has its own seed, the same both ways.
+    flags: GenerateFlags
+    jobs: Seq[PromptJob]
+    params: SamplingParams
+    prediction: Prediction | None
+    steps: StepOptions | None
+    prompts: list[list[int]] = field(default_factory=list)
+    """In token ids."""
+    outputs: list[RequestOutput] = field(default_factory=list)
+    wall_s: float = 0.0
+    comparison: TimedComparison | None = None
+    transcript: Transcript = field(default_factory=Transcript)
+
+    @classmethod
+    def read(cls, flags: GenerateFlags) -> _Answers:
+        """What is asked; raises `ConfigError` or `RequestError`, before the model is loaded."""
+        jobs = read_jobs(flags.prompt, flags.file)
+        params = SamplingParams.from_mapping(flags.sampling | flags.constraint())
+        expected = None if flags.prediction is None else parse_prediction(read_text(flags.prediction))
+        steps = None if flags.reasoning is None else _steps(flags.reasoning)
+        if flags.compare and steps is not None:
+            raise ConfigError(
+                "--compare measures speculation without loss; leave --reasoning out, or --compare"
+            )
+        if flags.compare and expected is not None:
+            raise ConfigError("--compare measures drafters; leave --prediction out, or --compare")
+        if isinstance(params.structured, StructuredOutput):
+            from slipstream.sampling.grammars.compiler import check_followed
+
+            check_followed(params.structured)
+        return cls(flags, jobs, params, expected, steps)
+
+    def prepare(self, llm: LLM) -> None:
+        """Encode the prompts, and wait until the constraint is compiled."""
+        self.params = recommended(llm, self.params, self.flags.sampling)
+        self.params.check_vocabulary(llm.engine.model.vocab_size)
+        self.prompts = [prepare(llm.engine, job, self.flags.chat) for job in self.jobs]
+        if (compiling := llm.engine.intake.compile_grammar(self.params)) is not None:
+            with waiting("compiling the constraint"):  # of a large vocabulary it takes seconds
+                compiling.result()
+
+    def run(self, llm: LLM) -> None:
+        """Answer the prompts."""
+        if self.flags.compare:
+            self.comparison = self._compare(llm)
+            runs = [pair.on for pair in self.comparison.pairs[: len(self.prompts)]]
+            self.outputs, self.wall_s = [run.output for run in runs], sum(run.wall_s for run in runs)
+            return
+        started_s = time.perf_counter()
+        self.outputs = llm.generate(
+            self.prompts,
+            self.params,
+            task=[job.task for job in self.jobs],
+            prediction=self.prediction,
+            reasoning=self.steps,
+            on_update=self.transcript.add,
+        )
+        self.wall_s = time.perf_counter() - started_s
+
+    def _compare(self, llm: LLM) -> TimedComparison:
+        """Time every prompt both ways, with a bar on a terminal and lines elsewhere.
+
+        Every prompt has its own seed, the same both ways.
+        """
+        from slipstream.sampling.noise import draw_seed
+
+        seeds = [self.params.seed if self.params.seed is not None else draw_seed() for _ in self.prompts]
+        seeded = [replace(self.params, seed=seed) for seed in seeds]
+        num_pairs = len(self.prompts) * self.flags.repeats
+        with timed_bar("comparing", num_pairs) as show:
+
+            def advance(num_done: int) -> None:
+                if not show(num_done, num_pairs):
+                    notes().print(f"pair {num_done} of {num_pairs}")
+
+            tasks = [job.task for job in self.jobs]
+            return time_pairs(
+                llm, self.prompts, seeded, tasks, self.flags.repeats, self.transcript.add, advance
+            )
+
+    def print(self, llm: LLM, painter: Painter, streamed: bool) -> None:
+        """Print the answers, unless they were `streamed`, and what they cost."""
+        if streamed:
+            painter.end()
+            mark_if_cut(self.outputs[0].outputs[0], self.params)
+            print_logprobs(llm.engine.tokenizer, self.outputs[0].outputs[0])
+            print_prompt_logprobs(llm.engine.tokenizer, self.outputs[0])
+        else:
+            self._print_all(llm, painter)
+        notes().print()
+        timed = _timed(len(self.prompts) * self.params.n, self.flags.compare)
+        print_summary(notes(), summarise(self.outputs, self.wall_s), short_speculation(llm), timed)
+        if self.comparison is not None:
+            results().print()
+            self.comparison.print(results(), short_speculation(llm), llm.engine.verifier.traits())
+            for label in labels(llm):
+                results().print(f"note: {label}")
+
+    def _print_all(self, llm: LLM, painter: Painter) -> None:
+        """Print every answer in the order of the prompts, with headings if there are several."""
+        painter.legend()
+        several = sum(len(output.outputs) for output in self.outputs) > 1
+        for number, (job, output) in enumerate(zip(self.jobs, self.outputs, strict=True), start=1):
+            for answer in output.outputs:
+                if several:
+                    label = f" ({job.label})" if job.label else ""
+                    which = f", answer {answer.index + 1}" if len(output.outputs) > 1 else ""
+                    painter.heading(f"── prompt {number}{label}{which}")
+                painter.write(self.transcript.of(output.request_id, answer.index))
+                painter.end()
+                mark_if_cut(answer, self.params)
+                print_logprobs(llm.engine.tokenizer, answer)
+            print_prompt_logprobs(llm.engine.tokenizer, output)
+
+    def as_json(self, llm: LLM) -> dict[str, Any]:
+        """The answers and all that is known of the run."""
+        return {
+            "slipstream": __version__,
+            "model": model_name(self.flags.model),
+            "speculation": describe_speculation(llm),
+            "labels": labels(llm),
+            "requests": [
+                {"label": job.label, "prompt": job.text, **as_json(output)}
+                for job, output in zip(self.jobs, self.outputs, strict=True)
+            ],
+            "summary": summarise(self.outputs, self.wall_s),
+            "comparison": None if self.comparison is None else self.comparison.as_json(),
+        }
+
+
+@with_flags
+def generate(flags: GenerateFlags) -> None:
+    """Answer a prompt, or every prompt of a file in one batch.
+
+    Answers go to standard output; on a terminal, accepted draft tokens and the target's own have different colours.
     """
-    from rich.progress import Progress
+    answers = _Answers.read(flags)
+    with loading(flags.model):
+        llm = load(flags.model, flags.speculative(), flags.engine)
+    answers.prepare(llm)
+    announce(llm)
+    if flags.json:
+        answers.run(llm)
+        print_json(answers.as_json(llm))
+        return
+    painter = Painter()
+    streams = not flags.compare and len(answers.prompts) == answers.params.n == 1
+    if streams:
+        painter.legend()
+        answers.transcript.on_pieces = painter.write
+    answers.run(llm)
+    answers.print(llm, painter, streams)
 
-    from slipstream.sampling.noise import draw_seed
 
-    seeds = [params.seed if params.seed is not None else draw_seed() for _ in prompts]
-    seeded = [replace(params, seed=seed) for seed in seeds]
-    # Drawn between the timed runs only, because an automatic refresh would slow them down.
-    with Progress(
-        console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
-    ) as progress:
-        bar = progress.add_task("comparing", total=len(prompts) * repeats)
-
-        def advance(num_done: int) -> None:
-            progress.update(bar, completed=num_done, refresh=True)
-            if progress.disable:
-                notes().print(f"pair {num_done} of {len(prompts) * repeats}")
-
-        tasks = [job.task for job in jobs]
-        return time_pairs(llm, prompts, seeded, tasks, repeats, transcript.add, advance)
+def _steps(text: str) -> StepOptions:
+    """The value of --reasoning; raises `RequestError`."""
+    return parse_step_options(True if text == "on" else parse_json(text, "--reasoning"))
 
 
 def _timed(num_answers: int, compare: bool) -> str:
@@ -257,30 +293,6 @@ def _timed(num_answers: int, compare: bool) -> str:
     if compare:
         return "prompts included; the first run of each, one after another"
     return f"prompts included; {num_answers} answers in one batch"
-
-
-def _print_answers(
-    llm: LLM,
-    painter: Painter,
-    jobs: Seq[PromptJob],
-    outputs: Seq[RequestOutput],
-    transcript: Transcript,
-    params: SamplingParams,
-) -> None:
-    """Print every answer in the order of the prompts, with headings if there are several."""
-    painter.legend()
-    several = sum(len(output.outputs) for output in outputs) > 1
-    for number, (job, output) in enumerate(zip(jobs, outputs, strict=True), start=1):
-        for answer in output.outputs:
-            if several:
-                label = f" ({job.label})" if job.label else ""
-                which = f", answer {answer.index + 1}" if len(output.outputs) > 1 else ""
-                painter.heading(f"── prompt {number}{label}{which}")
-            painter.write(transcript.of(output.request_id, answer.index))
-            painter.end()
-            mark_if_cut(answer, params)
-            print_logprobs(llm.engine.tokenizer, answer)
-        print_prompt_logprobs(llm.engine.tokenizer, output)
 
 
 def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
@@ -299,25 +311,3 @@ def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
     )
     more = "; --max-tokens lets it grow" if answer.finish_reason == "length" else ""
     notes().print(f"note: the answer was cut {why}, before its form was whole{more}", markup=False)
-
-
-def _as_json(
-    llm: LLM,
-    model: str | None,
-    jobs: Seq[PromptJob],
-    outputs: Seq[RequestOutput],
-    wall_s: float,
-    comparison: TimedComparison | None,
-) -> dict[str, Any]:
-    return {
-        "slipstream": __version__,
-        "model": model_name(model),
-        "speculation": describe_speculation(llm),
-        "labels": labels(llm),
-        "requests": [
-            {"label": job.label, "prompt": job.text, **as_json(output)}
-            for job, output in zip(jobs, outputs, strict=True)
-        ],
-        "summary": summarise(outputs, wall_s),
-        "comparison": None if comparison is None else comparison.as_json(),
-    }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json as json_
 import shlex
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.flags import filled, with_flags
 from slipstream.cli.flags.help import PlainHelp
-from slipstream.cli.flags.options import SPECULATION, Json, ModelArgument, chosen_speculation, with_model
+from slipstream.cli.flags.options import Json, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.flags.remote import api_key_of
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.writing import Overwrite
@@ -22,133 +23,148 @@ from slipstream.profiling.provenance import without_folders
 
 if TYPE_CHECKING:
     from slipstream.tools.handoff.pairs import ProbePrompts
-    from slipstream.tools.handoff.plan import HandoffPlan, OffSide
+    from slipstream.tools.handoff.plan import HandoffPlan
     from slipstream.tools.handoff.run import Handoff
     from slipstream.tools.handoff.setting import VllmSetting
 
 app = typer.Typer(help="Hand a model to another engine with our speculative setting, and watch it.")
 
-_START, _OFF, _WATCH = "Start", "Off side of paired probes", "Watch"
 EMBEDDED_NAME = "embedded-pair"
 NUM_SHOWN_LINES = 20
 """Of what a server printed that did not start, or ended."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StartFlags:
+    """How vLLM is started, or where it runs."""
+
+    vllm: Annotated[str | None, Option(metavar="PATH")] = None
+    """vLLM's command; the one on the PATH by default."""
+    host: str = "127.0.0.1"
+    """Address that vLLM listens on."""
+    port: Annotated[int, Option(min=1, max=65535)] = 8000
+    """Port that vLLM listens on."""
+    start_timeout_s: Annotated[float, Option(min=1)] = 1800.0
+    """Seconds that loading may take."""
+    vllm_log: Path | None = None
+    """Append all that vLLM prints to this file."""
+    nearest: Annotated[bool, Option("--nearest")] = False
+    """Where vLLM cannot run the setting, start it with the nearest one."""
+    checkpoint: Annotated[Path | None, Option(metavar="FOLDER")] = None
+    """Where a head is written in vLLM's layout; by default a temporary folder, removed at the end."""
+    attach: Annotated[str | None, Option(metavar="URL")] = None
+    """Start nothing: watch the vLLM that runs there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFlags:
+    """The paired probes, and where their side without speculation is."""
+
+    off_side: Annotated[str, Option(metavar="none|instance|canary")] = "none"
+    """instance: a second server without speculation. canary: the one server, restarted without it."""
+    off_port: Annotated[int, Option(min=1, max=65535)] = 8002
+    """Port of the second server."""
+    off_url: Annotated[str | None, Option(metavar="URL")] = None
+    """A second server that runs already; none is started."""
+    off_env: Annotated[list[str] | None, Option(metavar="NAME=VALUE")] = None
+    """Environment variable of the second server alone, as CUDA_VISIBLE_DEVICES=1. May be repeated."""
+    probe_every_s: Annotated[float, Option(min=0.1)] = 60.0
+    """Seconds between the pairs of an instance."""
+    probe_workload: str = "sample"
+    """Prompts of the probes: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."""
+    probe_tokens: Annotated[int, Option(min=2)] = 64
+    """The most tokens in a probe's answer."""
+    canary_pairs: Annotated[int, Option(min=3)] = 24
+    """Pairs of a canary's round."""
+    canary_every_s: Annotated[float | None, Option(min=1)] = None
+    """Repeat the canary's round so often; each restarts vLLM twice. By default one round, at the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchFlags:
+    """Where the hand-off itself listens."""
+
+    watch_host: str = "127.0.0.1"
+    """Address of the dashboard and of its metrics."""
+    watch_port: Annotated[int, Option(min=0, max=65535)] = 8001
+    """Their port; 0 takes a free one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffFlags:
+    """A hand-off."""
+
+    model: ModelArgument = None
+    extra: Annotated[list[str] | None, Argument(metavar="[-- FLAGS]")] = None
+    """Further flags of vllm serve, behind --."""
+    start: Annotated[StartFlags, "Start"]
+    overwrite: Overwrite = False
+    served_model: str | None = None
+    """The model's name there; by default the first that it lists."""
+    api_key_env: str | None = None
+    """Environment variable with the key that vLLM and the dashboard's data ask for."""
+    off: Annotated[ProbeFlags, "Off side of paired probes"]
+    watch: Annotated[WatchFlags, "Watch"]
+    json: Json = False
+    speculation: SpeculationValues
+
+    def in_place(self) -> HandoffFlags:
+        """With `model` and `extra` as they are meant: without a model vLLM's first flag comes in its place."""
+        from slipstream.tools.handoff.plan import check_extra
+
+        words, model = list(self.extra or []), self.model
+        if model is not None and model.startswith("-"):
+            words.insert(0, model)
+            model = None
+        check_extra(words)
+        if words and not words[0].startswith("-"):
+            raise ConfigError(
+                f"{words[0]!r} is no flag; flags of vllm serve come behind --: handoff vllm MODEL -- FLAGS"
+            )
+        return replace(self, model=model, extra=words)
+
+    def check_attached(self) -> None:
+        """Raise `ConfigError` for what would start a server, which --attach does not."""
+        start = self.start
+        given = {
+            "MODEL": self.model,
+            "--vllm": start.vllm,
+            "flags behind --": self.extra or None,
+            "--spec": self.speculation or None,
+            "--nearest": start.nearest or None,
+            "--checkpoint": start.checkpoint,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"--attach names a server that runs with a setting of its own; omit {name}, or let handoff start it"
+                )
+
+    def shared(self) -> dict[str, Any]:
+        """What a plan takes from the flags, whether vLLM is started or runs already."""
+        from slipstream.config import reject_unknown
+        from slipstream.tools.handoff.plan import OffSide
+
+        off = self.off
+        reject_unknown([off.off_side], list(OffSide), "--off-side")
+        key = api_key_of(self.api_key_env)
+        probes = None if off.off_side == OffSide.NONE else _probes(off.probe_workload, off.probe_tokens)
+        if off.off_url is not None and off.off_side != OffSide.INSTANCE:
+            raise ConfigError("--off-url is the second server of --off-side instance")
+        return {
+            "off_side": OffSide(off.off_side),
+            "served_model": self.served_model,
+            "api_key": key,
+            "start_timeout_s": self.start.start_timeout_s,
+            "log": self.start.vllm_log,
+            "probes": probes,
+            "off_environment": _environment(off.off_env),
+        }
+
+
 @app.command(name="vllm", cls=PlainHelp)
-@with_model
-@with_flags(speculation=SPECULATION)
-def hand_to_vllm(
-    model: ModelArgument = None,
-    extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Further flags of vllm serve, behind --.")
-    ] = None,
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="vLLM's command; the one on the PATH by default.", rich_help_panel=_START
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address that vLLM listens on.", rich_help_panel=_START)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port that vLLM listens on.", rich_help_panel=_START)
-    ] = 8000,
-    start_timeout_s: Annotated[
-        float, typer.Option(min=1, help="Seconds that loading may take.", rich_help_panel=_START)
-    ] = 1800.0,
-    vllm_log: Annotated[
-        Path | None, typer.Option(help="Append all that vLLM prints to this file.", rich_help_panel=_START)
-    ] = None,
-    nearest: Annotated[
-        bool,
-        typer.Option(
-            "--nearest",
-            help="Where vLLM cannot run the setting, start it with the nearest one.",
-            rich_help_panel=_START,
-        ),
-    ] = False,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where a head is written in vLLM's layout; by default a temporary folder, removed at the end.",
-            rich_help_panel=_START,
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    attach: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Start nothing: watch the vLLM that runs there.", rich_help_panel=_START
-        ),
-    ] = None,
-    served_model: Annotated[
-        str | None, typer.Option(help="The model's name there; by default the first that it lists.")
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="Environment variable with the key that vLLM and the dashboard's data ask for."),
-    ] = None,
-    off_side: Annotated[
-        str,
-        typer.Option(
-            metavar="none|instance|canary",
-            help="instance: a second server without speculation. canary: the one server, restarted without it.",
-            rich_help_panel=_OFF,
-        ),
-    ] = "none",
-    off_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port of the second server.", rich_help_panel=_OFF)
-    ] = 8002,
-    off_url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="A second server that runs already; none is started.", rich_help_panel=_OFF
-        ),
-    ] = None,
-    off_env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Environment variable of the second server alone, as CUDA_VISIBLE_DEVICES=1. May be repeated.",
-            rich_help_panel=_OFF,
-        ),
-    ] = None,
-    probe_every_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between the pairs of an instance.", rich_help_panel=_OFF)
-    ] = 60.0,
-    probe_workload: Annotated[
-        str,
-        typer.Option(
-            help="Prompts of the probes: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE.",
-            rich_help_panel=_OFF,
-        ),
-    ] = "sample",
-    probe_tokens: Annotated[
-        int, typer.Option(min=2, help="The most tokens in a probe's answer.", rich_help_panel=_OFF)
-    ] = 64,
-    canary_pairs: Annotated[
-        int, typer.Option(min=3, help="Pairs of a canary's round.", rich_help_panel=_OFF)
-    ] = 24,
-    canary_every_s: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            help="Repeat the canary's round so often; each restarts vLLM twice. By default one round, at the start.",
-            rich_help_panel=_OFF,
-        ),
-    ] = None,
-    watch_host: Annotated[
-        str, typer.Option(help="Address of the dashboard and of its metrics.", rich_help_panel=_WATCH)
-    ] = "127.0.0.1",
-    watch_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Their port; 0 takes a free one.", rich_help_panel=_WATCH)
-    ] = 8001,
-    json: Json = False,
-    *,
-    speculation: Values,
-) -> None:
+@with_flags
+def hand_to_vllm(flags: HandoffFlags) -> None:
     """Start vllm serve with the setting that slipstream export writes, or attach to a running vLLM, and watch it.
 
     bench --url, load and audit work on the server; dashboard, metrics and alarms come from its own metrics.
@@ -158,72 +174,27 @@ def hand_to_vllm(
     from slipstream.tools.handoff.process import find_vllm, version_of
     from slipstream.tools.handoff.setting import VllmSetting, exported
 
-    model, words = _words(model, extra)
-    side = _side(off_side)
-    key = api_key_of(api_key_env)
-    probes = _probes(probe_workload, probe_tokens) if side != plans.OffSide.NONE else None
-    if off_url is not None and side != plans.OffSide.INSTANCE:
-        raise ConfigError("--off-url is the second server of --off-side instance")
-    shared: dict[str, Any] = {
-        "off_side": side,
-        "served_model": served_model,
-        "api_key": key,
-        "start_timeout_s": start_timeout_s,
-        "log": vllm_log,
-        "probes": probes,
-        "probe_every_s": probe_every_s,
-        "canary_pairs": canary_pairs,
-        "canary_every_s": canary_every_s,
-        "off_environment": _environment(off_env),
-    }
-    if attach is not None:
-        _refuse_with_attach(model, words, vllm, speculation, nearest, checkpoint)
-        plan = plans.HandoffPlan(
-            url=plans.plain_url(attach),
-            method="vLLM's own",
-            off_url=None if off_url is None else plans.plain_url(off_url),
-            **shared,
-        )
-        start_and_watch(plan, VllmSetting((), plan.method), watch_host, watch_port, json)
+    flags = flags.in_place()
+    start, off_url, shared = flags.start, flags.off.off_url, flags.shared()
+    if start.attach is not None:
+        flags.check_attached()
+        shared |= {"url": plans.plain_url(start.attach), "method": "vLLM's own"}
+        shared["off_url"] = None if off_url is None else plans.plain_url(off_url)
+        plan = filled(plans.HandoffPlan, flags.off, **shared)
+        start_and_watch(plan, VllmSetting((), plan.method), flags.watch, flags.json)
         return
-    program = find_vllm(vllm)
-    with tempfile.TemporaryDirectory(
-        prefix="slipstream-handoff-"
-    ) as temporary:  # vLLM may be restarted from it
+    program = find_vllm(start.vllm)
+    # vLLM may be restarted from the folder, so it is there until the end.
+    with tempfile.TemporaryDirectory(prefix="slipstream-handoff-") as temporary:
         setting = exported(
-            chosen_speculation(speculation, model),
-            EMBEDDED_TARGET if model is None else model,
+            chosen_speculation(flags.speculation, flags.model),
+            flags.model or EMBEDDED_TARGET,
             version_of(program),
-            checkpoint or Path(temporary),
-            nearest=nearest,
-            overwrite=overwrite,
+            start.checkpoint or Path(temporary),
+            nearest=start.nearest,
+            overwrite=flags.overwrite,
         )
-        plan = _started(model, words, program, (host, port), setting, (off_port, off_url), shared)
-        start_and_watch(plan, setting, watch_host, watch_port, json)
-
-
-def _words(model: str | None, extra: list[str] | None) -> tuple[str | None, list[str]]:
-    """(the model, vLLM's own flags); without a model the first flag comes in its place."""
-    from slipstream.tools.handoff.plan import check_extra
-
-    words = list(extra or [])
-    if model is not None and model.startswith("-"):
-        words.insert(0, model)
-        model = None
-    check_extra(words)
-    if words and not words[0].startswith("-"):
-        raise ConfigError(
-            f"{words[0]!r} is no flag; flags of vllm serve come behind --: handoff vllm MODEL -- FLAGS"
-        )
-    return model, words
-
-
-def _side(name: str) -> OffSide:
-    from slipstream.config import reject_unknown
-    from slipstream.tools.handoff.plan import OffSide
-
-    reject_unknown([name], list(OffSide), "--off-side")
-    return OffSide(name)
+        start_and_watch(_started(flags, program, setting, shared), setting, flags.watch, flags.json)
 
 
 def _environment(given: list[str] | None) -> dict[str, str]:
@@ -241,90 +212,50 @@ def _probes(workload: str, max_tokens: int) -> ProbePrompts:
     return ProbePrompts(first_turns(read_workload(workload), [], max_tokens))
 
 
-def _refuse_with_attach(
-    model: str | None,
-    extra: list[str],
-    vllm: str | None,
-    speculation: Values,
-    nearest: bool,
-    checkpoint: Path | None,
-) -> None:
-    """Raise `ConfigError` for what would start a server."""
-    given = {
-        "MODEL": model,
-        "--vllm": vllm,
-        "flags behind --": extra or None,
-        "--spec": speculation or None,
-        "--nearest": nearest or None,
-        "--checkpoint": checkpoint,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"--attach names a server that runs with a setting of its own; omit {name}, or let handoff start it"
-            )
-
-
-def _started(
-    model: str | None,
-    extra: list[str],
-    program: str,
-    where: tuple[str, int],
-    setting: VllmSetting,
-    off: tuple[int, str | None],
-    shared: dict[str, Any],
-) -> HandoffPlan:
+def _started(flags: HandoffFlags, program: str, setting: VllmSetting, shared: dict[str, Any]) -> HandoffPlan:
     """The plan of a server that is started; raises `ConfigError` before anything is."""
     from slipstream.assets import EMBEDDED_TARGET
-    from slipstream.tools.handoff.plan import (
-        HandoffPlan,
-        OffSide,
-        ServeCommand,
-        check_free,
-        plain_url,
-        url_of,
-    )
+    from slipstream.tools.handoff import plan as plans
 
-    target = EMBEDDED_TARGET if model is None else model
-    host, port = where
-    off_port, off_url = off
-    check_free(host, port, "--port")
+    host, port, off, extra = flags.start.host, flags.start.port, flags.off, flags.extra or []
+    plans.check_free(host, port, "--port")
     side = shared["off_side"]
-    if side == OffSide.INSTANCE and off_url is None:
-        if off_port == port:
+    at_instance = side == plans.OffSide.INSTANCE and off.off_url is None
+    if at_instance:
+        if off.off_port == port:
             raise ConfigError(
                 f"--off-port and --port are both {port}; the second server needs a port of its own"
             )
-        check_free(host, off_port, "--off-port")
-    if side != OffSide.NONE and not setting.flags:
+        plans.check_free(host, off.off_port, "--off-port")
+    if side != plans.OffSide.NONE and not setting.flags:
         raise ConfigError(
             "without speculation there is nothing to compare: omit --off-side, or choose a --spec"
         )
-    name = EMBEDDED_NAME if model is None and "--served-model-name" not in extra else None
-    command = ServeCommand(program, target, host, port, setting.flags, extra, name)
-    without = replace(command, setting=())
-    starts_off = side == OffSide.CANARY or (side == OffSide.INSTANCE and off_url is None)
-    at_instance = side == OffSide.INSTANCE and off_url is None
-    return HandoffPlan(
-        url=url_of(host, port),
+    name = EMBEDDED_NAME if flags.model is None and "--served-model-name" not in extra else None
+    model = flags.model or EMBEDDED_TARGET
+    command = plans.ServeCommand(program, model, host, port, setting.flags, extra, name)
+    without = replace(command, setting=(), port=off.off_port if at_instance else port)
+    off_url = off.off_url and plans.plain_url(off.off_url)
+    return filled(
+        plans.HandoffPlan,
+        off,
+        url=plans.url_of(host, port),
         method=setting.method,
         command=command.words(),
-        off_command=(replace(without, port=off_port) if at_instance else without).words()
-        if starts_off
-        else None,
-        off_url=url_of(host, off_port) if at_instance else None if off_url is None else plain_url(off_url),
+        off_command=without.words() if at_instance or side == plans.OffSide.CANARY else None,
+        off_url=plans.url_of(host, off.off_port) if at_instance else off_url,
         **shared,
     )
 
 
-def start_and_watch(plan: HandoffPlan, setting: VllmSetting, host: str, port: int, json: bool) -> None:
+def start_and_watch(plan: HandoffPlan, setting: VllmSetting, watch: WatchFlags, json: bool) -> None:
     from slipstream.serve import logs
     from slipstream.serve.config import ServeConfig
     from slipstream.serve.network.listening import bind
     from slipstream.tools.handoff.plan import url_of
     from slipstream.tools.handoff.run import Handoff
 
-    bound = bind(host, port)  # before vLLM loads the model: the port may be in use
+    bound = bind(watch.watch_host, watch.watch_port)  # before vLLM loads the model: the port may be in use
     console = notes()
     for note in setting.notes:
         console.print(f"note: {note}", markup=False)
@@ -334,7 +265,7 @@ def start_and_watch(plan: HandoffPlan, setting: VllmSetting, host: str, port: in
     handoff = Handoff(plan)
     try:
         handoff.start()
-        _announce(handoff, url_of(host, bound.getsockname()[1]), json)
+        _announce(handoff, url_of(watch.watch_host, bound.getsockname()[1]), json)
         handoff.serve(bound)
     except RemoteError:
         for line in handoff.last_lines[-NUM_SHOWN_LINES:]:

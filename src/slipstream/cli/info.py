@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, EMBEDDED_TARGET
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import (
-    ENGINE,
+    EngineValues,
     Json,
     ModelArgument,
     chosen_speculation,
     load,
     model_name,
-    print_json,
-    with_model,
 )
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import notes, print_rows, results, wide_results
 from slipstream.cli.output.loading import loaded_name, waiting
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
+from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import SpeculativeConfig
 from slipstream.core.model_path import check_model_path
@@ -37,133 +36,148 @@ from slipstream.profiling.store import prepare_folder
 if TYPE_CHECKING:
     from slipstream.draft.base import Fit
     from slipstream.engine.description import EngineDescription
-    from slipstream.models.identity import ModelIdentity
+    from slipstream.engine.llm import LLM
 
 
-@with_model
-@with_flags(engine=ENGINE)
-def info(
-    model: ModelArgument = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Check whether this model can draft for it, and plan memory for both.")
-    ] = None,
-    draft_for: Annotated[str | None, typer.Option(help="Check whether it can draft for this model.")] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Time steps of 1 to 64 rows, show them beside the machine's floors, and save the profile. Takes "
-            "half a minute; longer for a large model.",
-        ),
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="With --measure: a rough measurement in a few seconds, not saved.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="With --measure: plot the times into this .png, .svg or .pdf.")
-    ] = None,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    *,
-    engine: Values,
-) -> None:
-    """Print a model's properties, its memory and the drafters that can run with it, from its configuration and its
-    tokenizer: weights are read with `--measure` only, and of a hub id not downloaded. `doctor` checks what they
-    compute."""
-    _check_measuring(measure, quick, plot, overwrite)
-    draft, draft_for = (
-        packaged if path == EMBEDDED else path
-        for path, packaged in ((draft, EMBEDDED_DRAFT), (draft_for, EMBEDDED_TARGET))
-    )
-    for path in (draft, draft_for):
-        if path is not None:
-            check_model_path(path)
-    options: Values = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
-    path = model or EMBEDDED_TARGET
-    tokenizer = engine.get("tokenizer", path)
-    others = [path for path in (draft, draft_for) if path is not None and not Path(path).exists()]
-    with waiting(
-        f"{'loading' if measure else 'reading'} {loaded_name(model)}"
-        + "".join(f", with {describe_path(path)}" for path in others)
-    ):
+@dataclass(frozen=True, kw_only=True)
+class InfoFlags:
+    """What is described."""
+
+    model: ModelArgument = None
+    draft: str | None = None
+    """Check whether this model can draft for it, and plan memory for both."""
+    draft_for: str | None = None
+    """Check whether it can draft for this model."""
+    measure: Annotated[bool, Option("--measure")] = False
+    """Time steps of 1 to 64 rows, show them beside the machine's floors, and save the profile. Takes half a minute;
+    longer for a large model."""
+    quick: Annotated[bool, Option("--quick")] = False
+    """With --measure: a rough measurement in a few seconds, not saved."""
+    plot: Path | None = None
+    """With --measure: plot the times into this .png, .svg or .pdf."""
+    overwrite: Overwrite = False
+    json: Json = False
+    engine: EngineValues
+
+    def checked(self) -> InfoFlags:
+        """With the folders of models that are called `embedded`; raises `ConfigError` or `ModelError`."""
+        if not self.measure and (self.quick or self.plot is not None):
+            raise ConfigError(f"{'--quick' if self.quick else '--plot'} needs --measure; add it")
+        if self.plot is not None:
+            check_plot(self.plot, self.overwrite)
+        if self.measure and not self.quick:
+            prepare_folder()
+        draft = EMBEDDED_DRAFT if self.draft == EMBEDDED else self.draft
+        target = EMBEDDED_TARGET if self.draft_for == EMBEDDED else self.draft_for
+        for path in (draft, target):
+            if path is not None:
+                check_model_path(path)
+        return replace(self, draft=draft, draft_for=target)
+
+    def loading(self) -> str:
+        """What is read, as it is said."""
+        others = [
+            path for path in (self.draft, self.draft_for) if path is not None and not Path(path).exists()
+        ]
+        beside = "".join(f", with {describe_path(path)}" for path in others)
+        return f"{'loading' if self.measure else 'reading'} {loaded_name(self.model)}{beside}"
+
+
+@dataclass
+class _Described:
+    """A model with the draft that was named, or with its own."""
+
+    flags: InfoFlags
+    about: EngineDescription
+    speculative: SpeculativeConfig
+    can_draft: str | None
+    """Whether the named draft can draft for it: `yes`, or why not."""
+
+    @classmethod
+    def read(cls, flags: InfoFlags) -> _Described:
+        """From configuration and tokenizer."""
         from slipstream.engine.description import describe
         from slipstream.engine.settings import engine_config
 
-        can_draft, config, speculative = None, engine_config(model, engine), chosen_speculation({}, model)
+        config = engine_config(flags.model, flags.engine)
+        if flags.draft is None:
+            speculative = chosen_speculation({}, flags.model)
+            return cls(flags, describe(config, speculative), speculative, None)
         try:
-            if draft is not None:
-                can_draft = "yes"
-                speculative = SpeculativeConfig.from_mapping({"method": DRAFT_MODEL.name, "model": draft})
-            described = describe(config, speculative)
+            speculative = SpeculativeConfig.from_mapping({"method": DRAFT_MODEL.name, "model": flags.draft})
+            return cls(flags, describe(config, speculative), speculative, "yes")
         except VocabularyMismatchError as error:
-            if draft is None:
-                raise
-            can_draft, speculative = f"no: {error}", SpeculativeConfig()
-            described = describe(config, speculative)
-        llm = load(model, speculative, engine) if measure else None
-    details = _details(described, model_name(model))
-    if draft is not None:
-        details["drafters"][DRAFT_MODEL.name] = f"{draft}: {can_draft}"
-    elif model is None:
-        details["drafters"][DRAFT_MODEL.name] = (
-            "the embedded draft, which runs by default and is in the memory plan: "
-            + _costs(described.draft_fit)
-        )
-    if model is None:
-        for name in EMBEDDED_DRAFTERS.keys() - {DRAFT_MODEL.name}:
-            about = details["drafters"][name].partition(": ")[2]
-            details["drafters"][name] = f"the embedded target's own head: {about}"
-    if draft_for is not None:
-        details["drafts_for"] = {draft_for: _compatible(draft_for, tokenizer, path, options)}
-    measurement = None if measure else Measurement.find(described.model, described.draft_model)
-    usable = draft if can_draft == "yes" else None
-    if not json:
-        print_rows(results(), [*_lines(details), *([] if measurement is None else measurement.lines())])
+            speculative = SpeculativeConfig()
+            return cls(flags, describe(config, speculative), speculative, f"no: {error}")
+
+    def details(self) -> dict[str, Any]:
+        """All that is told without a measurement."""
+        flags, model = self.flags, self.flags.model
+        details = _details(self.about, model_name(model))
+        drafters = details["drafters"]
+        if flags.draft is not None:
+            drafters[DRAFT_MODEL.name] = f"{flags.draft}: {self.can_draft}"
+        elif model is None:
+            runs = "the embedded draft, which runs by default and is in the memory plan"
+            drafters[DRAFT_MODEL.name] = f"{runs}: {_costs(self.about.draft_fit)}"
+        if model is None:
+            for name in EMBEDDED_DRAFTERS.keys() - {DRAFT_MODEL.name}:
+                drafters[name] = f"the embedded target's own head: {drafters[name].partition(': ')[2]}"
+        if flags.draft_for is not None:
+            details["drafts_for"] = {flags.draft_for: _compatible(flags.draft_for, model, flags.engine)}
+        return details
+
+    def first_try(self, measurement: Measurement | None) -> str:
+        """The line with which a description ends."""
+        from slipstream.cli.first_try import CHAIN, KnownModel, first_try
+
+        verify, rounds = None, None
+        if measurement is not None and measurement.fault is None:
+            verify = measurement.target.verify_cost(CHAIN + 1, measurement.context)
+            if measurement.draft is not None:
+                rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
+        copy_pays = not self.about.drafter_fits["self"][1].missing
+        draft = self.flags.draft if self.can_draft == "yes" else None
+        stored_as = self.about.model.stored_as
+        return first_try(KnownModel(self.flags.model is None, stored_as, copy_pays, draft, verify, rounds))
+
+
+@with_flags
+def info(flags: InfoFlags) -> None:
+    """Print a model's properties, its memory and the drafters that can run with it, from its configuration and its
+    tokenizer: weights are read with `--measure` only, and of a hub id not downloaded. `doctor` checks what they
+    compute."""
+    flags = flags.checked()
+    with waiting(flags.loading()):
+        found = _Described.read(flags)
+        llm = load(flags.model, found.speculative, flags.engine) if flags.measure else None
+    details = found.details()
+    saved = None if flags.measure else Measurement.find(found.about.model, found.about.draft_model)
+    if not flags.json:
+        print_rows(results(), [*_lines(details), *([] if saved is None else saved.lines())])
+    measurement = saved
     if llm is not None:
-        measurement = Measurement.take(llm, quick)
-        if not quick and measurement.fault is not None and not json:
-            measurement.print_tables(wide_results())  # also when saving is refused
-        details["profile_files"] = [] if quick else measurement.save()
-        if plot is not None:
-            plot_profiles(measurement.profiles(), plot)
-    copy_pays = not details["drafter_costs"]["self"]["missing"]
-    details["try"] = _first_try(described.model, model is None, copy_pays, usable, measurement)
-    if json:
+        measurement = _measured(llm, flags, details)
+    details["try"] = found.first_try(measurement)
+    if flags.json:
         print_json({**details, "measured": None if measurement is None else measurement.as_json()})
-    elif measure and measurement is not None:
+        return
+    if llm is not None and measurement is not None:
         measurement.print(wide_results())
-        for file in [*details["profile_files"], *([] if plot is None else [plot])]:
+        for file in [*details["profile_files"], *([] if flags.plot is None else [flags.plot])]:
             notes().print(f"saved {file}", markup=False)
-    if not json:
-        print_rows(results(), [("try", details["try"])])
+    print_rows(results(), [("try", details["try"])])
 
 
-def _check_measuring(measure: bool, quick: bool, plot: Path | None, overwrite: bool) -> None:
-    """Raise `ConfigError` for invalid flags before a model is loaded."""
-    if not measure and (quick or plot is not None):
-        raise ConfigError(f"{'--quick' if quick else '--plot'} needs --measure; add it")
-    if plot is not None:
-        check_plot(plot, overwrite)
-    if measure and not quick:
-        prepare_folder()
-
-
-def _first_try(
-    model: ModelIdentity,
-    is_embedded: bool,
-    copy_pays: bool,
-    draft: str | None,
-    measurement: Measurement | None,
-) -> str:
-    """The line with which a description ends."""
-    from slipstream.cli.first_try import CHAIN, KnownModel, first_try
-
-    verify, rounds = None, None
-    if measurement is not None and measurement.fault is None:
-        verify = measurement.target.verify_cost(CHAIN + 1, measurement.context)
-        if measurement.draft is not None:
-            rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
-    return first_try(KnownModel(is_embedded, model.stored_as, copy_pays, draft, verify, rounds))
+def _measured(llm: LLM, flags: InfoFlags, details: dict[str, Any]) -> Measurement:
+    """A measurement, saved and plotted as the flags say."""
+    measurement = Measurement.take(llm, flags.quick)
+    if not flags.quick and measurement.fault is not None and not flags.json:
+        measurement.print_tables(wide_results())  # also when saving is refused
+    details["profile_files"] = [] if flags.quick else measurement.save()
+    if flags.plot is not None:
+        plot_profiles(measurement.profiles(), flags.plot)
+    return measurement
 
 
 def _details(described: EngineDescription, name: str) -> dict[str, Any]:
@@ -237,14 +251,18 @@ def _costs(fit: Fit) -> str:
     return ", ".join(parts) or "holds next to nothing"
 
 
-def _compatible(target: str, draft: str, name: str, options: dict[str, Any]) -> str:
+def _compatible(target: str, model: str | None, engine: Values) -> str:
     """'yes', or why the vocabularies differ. Raises `ModelError` when a tokenizer cannot be loaded."""
     from slipstream.models import load_draft_tokenizer, load_tokenizer
     from slipstream.text.vocabulary import check_same_vocabulary
 
+    options = {key: engine[key] for key in ("revision", "trust_remote_code") if key in engine}
+    name = model or EMBEDDED_TARGET
     try:
         ours = load_tokenizer(target, **options)
-        check_same_vocabulary(ours, load_draft_tokenizer(draft, ours, **options), name)
+        check_same_vocabulary(
+            ours, load_draft_tokenizer(engine.get("tokenizer", name), ours, **options), name
+        )
     except VocabularyMismatchError as error:
         return f"no: {error}"
     return "yes"

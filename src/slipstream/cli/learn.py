@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json as json_
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from slipstream.cli import learn_replay
+from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.help import PlainHelp
-from slipstream.cli.flags.options import Json, print_json
+from slipstream.cli.flags.options import Json
 from slipstream.cli.output.console import notes, print_rows, results, wide_results
+from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 from slipstream.errors import ConfigError
 
@@ -25,20 +29,88 @@ if TYPE_CHECKING:
 app = typer.Typer(help="See and steer what a server that learns (slipstream serve --learn) has learned.")
 app.command(cls=PlainHelp)(learn_replay.replay)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that serve --learn was given.")]
-Tenant = Annotated[
-    str | None, typer.Option(help="The lane of this tenant alone: an API key's account, or ACCOUNT/USER.")
-]
-Task = Annotated[str | None, typer.Option(help="The lane of this task alone.")]
+
+@dataclass(frozen=True, kw_only=True)
+class LearnFlags:
+    """What a server has learned."""
+
+    folder: Annotated[Path, Argument(metavar="DIR")]
+    """The folder that serve --learn was given."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionsFlags(LearnFlags):
+    """The versions on disk."""
+
+    verify: Annotated[bool, Option("--verify")] = False
+    """Read all weights and compare their sha256; exit with 1 on damage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezeFlags(LearnFlags):
+    """Whether anything may change."""
+
+    off: Annotated[bool, Option("--off")] = False
+    """Let the server learn again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneFlags:
+    """Whose lane."""
+
+    tenant: str | None = None
+    """The lane of this tenant alone: an API key's account, or ACCOUNT/USER."""
+    task: str | None = None
+    """The lane of this task alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackFlags(LaneFlags, LearnFlags):
+    """Where what served before serves again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromoteFlags(RollbackFlags):
+    """What serves where."""
+
+    version: Annotated[str, Argument()]
+    """A version's id, or floor for the drafter itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetFlags(LearnFlags):
+    """Whose data is deleted."""
+
+    tenant: str
+    """Whose data is deleted: an account with all its users, or ACCOUNT/USER."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnExportFlags(LaneFlags):
+    """What is exported."""
+
+    folder: Annotated[Path, Argument(metavar="DIR")]
+    """The folder that serve --learn was given."""
+    output: Annotated[Path, Argument()]
+    """A folder for a version; a file of JSON lines for records."""
+    version: str | None = None
+    """Export this version's tensors and description."""
+    records: Annotated[bool, Option("--records")] = False
+    """Export the served answers, as slipstream train reads them."""
+    held_out: Annotated[bool, Option("--held-out")] = False
+    """With --records: those on which versions are judged, too."""
+    overwrite: Overwrite = False
 
 
 @app.command(cls=PlainHelp)
-def status(folder: Folder, json: Json = False) -> None:
+@with_flags
+def status(flags: LearnFlags) -> None:
     """Show what was captured, which versions serve, and what happened last. No server is asked."""
     from slipstream.learn.status import LearnStatus
 
-    found = LearnStatus.of(_folder(folder))
-    if json:
+    found = LearnStatus.of(_folder(flags.folder))
+    if flags.json:
         print_json(found.as_json())
         return
     ring, state = found.ring, found.state
@@ -68,126 +140,102 @@ def status(folder: Folder, json: Json = False) -> None:
 
 
 @app.command(cls=PlainHelp)
-def versions(
-    folder: Folder,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Read all weights and compare their sha256; exit with 1 on damage."),
-    ] = False,
-    json: Json = False,
-) -> None:
+@with_flags
+def versions(flags: VersionsFlags) -> None:
     """List the versions on disk with their parents, data, figures and hash."""
     from slipstream.learn.state import StateFile
     from slipstream.learn.versions import VersionStore
 
-    where = _folder(folder)
+    where = _folder(flags.folder)
     where.check()
     store, state = VersionStore(where), StateFile(where).read()
     found = store.all()
-    faults = store.faults() if verify else dict.fromkeys(store.unreadable(), "its description is damaged")
-    if json:
+    faults = (
+        store.faults() if flags.verify else dict.fromkeys(store.unreadable(), "its description is damaged")
+    )
+    if flags.json:
         print_json({"versions": [one.as_json() for one in found], "faults": faults})
     else:
         wide_results().print(_table(found, state).rich())
         for name, fault in faults.items():
             print(f"damaged: {name}: {fault}")
-    if verify and faults:
+    if flags.verify and faults:
         raise typer.Exit(1)
 
 
 @app.command(cls=PlainHelp)
-def freeze(
-    folder: Folder,
-    off: Annotated[bool, typer.Option("--off", help="Let the server learn again.")] = False,
-    json: Json = False,
-) -> None:
+@with_flags
+def freeze(flags: FreezeFlags) -> None:
     """Let nothing be trained, tried or promoted any more; what serves goes on serving."""
     from slipstream.learn.by_hand import freeze as freeze_
 
-    _told(freeze_(_existing(folder), not off), "learning goes on" if off else "frozen", json)
+    _told(
+        freeze_(_existing(flags.folder), not flags.off),
+        "learning goes on" if flags.off else "frozen",
+        flags.json,
+    )
 
 
 @app.command(cls=PlainHelp)
-def promote(
-    folder: Folder,
-    version: Annotated[str, typer.Argument(help="A version's id, or floor for the drafter itself.")],
-    tenant: Tenant = None,
-    task: Task = None,
-    json: Json = False,
-) -> None:
+@with_flags
+def promote(flags: PromoteFlags) -> None:
     """Have a version serve from the next step on, without a test but that it is whole."""
     from slipstream.learn.by_hand import promote as promote_
 
-    lane = promote_(_existing(folder), version, tenant, task)
-    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", json)
+    lane = promote_(_existing(flags.folder), flags.version, flags.tenant, flags.task)
+    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", flags.json)
 
 
 @app.command(cls=PlainHelp)
-def rollback(folder: Folder, tenant: Tenant = None, task: Task = None, json: Json = False) -> None:
+@with_flags
+def rollback(flags: RollbackFlags) -> None:
     """Withdraw the canary; without one, have what served before serve again."""
     from slipstream.learn.by_hand import roll_back
 
-    lane = roll_back(_existing(folder), tenant, task)
-    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", json)
+    lane = roll_back(_existing(flags.folder), flags.tenant, flags.task)
+    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", flags.json)
 
 
 @app.command(cls=PlainHelp)
-def forget(
-    folder: Folder,
-    tenant: Annotated[
-        str, typer.Option(help="Whose data is deleted: an account with all its users, or ACCOUNT/USER.")
-    ],
-    json: Json = False,
-) -> None:
+@with_flags
+def forget(flags: ForgetFlags) -> None:
     """Delete a tenant's records, and all versions that learned from them; the server builds new ones from the rest."""
     from slipstream.learn.forgetting import forget as forget_
 
-    gone = forget_(_existing(folder), tenant)
+    gone = forget_(_existing(flags.folder), flags.tenant)
     names = ", ".join(gone.versions) or "none"
     text = f"{_counted(gone.num_records, 'record')} deleted; versions retired, to be rebuilt: {names}"
     if not gone.num_records and not gone.versions:
         # No error: the same call again, after one that was interrupted or has done all, must succeed.
-        text = f"there is nothing of tenant {tenant!r}: no records, and no versions that learned from any"
-    _told(gone, text, json)
+        text = (
+            f"there is nothing of tenant {flags.tenant!r}: no records, and no versions that learned from any"
+        )
+    _told(gone, text, flags.json)
 
 
 @app.command(cls=PlainHelp)
-def export(
-    folder: Folder,
-    output: Annotated[Path, typer.Argument(help="A folder for a version; a file of JSON lines for records.")],
-    version: Annotated[
-        str | None, typer.Option(help="Export this version's tensors and description.")
-    ] = None,
-    records: Annotated[
-        bool, typer.Option("--records", help="Export the served answers, as slipstream train reads them.")
-    ] = False,
-    held_out: Annotated[
-        bool, typer.Option("--held-out", help="With --records: those on which versions are judged, too.")
-    ] = False,
-    tenant: Tenant = None,
-    task: Task = None,
-    overwrite: Overwrite = False,
-) -> None:
+@with_flags
+def export(flags: LearnExportFlags) -> None:
     """Write a version's tensors, or the records as training data, to where others can use them."""
     from slipstream.learn.exporting import export_version, exported_rows
     from slipstream.learn.records import Purpose
     from slipstream.learn.versions import ABOUT, WEIGHTS
 
-    if (version is None) != records:
+    if (flags.version is None) != flags.records:
         raise ConfigError("choose what to export: --version ID, or --records")
-    where = _existing(folder)
-    if version is not None:
+    where, output = _existing(flags.folder), flags.output
+    if flags.version is not None:
         check_folder(output)
         for name in (WEIGHTS, ABOUT):
             if output.is_dir():
-                check_file(output / name, overwrite)
-        made = export_version(where, version, output)
+                check_file(output / name, flags.overwrite)
+        made = export_version(where, flags.version, output)
         notes().print(f"written: {output} ({made.num_bytes:,} bytes, sha256 {made.sha256})", markup=False)
         return
-    check_file(output, overwrite)
+    check_file(output, flags.overwrite)
     num = 0
     with output.open("w", encoding="utf-8") as stream:
-        for row in exported_rows(where, None if held_out else Purpose.TRAIN, tenant, task):
+        for row in exported_rows(where, None if flags.held_out else Purpose.TRAIN, flags.tenant, flags.task):
             stream.write(json_.dumps(row, ensure_ascii=False) + "\n")
             num += 1
     notes().print(f"written: {output} ({_counted(num, 'answer')})", markup=False)
@@ -206,8 +254,6 @@ def _existing(path: Path) -> LearnFolder:
 
 
 def _told(what: Any, text: str, json: bool) -> None:
-    from dataclasses import asdict
-
     if json:
         print_json(asdict(what))
     else:

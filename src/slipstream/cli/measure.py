@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.loading import timed_bar
 from slipstream.errors import ConfigError
 from slipstream.profiling.break_even import break_even, draft_cost, round_cost
 from slipstream.profiling.plausible import implausible
@@ -41,21 +40,11 @@ class Measurement:
     @classmethod
     def take(cls, llm: LLM, quick: bool) -> Measurement:
         """Measure now, with a bar on a terminal."""
-        from rich.progress import Progress
-
         from slipstream.profiling.floors import QUICK, Survey, measure
 
         models = [model for model in (llm.engine.model, llm.engine.draft_model) if model is not None]
-        # Drawn between the timed passes only, because an automatic refresh would slow them down.
-        with Progress(
-            console=notes(), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
-        ) as progress:
-            bar = progress.add_task("measuring", total=None)
-            profiles = measure(
-                models,
-                QUICK if quick else Survey(),
-                lambda done, total: progress.update(bar, completed=done, total=total, refresh=True),
-            )
+        with timed_bar("measuring") as show:
+            profiles = measure(models, QUICK if quick else Survey(), show)
         return cls(profiles[0], profiles[1] if len(profiles) > 1 else None)
 
     @classmethod

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from slipstream.cli.flags.flags import FlagSet, Values, parse_bytes, with_flags
 from slipstream.cli.flags.options import (
-    SPECULATION,
     Json,
     ModelArgument,
+    SpeculationValues,
     chosen_speculation,
     model_name,
-    print_json,
-    with_model,
 )
 from slipstream.cli.output.console import notes, print_rows, results
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.profile_plot import check_plot
+from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite
 from slipstream.config import EngineConfig, check_at_least
 from slipstream.errors import ConfigError
@@ -44,66 +45,55 @@ DOES_NOT_FIT = 3
 """Exit code; 2 is that of bad input, here as everywhere."""
 
 
-@with_model
-@with_flags(speculation=SPECULATION, engine=ENGINE_TO_PLAN)
-def plan(
-    model: ModelArgument = None,
-    batch: Annotated[
-        int, typer.Option("--batch", "--max-num-seqs", help="Requests that run at once.")
-    ] = EngineConfig.max_num_seqs,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            "--max-model-len",
-            help="Tokens of a request, prompt and answer together; the model's context by default.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What there is: 24GiB. This machine's memory by default."),
-    ] = None,
-    process_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="What the process itself takes: Python, PyTorch, libraries. By default it is measured, once on a "
-            "machine, which takes some seconds.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw where the bytes go into this .png, .svg or .pdf.")
-    ] = None,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    *,
-    speculation: Values,
-    engine: Values,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """What is planned for."""
+
+    model: ModelArgument = None
+    batch: Annotated[int, Option("--batch", "--max-num-seqs")] = EngineConfig.max_num_seqs
+    """Requests that run at once."""
+    context: Annotated[int | None, Option("--context", "--max-model-len")] = None
+    """Tokens of a request, prompt and answer together; the model's context by default."""
+    memory: Annotated[str | None, Option(metavar="SIZE")] = None
+    """What there is: 24GiB. This machine's memory by default."""
+    process_memory: Annotated[str | None, Option(metavar="SIZE")] = None
+    """What the process itself takes: Python, PyTorch, libraries. By default it is measured, once on a machine, which
+    takes some seconds."""
+    plot: Path | None = None
+    """Draw where the bytes go into this .png, .svg or .pdf."""
+    overwrite: Overwrite = False
+    json: Json = False
+    speculation: SpeculationValues
+    engine: Annotated[Values, ENGINE_TO_PLAN]
+
+
+@with_flags
+def plan(flags: PlanFlags) -> None:
     """Tell from the configuration alone whether a model fits with its drafter: the bytes of every part, what else fits,
     and where it does not fit what to change and what that costs. MODEL is a folder, a hub id, of which the
     configuration alone is downloaded, or a config.json. Exits with 3 when it does not fit, and
     with 2 on bad input.
     """
+    model, batch, context, plot = flags.model, flags.batch, flags.context, flags.plot
     check_at_least("plan", 1, batch=batch, **({} if context is None else {"context": context}))
-    memory_bytes = None if memory is None else _memory_size("--memory", memory)
-    own_bytes = None if process_memory is None else _memory_size("--process-memory", process_memory)
+    memory_bytes = _memory_size("--memory", flags.memory)
+    own_bytes = _memory_size("--process-memory", flags.process_memory)
     if plot is not None:
-        check_plot(plot, overwrite)
+        check_plot(plot, flags.overwrite)
     say_loading(model, "planning for")
-    speculative = chosen_speculation(speculation, model)
+    speculative = chosen_speculation(flags.speculation, model)
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.plan.picture import draw
     from slipstream.plan.planner import Planner
     from slipstream.plan.report import FitReport
 
-    config = EngineConfig(model or EMBEDDED_TARGET, max_model_len=context, **engine)
+    config = EngineConfig(model or EMBEDDED_TARGET, max_model_len=context, **flags.engine)
     planner = Planner(config, speculative, _process(own_bytes))
     there = _memory_here(planner.target.device) if memory_bytes is None else memory_bytes
     report = FitReport.make(model_name(model), planner, batch, context or planner.max_context, there)
     if plot is not None:
         draw(report, plot)
-    if json:
+    if flags.json:
         print_json(report.as_json())
     else:
         _print(report)
@@ -113,8 +103,10 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _memory_size(flag: str, text: str) -> int:
+def _memory_size(flag: str, text: str | None) -> int | None:
     """Bytes; fewer than any machine has are a forgotten unit."""
+    if text is None:
+        return None
     size = parse_bytes(text)
     if size < LEAST_MEMORY:
         raise ConfigError(

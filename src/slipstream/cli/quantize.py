@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument
 
+from slipstream.cli.flags.flags import filled, with_flags
 from slipstream.cli.output.console import notes, print_rows, results
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import check_folder
@@ -16,46 +18,42 @@ from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.tools.quantize.calibration import LayerDone
+    from slipstream.tools.quantize.job import SavedCheckpoint
 
 
-def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Checkpoint folder or hub id, or a GGUF file in 16 or 32 bits; `embedded` is the embedded target."
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(help="A new folder for the quantised checkpoint.")],
-    quantization: Annotated[
-        str,
-        typer.Option(
-            help="int4 (4 bits in groups of 32 inputs), int4_g64, int4_g128, or int8 (8 bits, a scale an output)."
-        ),
-    ] = "int4",
-    calibration: Annotated[
-        bool,
-        typer.Option(
-            help="Round weights so that a layer's outputs on sample text change least (GPTQ); else to the nearest."
-        ),
-    ] = True,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="The text to calibrate on: JSON lines with `messages`, `text` or `prompt`. Text like what the model "
-            "will serve is best; by default the bundled sample conversations."
-        ),
-    ] = None,
-    num_texts: Annotated[int, typer.Option(help="Rows of text to calibrate on.")] = 128,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of texts.")] = 0,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class QuantizeFlags:
+    """What is quantised, and how."""
+
+    model: Annotated[str, Argument()]
+    """Checkpoint folder or hub id, or a GGUF file in 16 or 32 bits; `embedded` is the embedded target."""
+    out: Annotated[Path, Argument()]
+    """A new folder for the quantised checkpoint."""
+    quantization: str = "int4"
+    """int4 (4 bits in groups of 32 inputs), int4_g64, int4_g128, or int8 (8 bits, a scale an output)."""
+    calibration: bool = True
+    """Round weights so that a layer's outputs on sample text change least (GPTQ); else to the nearest."""
+    data: Path | None = None
+    """The text to calibrate on: JSON lines with `messages`, `text` or `prompt`. Text like what the model will serve is
+    best; by default the bundled sample conversations."""
+    num_texts: int = 128
+    """Rows of text to calibrate on."""
+    length: int = 512
+    """Tokens of a row."""
+    seed: int = 0
+    """Seed of the choice of texts."""
+
+
+@with_flags
+def quantize(flags: QuantizeFlags) -> None:
     """Save MODEL with weights of 4 or 8 bits into OUT, in a layout of compressed-tensors.
 
     The linear layers of the decoder are rounded; embedding, norms, experts and output layer stay as they are. The
     formats of 4 bits are written as W4A16 in groups, int8 as W8A8 with activations that are rounded row by row as they
     come.
     """
-    if data is not None and not calibration:
+    model, out = flags.model, flags.out
+    if flags.data is not None and not flags.calibration:
         raise ConfigError("--data is read for calibration; leave it out, or --no-calibration")
     check_folder(out, "OUT")
     from slipstream.assets import EMBEDDED_TARGET
@@ -66,9 +64,15 @@ def quantize(
 
     from slipstream.tools.quantize.job import QuantizeOptions, quantise
 
-    options = QuantizeOptions(quantization, calibration, num_texts, length, seed)
     path = EMBEDDED_TARGET if model == "embedded" else model
-    outcome = quantise(path, out, options, data, _Reporter())
+    outcome = quantise(path, out, filled(QuantizeOptions, flags), flags.data, _Reporter())
+    if 0 < outcome.num_rows < flags.num_texts:
+        few = f"there was text for {outcome.num_rows} rows of the {flags.num_texts} asked for"
+        notes().print(f"{few}; with little text, calibration gains little", markup=False)
+    print_rows(results(), [("model", f"{model} in {flags.quantization}"), *_rows(outcome, out)])
+
+
+def _rows(outcome: SavedCheckpoint, out: Path) -> list[tuple[str, str]]:
     rows = [
         (
             "weights",
@@ -88,10 +92,7 @@ def quantize(
             "where OUT is loaded"
         )
         rows.insert(1, ("not rounded", left))
-    if 0 < outcome.num_rows < num_texts:
-        few = f"there was text for {outcome.num_rows} rows of the {num_texts} asked for"
-        notes().print(f"{few}; with little text, calibration gains little", markup=False)
-    print_rows(results(), [("model", f"{model} in {quantization}"), *rows])
+    return rows
 
 
 class _Reporter:

@@ -6,29 +6,31 @@ import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.flags import filled, with_flags
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.flags.options import (
-    ENGINE,
-    SAMPLING,
-    SPECULATION,
+    EngineValues,
     Json,
     Model,
+    SamplingValues,
+    SpeculationValues,
     announce,
     chosen_speculation,
     load,
     model_name,
-    print_json,
     recommended,
 )
 from slipstream.cli.flags.prompts import prepare, read_jobs
 from slipstream.cli.output.console import print_rows, results
 from slipstream.cli.output.loading import loading
+from slipstream.cli.output.results import print_json
 from slipstream.errors import ConfigError, RequestError
 from slipstream.reasoning.calibration import DEFAULT_GRID, CalibrationCell, choose_threshold, is_expected
 from slipstream.reasoning.config import ReasoningConfig
@@ -55,69 +57,66 @@ def reasoning() -> None:
     """Step-level speculation, which is lossy."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrateFlags:
+    """On what and how a threshold is calibrated."""
+
+    problems: Annotated[Path, Argument()]
+    """A .jsonl file: one {"prompt" or "messages": …, "expected": "…"} a line."""
+    model: Model = None
+    judge: StepJudgeName = StepJudgeName.SCORE
+    """score or logprob."""
+    thresholds: str | None = None
+    """Thresholds to try, with commas between them; a usual grid by default."""
+    max_loss: Annotated[float, Option(min=0, max=1)] = 0.02
+    """The accuracy that may be lost, as a share: 0.02 is two points."""
+    protect_first_steps: Annotated[int, Option(min=0)] = 2
+    """As in requests."""
+    exact: Annotated[bool, Option("--exact")] = False
+    """The answer is `expected` and nothing else; by default it has it as a word."""
+    chat: Annotated[bool | None, Option("--chat/--raw")] = None
+    """Use the chat template; by default where there is one."""
+    json: Json = False
+    speculation: SpeculationValues
+    sampling: SamplingValues
+    engine: EngineValues
+
+    def options(self) -> list[StepOptions]:
+        """One a threshold; raises `RequestError`."""
+        return [
+            filled(StepOptions, self, judge=self.judge.value, threshold=one)
+            for one in _grid(self.thresholds, self.judge)
+        ]
+
+
 @app.command(cls=PlainHelp)
-@with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
-def calibrate(
-    problems: Annotated[
-        Path, typer.Argument(help='A .jsonl file: one {"prompt" or "messages": …, "expected": "…"} a line.')
-    ],
-    model: Model = None,
-    judge: Annotated[StepJudgeName, typer.Option(help="score or logprob.")] = StepJudgeName.SCORE,
-    thresholds: Annotated[
-        str | None, typer.Option(help="Thresholds to try, with commas between them; a usual grid by default.")
-    ] = None,
-    max_loss: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="The accuracy that may be lost, as a share: 0.02 is two points."),
-    ] = 0.02,
-    protect_first_steps: Annotated[int, typer.Option(min=0, help="As in requests.")] = 2,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="The answer is `expected` and nothing else; by default it has it as a word."
-        ),
-    ] = False,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Use the chat template; by default where there is one."),
-    ] = None,
-    json: Json = False,
-    *,
-    speculation: Values,
-    sampling: Values,
-    engine: Values,
-) -> None:
+@with_flags
+def calibrate(flags: CalibrateFlags) -> None:
     """Answer problems with drafted steps at several thresholds, and choose the fastest that keeps the accuracy.
 
     Accuracy is compared problem by problem with the target's own answers. A threshold qualifies if it loses at most
     --max-loss with 95 % confidence, so few problems never qualify one. Needs --reasoning-draft and --allow-lossy.
     """
-    grid = _grid(thresholds, judge)
-    jobs = read_jobs(None, problems)
-    expected = _expected(problems)
-    params = SamplingParams.from_mapping(sampling)
-    asked = [
-        StepOptions(judge=judge.value, threshold=one, protect_first_steps=protect_first_steps) for one in grid
-    ]
-    with loading(model):
-        speculative = chosen_speculation(speculation, model)
+    asked, jobs, expected = flags.options(), read_jobs(None, flags.problems), _expected(flags.problems)
+    params = SamplingParams.from_mapping(flags.sampling)
+    with loading(flags.model):
+        speculative = chosen_speculation(flags.speculation, flags.model)
         if speculative.reasoning is None:
             raise ConfigError("calibrate needs a draft that writes steps; name one with --reasoning-draft")
         think_end = ReasoningConfig.from_mapping(speculative.reasoning).think_end
-        llm = load(model, speculative, engine)
-    params = recommended(llm, params, sampling)
-    task = _CalibrationTask(
-        llm, [prepare(llm.engine, job, chat) for job in jobs], params, expected, think_end, exact
-    )
+        llm = load(flags.model, speculative, flags.engine)
+    params = recommended(llm, params, flags.sampling)
+    prompts = [prepare(llm.engine, job, flags.chat) for job in jobs]
+    task = _CalibrationTask(llm, prompts, params, expected, think_end, flags.exact)
     announce(llm)
     reference = task.run(None)
     cells = [task.run(options) for options in asked]
-    chosen = choose_threshold(reference.right, cells, max_loss)
-    found = _found(reference, cells, chosen, asked[0], max_loss)
-    if json:
-        print_json({"model": model_name(model), "lossy": True, **found})
+    chosen = choose_threshold(reference.right, cells, flags.max_loss)
+    found = _found(reference, cells, chosen, asked[0], flags.max_loss)
+    if flags.json:
+        print_json({"model": model_name(flags.model), "lossy": True, **found})
         return
-    _print(found, judge.value)
+    _print(found, flags.judge.value)
 
 
 def _grid(text: str | None, judge: StepJudgeName) -> list[float]:
@@ -248,10 +247,4 @@ def _print(found: dict[str, Any], judge: str) -> None:
             markup=False,
         )
     else:
-        console.print(f'"reasoning": {_as_text(found["reasoning"])}', markup=False)
-
-
-def _as_text(value: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(value)
+        console.print(f'"reasoning": {dumps(found["reasoning"])}', markup=False)

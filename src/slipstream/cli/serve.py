@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from slipstream.assets import EMBEDDED_NAME
 from slipstream.cli.flags.flags import FlagSet, Values, with_flags
 from slipstream.cli.flags.options import (
     ENGINE,
     SPECULATION,
+    EngineValues,
     ModelArgument,
+    SpeculationValues,
     chosen_speculation,
-    with_model,
 )
 from slipstream.cli.flags.settings import merged
 from slipstream.cli.output.loading import loaded_name
@@ -40,28 +39,31 @@ PROBE_SHARE = 0.005
 SERVER = FlagSet(ServeConfig, "Server")
 
 
-@with_model
-@with_flags(server=SERVER, speculation=SPECULATION, engine=ENGINE)
-def serve(
-    model: ModelArgument = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML or YAML file of settings, named as the flags are, with underscores: port = 8000."
-        ),
-    ] = None,
-    *,
-    server: Values,
-    speculation: Values,
-    engine: Values,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """A server."""
+
+    model: ModelArgument = None
+    config: Path | None = None
+    """TOML or YAML file of settings, named as the flags are, with underscores: port = 8000."""
+    server: Annotated[Values, SERVER]
+    speculation: SpeculationValues
+    engine: EngineValues
+
+
+@with_flags
+def serve(flags: ServeFlags) -> None:
     """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models and metrics.
 
     Every flag can also be set as an environment variable, --max-num-seqs as SLIPSTREAM_MAX_NUM_SEQS, and in the
     file of --config. Flags take precedence over the environment, the environment over the file.
     """
-    sets = {"server": (SERVER, server), "speculation": (SPECULATION, speculation), "engine": (ENGINE, engine)}
-    model, settings = merged(model, sets, config, os.environ)
+    sets = {
+        "server": (SERVER, flags.server),
+        "speculation": (SPECULATION, flags.speculation),
+        "engine": (ENGINE, flags.engine),
+    }
+    model, settings = merged(flags.model, sets, flags.config, os.environ)
     server_config = ServeConfig(**settings["server"])
 
     from slipstream.serve import logs

@@ -7,25 +7,25 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from slipstream.cli.flags.flags import FlagSet, Values, with_flags
+from slipstream.cli.flags.flags import FlagSet, Values, filled, refuse, with_flags
 from slipstream.cli.flags.help import PlainHelp
 from slipstream.cli.flags.options import (
-    ENGINE,
-    SPECULATION,
+    EngineValues,
     ModelArgument,
+    SpeculationValues,
     announce,
     chosen_speculation,
     load,
     model_name,
-    with_model,
 )
-from slipstream.cli.flags.remote import ApiKeyEnv, ServedModel, TimeoutS, Url, api_key_of
+from slipstream.cli.flags.remote import SERVER_PANEL, ServerFlags, Url
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.faults import Faults
 from slipstream.cli.output.loading import loading, say_loading
@@ -51,83 +51,73 @@ app = typer.Typer(
     help="Train a drafter for a target: let the target answer prompts, then train on its answers."
 )
 
-_REGENERATE = FlagSet(RegenerateOptions, "Prompts and answers")
-_TRAIN = FlagSet(TrainOptions, "Training")
-_EVALUATION = FlagSet(EvaluationOptions, "Evaluation")
-_DRAFT = FlagSet(DistillOptions, "Draft model")
-_EAGLE = FlagSet(EagleTrainOptions, "Head")
-_MEDUSA = FlagSet(HeadTrainOptions, "Heads")
-_HYDRA = FlagSet(HeadTrainOptions, "Heads", skip=frozenset({"joint", "joint_weight"}))
 
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(help="JSON lines of conversations, as written by `regenerate`; may be repeated."),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(help="A folder for checkpoint, log, plot and result; run again to continue."),
-]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if there is one.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
+@dataclass(frozen=True, kw_only=True)
+class RegenerateFlags:
+    """Which prompts are answered, and by whom."""
+
+    model: ModelArgument = None
+    data: Path | None = None
+    """JSON lines with `prompt`, `text`, `question`, `instruction`, `turns` or `messages` (or see --key), and `task`;
+    answers are dropped."""
+    output: Path | None = None
+    """File for the conversations; run again to continue."""
+    url: Url = None
+    server: Annotated[ServerFlags, SERVER_PANEL]
+    options: Annotated[Values, FlagSet(RegenerateOptions, "Prompts and answers")]
+    speculation: SpeculationValues
+    engine: EngineValues
+
+    def answerer(self) -> tuple[Answerer, dict[str, Any]]:
+        """Who answers, and what is noted of that; an engine is loaded, or the server asked for its model."""
+        if self.url is not None:
+            return self._server(self.url.rstrip("/"))
+        refuse(
+            {"served_model": self.server.served_model, "api_key_env": self.server.api_key_env},
+            "needs the --url of a server",
+        )
+        with loading(self.model):
+            llm = load(self.model, chosen_speculation(self.speculation, self.model), self.engine)
+        announce(llm)
+        from slipstream.train.answerers import EngineAnswerer
+
+        who = {"model": model_name(self.model), "quantization": llm.engine.config.quantization}
+        return EngineAnswerer(llm.engine), who
+
+    def _server(self, url: str) -> tuple[Answerer, dict[str, Any]]:
+        from slipstream.train.answerers import ServerAnswerer
+
+        if self.model is not None or self.speculation:
+            raise ConfigError("a server has its own model and drafter; omit MODEL and --spec with --url")
+        others = {name: value for name, value in self.engine.items() if name != "max_num_seqs"}
+        refuse(others, "cannot be used with --url")
+        server = self.server.address(url, self.server.served_model)
+        who = {"model": server.model, "server": server.url}
+        return ServerAnswerer(server, self.engine.get("max_num_seqs", 32)), who
 
 
 @app.command(cls=PlainHelp)
-@with_model
-@with_flags(options=_REGENERATE, speculation=SPECULATION, engine=ENGINE)
-def regenerate(
-    model: ModelArgument = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON lines with `prompt`, `text`, `question`, `instruction`, `turns` or `messages` (or see --key), "
-            "and `task`; answers are dropped."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File for the conversations; run again to continue.")
-    ] = None,
-    url: Url = None,
-    served_model: ServedModel = None,
-    api_key_env: ApiKeyEnv = None,
-    timeout_s: TimeoutS = 600.0,
-    *,
-    options: Values,
-    speculation: Values,
-    engine: Values,
-) -> None:
+@with_flags
+def regenerate(flags: RegenerateFlags) -> None:
     """Let the target answer the prompts of a file, as training data for its drafter.
 
     Each conversation is written when it is complete. The same command continues a run that was stopped.
     """
+    data, output = flags.data, flags.output
     with Faults() as faults:
         faults.check_paths(None if data is None else [data], None if output is None else output.parent, None)
-    say_loading(model if url is None else url, "answers come from")
+    say_loading(flags.model if flags.url is None else flags.url, "answers come from")
 
     from slipstream.train.regenerate import check_data
     from slipstream.train.regenerate import regenerate as run
 
+    assert data is not None
+    assert output is not None
     with Faults() as faults:
-        asked = faults.made(lambda: RegenerateOptions(**options))
-        assert data is not None
-        assert output is not None
+        asked = faults.made(lambda: RegenerateOptions(**flags.options))
         if not faults.found:
-            file = data
-            faults.made(lambda: check_data(file, asked))
-    if url is None:
-        for name, value in (("--served-model", served_model), ("--api-key-env", api_key_env)):
-            if value is not None:
-                raise ConfigError(f"{name} needs the --url of a server")
-        with loading(model):
-            llm = load(model, chosen_speculation(speculation, model), engine)
-        announce(llm)
-        from slipstream.train.answerers import EngineAnswerer
-
-        answerer: Answerer = EngineAnswerer(llm.engine)
-        who: dict[str, Any] = {"model": model_name(model), "quantization": llm.engine.config.quantization}
-    else:
-        if model is not None or speculation:
-            raise ConfigError("a server has its own model and drafter; omit MODEL and --spec with --url")
-        answerer, who = _server(url.rstrip("/"), served_model, api_key_env, timeout_s, engine)
+            faults.made(lambda: check_data(data, asked))
+    answerer, who = flags.answerer()
     tally = run(data, output, asked, answerer, who, _reporter())
     notes().print(str(tally), markup=False)
     if tally.num_skipped:
@@ -137,49 +127,66 @@ def regenerate(
     notes().print(f"written: {output}", markup=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags:
+    """A training run, whatever the method."""
+
+    model: ModelArgument = None
+    data: list[Path] | None = None
+    """JSON lines of conversations, as written by `regenerate`; may be repeated."""
+    output: Path | None = None
+    """A folder for checkpoint, log, plot and result; run again to continue."""
+    device: str | None = None
+    """cpu or cuda; by default cuda if there is one."""
+    threads: Annotated[int | None, Option(min=1)] = None
+    """CPU threads."""
+    own: Values
+    options: Annotated[Values, FlagSet(TrainOptions, "Training")]
+    evaluation: Annotated[Values, FlagSet(EvaluationOptions, "Evaluation")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTrainFlags(TrainFlags):
+    """The training of a draft model."""
+
+    own: Annotated[Values, FlagSet(DistillOptions, "Draft model")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleTrainFlags(TrainFlags):
+    """The training of an EAGLE head."""
+
+    own: Annotated[Values, FlagSet(EagleTrainOptions, "Head")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaTrainFlags(TrainFlags):
+    """The training of Medusa heads."""
+
+    own: Annotated[Values, FlagSet(HeadTrainOptions, "Heads")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraTrainFlags(TrainFlags):
+    """The training of Hydra heads."""
+
+    own: Annotated[Values, FlagSet(HeadTrainOptions, "Heads", skip=frozenset({"joint", "joint_weight"}))]
+
+
 Maker = Callable[[Any, int, "FrozenTarget", Any, "Seq[TrainingDocument]"], "Student"]
 """(options of the method, seed, target, its tokenizer, the documents) -> the student."""
 
 
-def _method(flags: FlagSet) -> Callable[[Maker], Maker]:
+def _method(flags_of: type[TrainFlags], options: type) -> Callable[[Maker], Maker]:
     """A command from a function that makes a student; the function's name is the method, its docstring the help."""
 
     def register(make: Maker) -> Maker:
-        method = make.__name__
-
-        def command(
-            model: ModelArgument = None,
-            data: Data = None,
-            output: Output = None,
-            device: Device = None,
-            threads: Threads = None,
-            *,
-            own: Values,
-            options: Values,
-            evaluation: Values,
-        ) -> None:
-            with Faults() as faults:
-                faults.check_paths(data, output, own.get("init"))
-                wanted = faults.made(lambda: flags.cls(**_with_embedded(method, own)))
-                training = faults.made(lambda: TrainOptions(**options))
-                measured = faults.made(lambda: EvaluationOptions(**evaluation))
-                if measured is not None:
-                    faults.made(lambda: _workload(measured))
-            assert data is not None
-            assert output is not None
-            say_loading(model, f"training {method} for")
-            _train(
-                method,
-                lambda *made_of: make(wanted, *made_of),
-                asdict(wanted),
-                (model, data, output, training, measured),
-                (device, threads),
-            )
+        def command(flags: TrainFlags) -> None:
+            _train(make, flags, options)
 
         command.__doc__ = make.__doc__
-        app.command(method, cls=PlainHelp)(
-            with_model(with_flags(own=flags, options=_TRAIN, evaluation=_EVALUATION)(command))
-        )
+        command.__annotations__["flags"] = flags_of
+        app.command(make.__name__, cls=PlainHelp)(with_flags(command))
         return make
 
     return register
@@ -206,7 +213,7 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
     return {**own, "init": known[method]}
 
 
-@_method(_DRAFT)
+@_method(DraftTrainFlags, DistillOptions)
 def draft(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
@@ -219,7 +226,7 @@ def draft(
     return DraftStudent(make_draft(wanted, target, seed), tokenizer, wanted, seed)
 
 
-@_method(_EAGLE)
+@_method(EagleTrainFlags, EagleTrainOptions)
 def eagle3(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
@@ -232,7 +239,7 @@ def eagle3(
     return EagleStudent(wanted, target, documents, 3, seed)
 
 
-@_method(_EAGLE)
+@_method(EagleTrainFlags, EagleTrainOptions)
 def eagle(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
@@ -245,7 +252,7 @@ def eagle(
     return EagleStudent(wanted, target, documents, 1, seed)
 
 
-@_method(_MEDUSA)
+@_method(MedusaTrainFlags, HeadTrainOptions)
 def medusa(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
@@ -261,7 +268,7 @@ def medusa(
     return HeadStudent(wanted, target, MEDUSA.name, seed)
 
 
-@_method(_HYDRA)
+@_method(HydraTrainFlags, HeadTrainOptions)
 def hydra(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
@@ -274,30 +281,33 @@ def hydra(
     return HeadStudent(wanted, target, HYDRA.name, seed)
 
 
-def _train(
-    method: str,
-    make: Callable[[int, FrozenTarget, Any, Seq[TrainingDocument]], Student],
-    method_options: dict[str, Any],
-    asked: tuple[str | None, list[Path], Path, TrainOptions, EvaluationOptions],
-    machine: tuple[str | None, int | None],
-) -> None:
-    """Run it, and report how it ended."""
+def _train(make: Maker, flags: TrainFlags, options_of: type) -> None:
+    """Check everything that the flags say, run it, and report how it ended."""
+    method, console = make.__name__, notes()
+    with Faults() as faults:
+        faults.check_paths(flags.data, flags.output, flags.own.get("init"))
+        wanted = faults.made(lambda: options_of(**_with_embedded(method, flags.own)))
+        options = faults.made(lambda: TrainOptions(**flags.options))
+        evaluation = faults.made(lambda: EvaluationOptions(**flags.evaluation))
+        if evaluation is not None:
+            faults.made(lambda: _workload(evaluation))
+    say_loading(flags.model, f"training {method} for")
     from slipstream.train.runs import TrainingRun, run
 
-    console, wanted = notes(), TrainingRun(*asked, *machine)
+    plan = filled(TrainingRun, flags, options=options, evaluation=evaluation)
     with interruptible() as asked_to_stop:
         progress = run(
-            wanted,
-            lambda *made_of: make(wanted.options.seed, *made_of),
+            plan,
+            lambda *made_of: make(wanted, options.seed, *made_of),
             method,
-            method_options,
+            asdict(wanted),
             lambda line: console.print(line, markup=False),
             asked_to_stop,
         )
     if asked_to_stop():
         console.print(f"stopped at step {progress.step}; the same command continues from there")
         raise typer.Exit(130)
-    console.print(f"written: {wanted.output / method}", markup=False)
+    console.print(f"written: {plan.output / method}", markup=False)
 
 
 @contextmanager
@@ -311,21 +321,6 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _server(
-    url: str, model: str | None, api_key_env: str | None, timeout_s: float, engine: Values
-) -> tuple[Answerer, dict[str, Any]]:
-    from slipstream.rpc.client import ServerAddress, find_model
-    from slipstream.train.answerers import ServerAnswerer
-
-    for name in engine:
-        if name != "max_num_seqs":
-            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --url")
-    key = api_key_of(api_key_env)
-    name = model or find_model(url, key, timeout_s)
-    server = ServerAddress(url, name, "", key, timeout_s)
-    return ServerAnswerer(server, engine.get("max_num_seqs", 32)), {"model": name, "server": url}
 
 
 def _reporter(every_s: float = 15.0) -> Any:

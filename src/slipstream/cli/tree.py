@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from slipstream.assets import sample_prompts
-from slipstream.cli.flags.flags import Values, with_flags
+from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import (
-    ENGINE,
-    SAMPLING,
-    SPECULATION,
+    EngineValues,
     Json,
     ModelArgument,
+    SamplingValues,
+    SpeculationValues,
     announce,
     chosen_speculation,
     load,
-    print_json,
-    with_model,
 )
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.loading import loading
+from slipstream.cli.output.results import print_json
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -37,55 +36,52 @@ FEW_STEPS = 100
 """Rates of fewer steps have an error of 0.1 or more (two standard errors of a rate of 0.5)."""
 
 
-@with_model
-@with_flags(speculation=SPECULATION, sampling=SAMPLING, engine=ENGINE)
-def tree(
-    model: ModelArgument = None,
-    num_draft_nodes: Annotated[int, typer.Option(min=1, help="The most nodes of the tree.")] = 16,
-    depth: Annotated[int, typer.Option(min=1, help="The most levels of the tree.")] = 8,
-    width: Annotated[
-        int, typer.Option(min=1, help="Number of measured siblings, and the most children of a node.")
-    ] = 8,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", "-f", help="Prompts to measure on, as for generate; by default the embedded ones."
-        ),
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of embedded prompts of each task.")] = 3,
-    fastest: Annotated[
-        bool,
-        typer.Option(
-            "--fastest",
-            help="Choose size and depth for the least time per token, with the step times saved by info --measure; "
-            "by default the greatest acceptance length for all nodes.",
-        ),
-    ] = False,
-    json: Json = False,
-    *,
-    speculation: Values,
-    sampling: Values,
-    engine: Values,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TreeFlags:
+    """Of which size the tree is, and on what it is measured."""
+
+    model: ModelArgument = None
+    num_draft_nodes: Annotated[int, Option(min=1)] = 16
+    """The most nodes of the tree."""
+    depth: Annotated[int, Option(min=1)] = 8
+    """The most levels of the tree."""
+    width: Annotated[int, Option(min=1)] = 8
+    """Number of measured siblings, and the most children of a node."""
+    file: Annotated[Path | None, Option("--file", "-f")] = None
+    """Prompts to measure on, as for generate; by default the embedded ones."""
+    prompts: Annotated[int, Option(min=1)] = 3
+    """Number of embedded prompts of each task."""
+    fastest: Annotated[bool, Option("--fastest")] = False
+    """Choose size and depth for the least time per token, with the step times saved by info --measure; by default the
+    greatest acceptance length for all nodes."""
+    json: Json = False
+    speculation: SpeculationValues
+    sampling: SamplingValues
+    engine: EngineValues
+
+
+@with_flags
+def tree(flags: TreeFlags) -> None:
     """Measure how often draft tokens are accepted by rank, and plan the best fixed tree (Sequoia).
 
     Prints the speculative configuration with its tree_choices, ready for --speculative-config.
     """
-    params = SamplingParams.from_mapping(sampling)
-    jobs = _embedded(prompts) if file is None else read_jobs(None, file)
-    with loading(model):
+    params = SamplingParams.from_mapping(flags.sampling)
+    jobs = _embedded(flags.prompts) if flags.file is None else read_jobs(None, flags.file)
+    with loading(flags.model):
         from slipstream.tools.bench.engine.ranks import measure_rank_acceptance, with_tree
 
-        speculative = chosen_speculation(speculation, model)
+        speculative = chosen_speculation(flags.speculation, flags.model)
         with_tree(speculative, [[0]])  # raises for a drafter without fixed trees, before anything is loaded
-        llm = load(model, speculative, engine)
+        llm = load(flags.model, speculative, flags.engine)
     params.check_vocabulary(llm.engine.model.vocab_size)
-    measurement = _step_times(llm) if fastest else None
+    measurement = _step_times(llm) if flags.fastest else None
     token_ids = [prepare(llm.engine, job, None) for job in jobs]
     announce(llm)
-    counts = measure_rank_acceptance(llm, speculative, token_ids, params, depth=min(depth, 6), width=width)
+    depth = min(flags.depth, 6)
+    counts = measure_rank_acceptance(llm, speculative, token_ids, params, depth=depth, width=flags.width)
     rates = counts.rates()
-    plan = _plan(rates, num_draft_nodes, depth, measurement)
+    plan = _plan(rates, flags.num_draft_nodes, flags.depth, measurement)
     config = with_tree(speculative, plan.tree_choices)
     chosen = {"method": config.method, "verifier": config.verifier, **config.options}
     for level, row in enumerate(rates.rates, start=1):
@@ -96,7 +92,7 @@ def tree(
         f"{plan.num_nodes} nodes in {plan.depth} levels; predicted τ {plan.acceptance_length:.2f}",
         markup=False,
     )
-    if json:
+    if flags.json:
         measured = {"reached": counts.reached, "accepted": counts.accepted, "rates": rates.rates}
         print_json({"speculative_config": chosen, "plan": asdict(plan), "rank_acceptance": measured})
     else:

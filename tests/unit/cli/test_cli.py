@@ -24,7 +24,14 @@ import slipstream
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli import chat as chat_verb
 from slipstream.cli.flags.flags import parse_bytes, with_flags
-from slipstream.cli.flags.options import DEFAULT_MAX_TOKENS, ENGINE, PYTHON_ONLY, SAMPLING, SPECULATION
+from slipstream.cli.flags.options import (
+    DEFAULT_MAX_TOKENS,
+    ENGINE,
+    PYTHON_ONLY,
+    SAMPLING,
+    SPECULATION,
+    SamplingValues,
+)
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.main import VERBS, app
 from slipstream.cli.output.comparison import TimedComparison
@@ -218,6 +225,11 @@ SAMPLING_FLAGS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeFlags:
+    sampling: SamplingValues
+
+
 @pytest.mark.parametrize(
     "name", sorted({field.name for field in dataclasses.fields(SamplingParams)} - PYTHON_ONLY)
 )
@@ -227,9 +239,9 @@ def test_every_sampling_parameter_has_a_flag(name: str) -> None:
     probe = typer.Typer()
 
     @probe.command()
-    @with_flags(sampling=SAMPLING)
-    def verb(*, sampling: dict[str, Any]) -> None:
-        seen.append(SamplingParams.from_mapping(sampling))
+    @with_flags
+    def verb(flags: ProbeFlags) -> None:
+        seen.append(SamplingParams.from_mapping(flags.sampling))
 
     result = CliRunner().invoke(probe, args)
     assert result.exit_code == 0, result.output

@@ -7,8 +7,8 @@ not given is not passed on, so that defaults are defined in one place.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
-import functools
 import inspect
 import json
 import re
@@ -16,9 +16,9 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -26,6 +26,10 @@ from slipstream.errors import ConfigError, RequestError
 
 Values = dict[str, Any]
 """Field name to value, for the flags that were given."""
+Filled = TypeVar("Filled")
+
+_AS_FLAG = "_flag"
+"""Ends the parameter's name of a flag whose field may be given as an argument, too."""
 
 _ALIASES = {"n": ["-n"], "num_threads": ["--threads"]}
 
@@ -114,7 +118,7 @@ class FlagSet:
 
     def _parameter(self, field: dataclasses.Field[Any], hint: Any, help_: str) -> inspect.Parameter:
         kind = _kind(field.name, hint)
-        name = "--" + field.name.replace("_", "-")
+        name = flag_name(field.name)
         names = [*_ALIASES.get(field.name, []), f"{name}/--no{name[1:]}" if kind is bool else name]
         own = self.defaults.get(field.name, field.default)
         default = None if own in (None, (), dataclasses.MISSING) else str(own)
@@ -126,37 +130,94 @@ class FlagSet:
             rich_help_panel=self.panel,
         )
         shape = {"ids": str, "json": str, "bytes": str, "strings": list[str]}.get(kind, kind)
-        return inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[shape | None, option],
-        )
+        return _keyword(field.name, Annotated[shape | None, option])
 
 
-def with_flags(**sets: FlagSet) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the flags of each set to a command, which gets their values as one mapping for each set."""
+def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
+    """A command of Typer from a function of one dataclass of settings, each field of which is a flag.
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [
-            parameter
-            for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.name not in sets
-        ]
-        flags = [parameter for flag_set in sets.values() for parameter in flag_set.parameters()]
+    A field's help is the string below it; `Annotated` gives it what else Typer's `Option` or `Argument` takes (with
+    both, either may be used). A field of a dataclass holds that one's flags, under the panel in its annotation, and a
+    field with a `FlagSet` that set's values, of the flags that were given.
+    """
+    [parameter] = inspect.signature(command, eval_str=True).parameters.values()
+    settings = parameter.annotation
+    parameters = list(_parameters(settings))
 
-        @functools.wraps(command)
-        def run(**arguments: Any) -> None:
-            collected = {name: flag_set.collect(arguments) for name, flag_set in sets.items()}
-            command(**arguments, **collected)
+    def run(**arguments: Any) -> None:
+        command(_made(settings, arguments))
 
-        parameters = [*own, *flags]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        del run.__wrapped__
-        return run
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
-    return decorate
+
+def filled(cls: type[Filled], settings: object, **others: Any) -> Filled:
+    """A `cls` with the values that `settings` has under the names of its fields, and with the `others`."""
+    names = {field.name for field in dataclasses.fields(cls)} - others.keys()  # type: ignore[arg-type]
+    return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)}, **others)
+
+
+def refuse(flags: Mapping[str, Any], why: str) -> None:
+    """Raise `ConfigError` for the first of the `flags`, names and values, that was given."""
+    for name, value in flags.items():
+        if value is not None:
+            raise ConfigError(f"{flag_name(name)} {why}")
+
+
+def flag_name(name: str) -> str:
+    """'max_tokens' -> '--max-tokens'; the name of an argument, in capitals, stays."""
+    return name if name.isupper() else "--" + name.replace("_", "-")
+
+
+def _fields(settings: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[Any]]]:
+    """Each field with its type, and what stands beside it in an `Annotated`."""
+    hints = typing.get_type_hints(settings, include_extras=True)
+    for field in dataclasses.fields(settings):
+        hint = hints[field.name]
+        is_plain = typing.get_origin(hint) is not Annotated
+        yield field, *((hint, []) if is_plain else (hint.__origin__, list(hint.__metadata__)))
+
+
+def _parameters(settings: type, panel: str | None = None) -> Iterator[inspect.Parameter]:
+    help_ = field_help(settings)
+    for field, hint, beside in _fields(settings):
+        if beside and isinstance(beside[0], FlagSet):
+            yield from beside[0].parameters()
+        elif dataclasses.is_dataclass(hint):
+            yield from _parameters(typing.cast("type", hint), *beside)
+        else:
+            for number, info in enumerate(beside or [typer.Option()]):
+                own = copy.copy(info)
+                own.help = own.help or help_[field.name]
+                own.rich_help_panel = own.rich_help_panel or panel
+                default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+                name = field.name + number * _AS_FLAG
+                yield _keyword(name, Annotated[hint, own], default)
+
+
+def _made(settings: type, arguments: Values) -> Any:
+    """The settings from a command's `arguments`, which are removed."""
+    values: Values = {}
+    for field, hint, beside in _fields(settings):
+        name = field.name
+        if beside and isinstance(beside[0], FlagSet):
+            values[name] = beside[0].collect(arguments)
+        elif dataclasses.is_dataclass(hint):
+            values[name] = _made(typing.cast("type", hint), arguments)
+        else:
+            value, as_flag = arguments.pop(name), arguments.pop(name + _AS_FLAG, None)
+            if value is not None and as_flag not in (None, value):
+                raise ConfigError(
+                    f"two {name}s are given: {value!r} and --{name} {as_flag!r}; omit one of them"
+                )
+            values[name] = as_flag if value is None else value
+    return settings(**values)
+
+
+def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def parse_bytes(text: str) -> int:
@@ -205,7 +266,7 @@ def _kind(name: str, hint: Any) -> Any:
 
 
 def _convert(name: str, kind: Any, value: Any) -> Any:
-    flag = "--" + name.replace("_", "-")
+    flag = flag_name(name)
     if kind == "bytes":
         return parse_bytes(value)
     if kind == "ids":

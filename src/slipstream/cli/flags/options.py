@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +14,6 @@ from slipstream.cli.output.console import notes
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path, describe, models_in
 from slipstream.engine.labels import engine_labels
-from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,6 +28,9 @@ DEFAULT_MAX_TOKENS = 256
 SAMPLING = FlagSet(SamplingParams, "Sampling", skip=PYTHON_ONLY, defaults={"max_tokens": DEFAULT_MAX_TOKENS})
 ENGINE = FlagSet(EngineConfig, "Engine", skip=frozenset({"model", "seed"}))
 """`--model` is an option of its own, and `--seed` is the answers' seed, not the engine's."""
+SpeculationValues = Annotated[Values, SPECULATION]
+SamplingValues = Annotated[Values, SAMPLING]
+EngineValues = Annotated[Values, ENGINE]
 
 _MODEL_HELP = (
     "Checkpoint folder, hub id or GGUF file; the embedded pair's target by default, or as `embedded`."
@@ -50,35 +48,13 @@ def _target(model: str | None) -> str | None:
 
 _MODEL_FLAG = typer.Option("--model", "-m", help=_MODEL_HELP, callback=_target)
 Model = Annotated[str | None, _MODEL_FLAG]
-ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP, callback=_target)]
-"""For commands decorated with `with_model`."""
+ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP, callback=_target), _MODEL_FLAG]
+"""The model as the verb's argument, or as `--model`."""
+Workload = Annotated[
+    str,
+    typer.Option("--workload", "-w", help="Prompts: sample, FILE.jsonl, spec-bench:FILE or sharegpt:FILE."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-
-
-def with_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Accept a command's `model` as its argument or as `--model`."""
-
-    @functools.wraps(command)
-    def run(*, model: str | None = None, model_flag: str | None = None, **others: Any) -> None:
-        if model is not None and model_flag not in (None, model):
-            raise ConfigError(f"two models are given: {model!r} and --model {model_flag!r}; omit one of them")
-        command(model=model if model is not None else model_flag, **others)
-
-    parameters = list(inspect.signature(command, eval_str=True).parameters.values())
-    place = [parameter.name for parameter in parameters].index("model")
-    flag = inspect.Parameter(
-        "model_flag",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[str | None, _MODEL_FLAG],
-    )
-    parameters[place + 1 : place + 1] = [flag]
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    )
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del run.__wrapped__
-    return run
 
 
 def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:
@@ -139,14 +115,3 @@ def short_speculation(llm: LLM) -> str:
 def model_name(model: str | None) -> str:
     """The model's name in results."""
     return model if model is not None else "embedded pair"
-
-
-def print_json(value: Any) -> None:
-    """Print `value` as JSON to standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")

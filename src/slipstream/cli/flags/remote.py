@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from slipstream.cli.flags.flags import FlagSet
+from slipstream.cli.flags.flags import FlagSet, Values
 from slipstream.cli.flags.options import PYTHON_ONLY
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
+if TYPE_CHECKING:
+    from slipstream.rpc.client import ServerAddress
+
 SERVER_PANEL = "A server instead of an engine"
 Url = Annotated[
     str | None,
-    typer.Option(
-        help="An OpenAI-compatible server, as in http://localhost:8000/v1.", rich_help_panel=SERVER_PANEL
-    ),
-]
-ServedModel = Annotated[
-    str | None,
-    typer.Option(
-        help="The model's name there; by default the first that it lists.", rich_help_panel=SERVER_PANEL
-    ),
-]
-MetricsUrl = Annotated[
-    str | None,
-    typer.Option(
-        help="Its Prometheus metrics; by default /metrics beside /v1.", rich_help_panel=SERVER_PANEL
-    ),
-]
-ApiKeyEnv = Annotated[
-    str | None,
-    typer.Option(help="Environment variable with the server's API key.", rich_help_panel=SERVER_PANEL),
-]
-TimeoutS = Annotated[
-    float,
-    typer.Option(
-        min=0.001, help="Seconds without a byte until a request fails.", rich_help_panel=SERVER_PANEL
-    ),
+    Option(help="An OpenAI-compatible server, as in http://localhost:8000/v1.", rich_help_panel=SERVER_PANEL),
 ]
 
 TIMED_SAMPLING = FlagSet(
@@ -48,6 +29,45 @@ TIMED_SAMPLING = FlagSet(
     skip=PYTHON_ONLY | {"n", "max_tokens", "temperature", "seed", "logprobs", "prompt_logprobs"},
 )
 """Without n and log-probabilities, which would be timed, and without parameters that have flags of the verb's own."""
+TimedSampling = Annotated[Values, TIMED_SAMPLING]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """How a server is asked."""
+
+    served_model: str | None = None
+    """The model's name there; by default the first that it lists."""
+    api_key_env: str | None = None
+    """Environment variable with the server's API key."""
+    timeout_s: Annotated[float, Option(min=0.001)] = 600.0
+    """Seconds without a byte until a request fails."""
+
+    @cached_property
+    def api_key(self) -> str | None:
+        """Raises `ConfigError` where the variable is not set."""
+        return api_key_of(self.api_key_env)
+
+    def address(self, url: str, model: str | None = None, metrics_url: str | None = None) -> ServerAddress:
+        """The server at `url`, which is asked for its model where none is named; raises `RemoteError`."""
+        from slipstream.rpc.client import ServerAddress, find_model, find_url
+
+        key, timeout_s = self.api_key, self.timeout_s
+        url = find_url(url, key, timeout_s)
+        model = model or find_model(url, key, timeout_s)
+        return ServerAddress(url, model, metrics_url or f"{url.removesuffix('/v1')}/metrics", key, timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredServerFlags(ServerFlags):
+    """How a server is asked that is measured by its own counters, too."""
+
+    metrics_url: str | None = None
+    """Its Prometheus metrics; by default /metrics beside /v1."""
+
+    def measured(self, url: str) -> ServerAddress:
+        """The server at `url`, as the flags say."""
+        return self.address(url, self.served_model, self.metrics_url)
 
 
 def api_key_of(variable: str | None) -> str | None:
@@ -58,8 +78,3 @@ def api_key_of(variable: str | None) -> str | None:
     if not key:
         raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
     return key
-
-
-def metrics_url_of(url: str) -> str:
-    """Default URL of a server's Prometheus metrics: `/metrics` beside `/v1`."""
-    return f"{url.removesuffix('/v1')}/metrics"
