@@ -72,13 +72,10 @@ def serve(flags: ServeFlags) -> None:
     logger.info("loading %s", loaded_name(model))
     speculative = chosen_speculation(settings["speculation"], model)
 
-    no_learning, asked = "", server_config
-    if server_config.learn is not None:
-        try:
-            speculative = _with_versions(speculative, server_config)
-        except LearnError as error:  # serving goes on
-            no_learning = str(error)
-            server_config = replace(server_config, learn=None)
+    speculative, no_learning = _with_versions(speculative, server_config)
+    asked = server_config
+    if no_learning:  # serving goes on
+        server_config = replace(server_config, learn=None)
 
     from slipstream.serve.network.listening import bind
 
@@ -107,15 +104,21 @@ def serve(flags: ServeFlags) -> None:
             retention.close()
 
 
-def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> SpeculativeConfig:
-    """The drafter as the floor of versions that are learned; raises `LearnError` for one that cannot learn."""
+def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> tuple[SpeculativeConfig, str]:
+    """(the drafter, as the base of versions where they are learned; why it cannot learn, or nothing)."""
+    if config.learn is None:
+        return speculative, ""
     from slipstream.learn.learners.registry import check_learns
 
-    check_learns(speculative, config.learner)
-    floor = {"method": speculative.method, **speculative.options}
-    return replace(
-        speculative, method="versions", options={"drafter": floor, "num_lanes": config.learn_lanes}
-    )
+    try:
+        check_learns(speculative, config.learner)
+    except LearnError as error:
+        return speculative, str(error)
+    options = {
+        "drafter": {"method": speculative.method, **speculative.options},
+        "num_lanes": config.learn_lanes,
+    }
+    return replace(speculative, method="versions", options=options), ""
 
 
 def _retention_alone(why: str, config: ServeConfig) -> RetentionThread | None:
