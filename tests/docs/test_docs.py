@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,36 @@ def test_every_key_of_json_is_documented(shared_engines: None) -> None:
     for keys in (answer, request, output, output["logprobs"][0], comparison, comparison["pairs"][0]):
         for key in keys:
             assert f"`{key}`" in section, key
+
+
+def test_the_command_line_page_prints_a_shared_flag_once_and_loses_nothing() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    assert len(page.encode()) <= 60_000
+    verbs, shared = page.split("\n## Shared flags\n")
+    sections = {
+        part.split("`")[1].split(" [")[0]: part for part in verbs.split("\n## ") if "`slipstream " in part
+    }
+    groups = {part.split("\n")[0]: part for part in shared.split("\n### ")[1:]}
+    for name, command in commands(get_command(app)):
+        section = sections[f"slipstream {name}"]
+        taken = "\n".join(
+            groups[group]
+            for group in re.findall(r"\[([^\]]+)\]\(#[\w-]+\)", " ".join(section.split()))
+            if group in groups
+        )
+        for parameter in command.params:
+            text = " ".join(parameter.help.split()).replace("|", "\\|")
+            flag = parameter.name.upper() if parameter.param_type_name == "argument" else parameter.opts[0]
+            rows = (line for line in f"{section}\n{taken}".splitlines() if f"`{flag}`" in line)
+            assert any(text in row for row in rows), (name, flag)
+
+
+def commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{above}{name} ")
+        else:
+            yield above + name, command
 
 
 def test_vllms_server_flags_are_what_the_page_says() -> None:
