@@ -35,7 +35,7 @@ def page(result: dict[str, Any], raw: Path) -> str:
         "",
         f"Written by `python -m benchmarks.reasoning`; do not edit. Raw results: [{raw.name}]({raw.name}).",
         "",
-        "Lossy: the text of drafted steps is not the target's own. [What is lost](../concepts/lossy-steps.md).",
+        "Lossy: drafted steps are not the target's own text. [What is lost](../guides/reasoning.md#what-is-lost).",
         "",
         f"{settings['problems']} held-out problems of `recipes.reasoning_pair`, greedy. Accuracy, tokens and passes",
         f"are of all of them with the pair as it was trained; time is of the first {settings['timed']}, one at a time,",
