@@ -229,7 +229,7 @@ class _ByLength:
     def __init__(self, memory: float) -> None:
         self._growth = 1.0 / (1.0 - 1.0 / memory)
         self._weight = 1.0
-        """Of the next proposal: instead of fading what is there, what comes counts more."""
+        """Weight of the next proposal: what comes counts more, instead of fading what is there."""
         self._number, self._checked, self._accepted = ([0.0] * len(BUCKETS) for _ in range(3))
 
     def learn(self, length: int, num_accepted: int) -> None:
@@ -257,7 +257,7 @@ class _ByLength:
 
 
 _NOTHING_FOUND = _ByLength(TASK_MEMORY)
-"""Of a task that is unknown."""
+"""Counts of an unknown task."""
 
 
 def bucket_of(length: int) -> int:

@@ -26,7 +26,7 @@ NOISE = 0.05
 FEW = 8
 """Before so many steps nothing is final: the first may be slow, because something is set up in it."""
 MIN_CALLS = 3
-"""Of a drafter, before its cost is known: the first one says too little, and includes the text so far."""
+"""Calls of a drafter before its cost is known: the first one says too little, and includes the text so far."""
 MANY_MISSED = 32
 """Tokens: so many are a prompt, or a long time without drafts, and not what alternating between drafters leaves."""
 SOLVED_EVERY = 12
@@ -155,7 +155,7 @@ class DraftCost:
 
     @property
     def missed_token_s(self) -> float:
-        """Of a token that the drafter has not seen, as a prompt's; 0 before it is known."""
+        """Seconds for a token that the drafter has not seen, as a prompt's; 0 before it is known."""
         return self._parts.parts()[4]
 
 

@@ -32,15 +32,15 @@ NUM_BACK_STEPS = 9
 NUM_ON_STEPS = 16
 """Steps before a probe that it is compared with, at most; half of them at least."""
 USUAL_GAIN = 1.5
-"""Of drafts, before anything is estimated."""
+"""Gain of drafts that is assumed before anything is estimated."""
 NUM_TRIAL_STEPS = 3
 """Steps of a trial, each of one level: the first token says the most for its price."""
 MAX_TRIAL_STEPS = 12
-"""Of one that goes on."""
+"""Steps of a trial that goes on."""
 SURPRISE = 0.3
 """By how much more must be accepted than expected for a trial to go on."""
 MIN_LOSS = 0.02
-"""Of a step in a probe: doing otherwise is never free."""
+"""Loss of a step in a probe, at least: doing otherwise is never free."""
 MAX_PAIRS = 200
 """That are kept, of each task."""
 MIN_PAIRS = 3
@@ -119,7 +119,7 @@ class Step(NamedTuple):
     num_sequences: int
     seconds: float
     outcomes: Seq[Outcome]
-    """Of each sequence; may be empty in a step without drafts."""
+    """One outcome a sequence; may be empty in a step without drafts."""
     speculates: bool
     """Whether drafts were allowed: a step in which no drafter had a proposal is what speculation makes of it, too."""
 
@@ -165,7 +165,7 @@ class Realised:
         self._probe = []
 
     def speedup(self, task: str | None = None) -> Speedup | None:
-        """Of a task, or of all; None before there are pairs enough."""
+        """Return the speedup of a task, or of all; None before there are pairs enough."""
         return ratio_of(list(self._all if task is None else self._pairs.get(task, ())))
 
     def num_pairs(self, task: str | None = None) -> int:
@@ -243,7 +243,7 @@ class Probes:
         self._budget, self._step_s = budget, step_s
         self._left = 0
         self._made: list[tuple[float, float]] = []
-        """Of the probe's steps, seconds and the tokens that a sequence gained."""
+        """Seconds of each of the probe's steps and the tokens that a sequence gained."""
         self._paid_s = 0.0
 
     @property
@@ -399,7 +399,7 @@ class Trials:
     def __init__(self) -> None:
         self._sequence_id: int | None = None
         self._choices: list[Choice] = []
-        """Of the steps to come, the last one first."""
+        """Choices for the steps to come, the last one first."""
         self._given: Choice | None = None
         """In this step."""
         self._num_drafts = self._num_accepted = 0

@@ -43,7 +43,7 @@ from slipstream.control.types import (
 from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 SEARCH_SHARE = 0.005
-"""Of the time, for searching plans."""
+"""Share of the time for searching plans."""
 MIN_AGE = 8
 """Steps for which a plan is kept, unless acceptance has changed."""
 KEPT_GAIN = 1.01
@@ -52,7 +52,7 @@ DRAFTS_GAIN = 1.05
 """Where there are lookups, a step must be better with drafters than with these alone by so much before drafters begin:
 what they are worth is known from fewer steps, and the best of many uncertain estimates is too good to be true."""
 FIRST_DEPTHS = 1, 4, 2
-"""Of the first trial of a drafter, which shows what its levels cost."""
+"""Depths in the first trial of a drafter, which shows what its levels cost."""
 
 
 class Policy:

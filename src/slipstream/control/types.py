@@ -48,7 +48,7 @@ class Drafted(NamedTuple):
 
     num_sequences: Number
     num_levels: Number
-    """Of the deepest chain; 1 for trees and lookups."""
+    """Levels of the deepest chain; 1 for trees and lookups."""
     num_tokens: Number
     """In all."""
 
@@ -84,13 +84,13 @@ class ObservedStep(NamedTuple):
     num_sequences: int
     """That decoded."""
     num_rows: int
-    """Of the target's pass, drafts included."""
+    """Rows of the target's pass, drafts included."""
     num_prompt_rows: int
     undrafted_s: float
     """All of the step but the drafters' calls and the policy's search."""
     calls: Seq[Call]
     outcomes: Seq[Outcome]
-    """Of each request that decoded; empty where no drafter was called."""
+    """One outcome for each request that decoded; empty where no drafter was called."""
     num_drafted: int
     """Requests for which something was checked."""
     num_checked: int

@@ -21,7 +21,7 @@ class ReplicaCounts:
     """Target passes that produced tokens, an answer at a time."""
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
-    """Of the requests that have begun here, those that go on here among them."""
+    """Prompt tokens of requests that have begun here, those that go on here among them."""
     num_cached_tokens: int = 0
     """Those of them that were found in the engine's own cache."""
     num_drafts: int = 0

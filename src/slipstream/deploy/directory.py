@@ -31,7 +31,7 @@ class Directory:
         self._entries.pop(replica, None)
 
     def addresses(self) -> list[tuple[str, int]]:
-        """Of all that have renewed their entries."""
+        """Return the addresses of all that have renewed their entries."""
         oldest_s = self._clock() - TTL_S
         self._entries = {name: entry for name, entry in self._entries.items() if entry[2] >= oldest_s}
         return [(host, port) for host, port, _ in self._entries.values()]

@@ -10,9 +10,9 @@ class Fingerprint:
     """Digests of what a replica computes with."""
 
     model: str
-    """Of checkpoint, configuration and tokenizer. Replicas of another model are never behind the same router."""
+    """Digest of checkpoint, configuration and tokenizer. Replicas of another model are never behind the same router."""
     arithmetic: str
-    """Of kernels, formats and number types. Our kernels give the same bits on AVX2, AVX-512 and NEON, so the processor
+    """Digest of kernels, formats and number types. Our kernels give the same bits on every CPU, so the processor
     is no part of it; where PyTorch computes, its version and the processor are."""
     about: str = ""
     """The arithmetic in words."""

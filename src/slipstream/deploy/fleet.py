@@ -37,7 +37,7 @@ class ReplicaReport:
     num_waiting: int = 0
     cache_usage: float = 0.0
     num_retained_slots: int = 0
-    """Of the cache, those of finished answers."""
+    """Slots of the cache that hold finished answers."""
     num_drafted_sequences: int = 0
     """Answers for which drafters keep state."""
     retired_drafters: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ class Recording:
     """A response in the making."""
 
     digest: bytes
-    """Of the request."""
+    """Digest of the request."""
     made_s: float
     messages: list[Message] = field(default_factory=list)
     num_bytes: int = 0

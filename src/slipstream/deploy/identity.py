@@ -13,7 +13,7 @@ from slipstream.models.files.digest import digest_of, digest_of_model
 
 
 def fingerprint_of(engine: Engine) -> Fingerprint:
-    """Of the loaded target: its files, and its kernels, formats and number types.
+    """Return the fingerprint of the loaded target: its files, and its kernels, formats and number types.
 
     Where the fused decoder computes, its result is the same on every processor that has a build; elsewhere PyTorch's
     version, the processor's features and the number of threads can decide the last bits.

@@ -38,7 +38,7 @@ class ReplicaDescription:
     beat_s: float = BEAT_S
     drain_s: float = 30.0
     generation: str = ""
-    """Of the settings that it was loaded by."""
+    """Generation of the settings that it was loaded by."""
 
     def as_json(self) -> str:
         """A line for stdin."""

@@ -80,7 +80,7 @@ class RouterCounts:
     crossed_unlike: int = 0
     prompt_blocks: int = 0
     known_blocks: int = 0
-    """Of the prompts' blocks, those that the chosen replica held."""
+    """Blocks of prompts that the chosen replica held."""
 
 
 class Router:

@@ -44,7 +44,7 @@ class RequestClaims:
 
 
 CLAIMS: contextvars.ContextVar[RequestClaims | None] = contextvars.ContextVar("claims", default=None)
-"""Of the request that the running task serves."""
+"""Claims of the request that the running task serves."""
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class DeploySettings:
 
     @property
     def generation(self) -> str:
-        """Of what replicas load: those of another generation may have other bounds and defaults."""
+        """Return a digest of what replicas load: those of another generation may have other bounds and defaults."""
         loaded = [self.model, dict(self.speculative_config or {}), self.engine_options]
         words = json.dumps(loaded, sort_keys=True, default=str)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()

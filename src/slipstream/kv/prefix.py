@@ -25,7 +25,7 @@ class Text(Protocol):
     tenant: str
     token_ids: list[int]
     keys: list[int]
-    """Of the blocks that are indexed; the index keeps them."""
+    """Keys of the blocks that are indexed; the index keeps them."""
 
 
 T = TypeVar("T", bound=Text)

@@ -32,7 +32,7 @@ class Segment:
     keys: list[int] = field(default_factory=list)
     last_used: int = 0
     family: int | None = None
-    """Of those that hold copies of each other's first `num_shared` entries; None for nobody's copy."""
+    """Number that segments share whose first `num_shared` entries are copies of each other; None for no copy."""
     num_shared: int = 0
 
     @property

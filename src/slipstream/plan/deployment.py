@@ -48,7 +48,7 @@ class DeploymentPlan:
     num_slots: int
     """Tokens whose keys and values the cache has room for."""
     kv_bytes_per_token: int
-    """Of target and drafter together, features included."""
+    """Bytes a token of target and drafter together, features included."""
     parts: tuple[PlannedPart, ...]
     stages: tuple[LoadingStage, ...]
     """Before the first request."""

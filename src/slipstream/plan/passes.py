@@ -19,13 +19,13 @@ from slipstream.sampling.noise import SMALL_VOCABULARY
 _LINE = 16
 """Floats of a cache line; the decoder keeps its rows an odd number of them apart."""
 ROW_ARRAYS_BYTES = 11 * 8
-"""Of the arrays of `models.rows.Rows`, for each row, of groups that share entries."""
+"""Bytes that the arrays of `models.rows.Rows` hold for each row, those of groups that share entries included."""
 
 _DIVIDED_BYTES = 4 + 8
 """Where the decoder keeps a row's arithmetic: see `divide` in kernels/worker.h."""
 
 _VISIT_NUMBERS = 4
-"""Of a row at one of its experts: see `Routing` in kernels/mixture.h."""
+"""Numbers that are kept of a row at one of its experts: see `Routing` in kernels/mixture.h."""
 
 # Rows rounded to bfloat16 and arranged weights: see kernels/bfloat16.h.
 _LINE_INPUTS, _LINE_BYTES, _MOST_OUTPUTS = 32, 64, 64
@@ -60,13 +60,13 @@ class PassSizes:
     num_rotaries: int = 1
     """Rotary embeddings, by kinds of layers."""
     num_experts: int = 0
-    """Of a layer; 0: it has an MLP."""
+    """Experts of a layer; 0: it has an MLP."""
     num_chosen: int = 1
     """How many of them a row visits."""
 
     @classmethod
     def of(cls, model: ModelIdentity) -> PassSizes:
-        """Of a model that is loaded, or not."""
+        """Return the sizes of a model that is loaded, or not."""
         config = text_config(model.config)
         widest = max(model.shapes, key=LayerShape.elements)
         hidden = int(config.hidden_size)
@@ -121,7 +121,7 @@ class PassSizes:
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
     def _attention_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
-        """Of the decoder: every thread's room, and what is kept of partitions where threads share a tile."""
+        """Return the bytes of attention in the decoder: each thread's room, and partitions where threads share a tile."""
         group = max(self.num_heads // self.num_kv_heads, 1)
         width, tile_rows = _up(self.head_dim, _WIDE), max(_TILE // group, 1)
         rows = min(num_rows, tile_rows)
@@ -137,7 +137,7 @@ class PassSizes:
         return num_threads * (room + self._arranged_bytes()) + tiles + kept
 
     def _arranged_bytes(self) -> int:
-        """Of the weights that a thread arranges for `fast_prompts`, with the widest vectors."""
+        """Return the bytes of weights that a thread arranges for `fast_prompts`, with the widest vectors."""
         widest = max(self.hidden, self.intermediate, self.num_heads * self.head_dim)
         return _MOST_OUTPUTS * _LINE_BYTES * -(-widest // _LINE_INPUTS) if self.fast else 0
 
@@ -183,7 +183,7 @@ def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:
 
 
 def _quantised_bytes(width: int) -> int:
-    """Of a row that is rounded to 8 bits: the decoder has room for a scale and a sum to every 16 of its numbers."""
+    """Return the bytes of a row that is rounded to 8 bits, with a scale and a sum for every 16 of its numbers."""
     return (width // 16 + 8) * 24
 
 

@@ -23,7 +23,7 @@ from slipstream.reasoning.config import ReasoningConfig
 from slipstream.verify.registry import VERIFIERS
 
 HEAP_SHARE = 0.015
-"""Of all that is held, what the C library keeps in pieces that were freed: the middle of what was measured."""
+"""Share of all that is held that the C library keeps in freed pieces: the middle of what was measured."""
 TEXT_TOKEN_BYTES = 250
 """What the engine keeps of a token of a running text on the host: its id in a few lists, and the index of prefixes."""
 
@@ -101,7 +101,7 @@ class Planner:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of target and drafter together, features included."""
+        """Return the bytes a token of target and drafter together, features included."""
         draft = self.draft.kv_bytes_per_token + self.feature_bytes_per_token
         return self.target.kv_bytes_per_token + draft
 

@@ -38,7 +38,7 @@ class Survey:
     budget_s: float = 15.0
     """For all models together."""
     array_bytes: int = 2**30
-    """Of the array over which the memory's bandwidth is measured; more where the caches are large."""
+    """Size of the array over which the memory's bandwidth is measured; more where the caches are large."""
     min_repeats: int = 3
     max_repeats: int = 25
 
@@ -129,7 +129,7 @@ class Weights:
     number: int
     """Weights that are multiplied with: matrices, not norms and biases."""
     num_bytes: int
-    """Of all."""
+    """Bytes of everything that is read, norms and biases included."""
 
     @classmethod
     def of(cls, model: CausalLM) -> Weights:

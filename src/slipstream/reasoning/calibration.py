@@ -28,7 +28,7 @@ class CalibrationCell:
 
     @property
     def kept_share(self) -> float:
-        """Of all steps, those that were drafted and kept."""
+        """Return the share of all steps that were drafted and kept."""
         return self.num_kept_steps / self.num_steps if self.num_steps else 0.0
 
 

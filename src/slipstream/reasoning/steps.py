@@ -64,7 +64,7 @@ class StepTracker:
 
     def _begin_step(self, text: bytes) -> None:
         self._text = text
-        """Of the step under way, as far as it is committed."""
+        """Text of the step under way, as far as it is committed."""
         self._draft = b""
         self._num_tokens = 0
         self._num_kept = 0

@@ -132,7 +132,7 @@ class ServeConfig:
     learn_lanes: int = 3
     """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
     learn_share: float = BESIDE_SHARE
-    """Of the time that requests run, how much the learner runs beside them, 0 to 1, where the engine leaves it no core:
+    """Share of the time that requests run in which the learner runs too, 0 to 1, where the engine leaves it no core:
     more learns sooner and serves slower. While nothing runs it always does, beside many requests never."""
     learn_bytes: int = 256 * 2**20
     """The most that is kept of served answers; the oldest are deleted."""

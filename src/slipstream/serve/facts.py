@@ -43,7 +43,7 @@ class EngineFacts:
     cache_dtype: str
     prefix_caching: bool
     seed: int | None = None
-    """Of the seeds of requests without one; None where each is drawn by chance."""
+    """Seed of the seeds of requests without one; None where each is drawn by chance."""
 
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:

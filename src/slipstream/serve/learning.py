@@ -27,8 +27,8 @@ FLOOR = "floor"
 
 
 def privacy_rules(config: ServeConfig) -> PrivacyRules:
-    """Of whom nothing is kept. With API keys a tenant is that user of every key, but nobody is learned from through a
-    key that is left out."""
+    """Return whose answers are not kept. With API keys a tenant is that user of every key, but nobody is learned from
+    through a key that is left out."""
     open_keys = [key for key in config.api_key if key not in config.no_learn_key]
     return PrivacyRules.of(
         allowed=[*_everywhere(config.learn_tenant, open_keys), *map(digest, config.learn_key)],

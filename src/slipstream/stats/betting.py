@@ -78,7 +78,7 @@ class Wealth:
         self.alpha = alpha
         self.log_wealth = 0.0
         self.highest = 0.0
-        """Of `log_wealth`, so far."""
+        """Highest `log_wealth` so far."""
         self.num_bets = 0
         self.rejected_after: int | None = None
         """How many bets it took to reach 1/alpha; None while it has not."""
@@ -132,7 +132,7 @@ class BettingTest:
 
 
 STAKES = (0.05, 0.2, 0.5, 0.95)
-"""Of what may be lost at most in a bet, the shares that `PairedTest` stakes, each for means of another size."""
+"""Shares of the most that a bet may lose, as `PairedTest` stakes them, each for means of another size."""
 
 
 class PairedTest(BettingTest):

@@ -44,7 +44,7 @@ class PairedAccuracy:
 
     @property
     def accuracy(self) -> float:
-        """Of the other way."""
+        """Return the accuracy of the other way."""
         return self.num_right / self.num_problems if self.num_problems else 0.0
 
     @property

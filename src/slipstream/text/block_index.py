@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BLOCK_BYTES = 12
 LEAST_BYTES = 2 * BLOCK_BYTES - 1
-"""Of a passage: one of so many bytes covers a whole block wherever it begins."""
+"""Bytes of a passage, at least: one of so many covers a whole block wherever it begins."""
 MOST_PLACES = 32
 """Places kept of each block, the first ones; the further repetitions of a text are not found."""
 

@@ -17,9 +17,9 @@ MAX_STEPS = 500_000
 STEPS_PER_ITEM = 5_000
 """More of them for each message and tool."""
 MAX_CPU_S = 5.0
-"""Of the thread, for steps that are long each."""
+"""CPU time of the thread, for steps that are long each."""
 MAX_CHARACTERS = 2**26
-"""Of the rendered text."""
+"""Characters of the rendered text."""
 _TEMPLATE_FILE = "<template>"
 """How Jinja names the code of a template that came as text."""
 _STEPS_A_LOOK = 16

@@ -39,10 +39,10 @@ class AlarmKind(StrEnum):
     NEVER_IMPROVES = "never_improves"
     VERSION_ROLLED_BACK = "version_rolled_back"
     LEARNING_FAILED = "learning_failed"
-    """Of a server whose drafter learns: nothing is trained, all candidates are refused, a version did worse than it
+    """A server's drafter learns: nothing is trained, all candidates are refused, a version did worse than it
     promised or is damaged, or answers cannot be kept."""
     SERVER_UNREACHABLE = "server_unreachable"
-    """Of a server that is watched from outside."""
+    """A server that is watched from outside does not answer."""
 
 
 TASK_KINDS = (AlarmKind.ACCEPTANCE_DRIFT, AlarmKind.UNDER_BREAK_EVEN, AlarmKind.TRUNCATION)

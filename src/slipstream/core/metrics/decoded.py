@@ -28,7 +28,7 @@ class DecodedRow(NamedTuple):
     num_reached: int
     """Positions of the proposal that were judged."""
     num_prompt_tokens: int = 0
-    """Of the request, with the first tokens of its first answer; otherwise 0."""
+    """Prompt tokens of the request, said with the first tokens of its first answer; otherwise 0."""
     num_cached_tokens: int = 0
     """Likewise: those of them that were reused."""
 

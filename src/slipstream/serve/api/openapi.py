@@ -40,7 +40,7 @@ _HEADERS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-Afte
 _GENERATION = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _TOKENS = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ENDPOINT = (400, 408, 413, 415, 429, 500, 503)
-"""Of a route that another package adds."""
+"""Statuses of a route that another package adds."""
 
 _BOUNDS: dict[str, dict[str, Any]] = {
     "n": {"minimum": 1},

@@ -56,7 +56,7 @@ class PageData:
     tasks: Seq[Json]
     speculation: Json | None = None
     learning: Json | None = None
-    """Of a drafter that learns: acceptance by version, what became of candidates, what learning costs."""
+    """Acceptance by version of a drafter that learns, what became of candidates, and what learning costs."""
     methods: Seq[Json] = ()
     replicas: Seq[Json] | None = None
     """How each replica of a fleet is; None where one engine serves."""

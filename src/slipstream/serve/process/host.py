@@ -87,7 +87,7 @@ class _Made:
 
 
 class _Phase(Enum):
-    """Of `EngineHost.run`."""
+    """What `EngineHost.run` is doing."""
 
     BEFORE = auto()
     RUNS = auto()
