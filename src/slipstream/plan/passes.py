@@ -121,7 +121,7 @@ class PassSizes:
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
     def _attention_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
-        """Return the bytes of attention in the decoder: each thread's room, and partitions where threads share a tile."""
+        """Return the bytes of attention in the decoder: each thread's room, and partitions that threads share."""
         group = max(self.num_heads // self.num_kv_heads, 1)
         width, tile_rows = _up(self.head_dim, _WIDE), max(_TILE // group, 1)
         rows = min(num_rows, tile_rows)
