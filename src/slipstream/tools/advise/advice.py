@@ -45,7 +45,7 @@ class TraceAdvice:
     mean_in_flight: float
     """Requests at once while there are any, with speculation off."""
     busy_share: float
-    """Of the time, with speculation off."""
+    """Share of the time that is busy with speculation off."""
     latency_off_s: float
     """Median, from arrival to the last token."""
     latency_s: float

@@ -23,9 +23,9 @@ MIN_BLOCK = 2
 PREDICTION_ERROR = 0.08
 """Standard error of the logarithm of a predicted speedup: of the 18 cells of docs/benchmarks/advise_quick.md."""
 LEAST_ERROR = 0.01
-"""Of a measured one: what differs from one run of a process to the next is in no interval of pairs."""
+"""Error of a measured speedup, at least: what differs between runs of a process is in no interval of pairs."""
 UNKNOWN_ERROR = 0.15
-"""Of a measured one whose pairs say nothing of it: a single pair."""
+"""Error of a measured speedup whose pairs say nothing of it: a single pair."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CheckedSetting:
     """Over off; None for off itself."""
     predicted_speedup: float | None
     interval: Interval | None
-    """Of the measured speedup."""
+    """Interval of the measured speedup."""
     num_pairs: int
 
     @property

@@ -122,7 +122,7 @@ def along(points: Points, at: float) -> float:
 
 
 def between(batches: Seq[int], values: Seq[float], number: float) -> float:
-    """Of measured batches, for `number` requests; below the smallest batch as there."""
+    """Return the value between those of measured batches, for `number` requests; below the smallest batch as there."""
     return along(tuple(zip(map(float, batches), values, strict=True)), number)
 
 

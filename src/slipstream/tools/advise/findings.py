@@ -39,7 +39,7 @@ class AdviceFindings:
     shortest_answer: int | None
     """Tokens of an answer from which on the recommended setting pays for one request; None where it never does."""
     break_evens: tuple[BreakEven, ...]
-    """Of the fastest chain at each load."""
+    """Break-even of the fastest chain at each load."""
     remedy: str
     """What would make it pay; empty where it does."""
 

@@ -66,7 +66,7 @@ class Rates:
         self._counts: dict[tuple[Setting, str | None], StepCounts] = {}
 
     def counts(self, setting: Setting, task: str | None) -> StepCounts:
-        """Of a task's requests, one after another; None is all tasks."""
+        """Return the counts of a task's requests, one after another; None is all tasks."""
         key = setting, task
         if key not in self._counts:
             used = [] if setting.is_off else [setting.candidate]

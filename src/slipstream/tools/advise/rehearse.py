@@ -34,7 +34,7 @@ from slipstream.tools.advise.shadow import Rehearsal, ShadowDrafter
 CHECKED = (1, 2, 4, 8, 16)
 """Draft tokens a request, checked without a drafter's call."""
 STEPS_A_TURN = 3
-"""Of one kind in a row; the first pays for what the step before it left, and is not counted."""
+"""Steps of one kind in a row; the first pays for what the step before it left, and is not counted."""
 MIN_ROUNDS = 2
 MAX_ROUNDS = 12
 MAX_BEGUN = 3

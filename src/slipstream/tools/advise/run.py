@@ -29,7 +29,7 @@ from slipstream.tools.advise.simulate import Simulator, always
 from slipstream.tools.bench.result import EMBEDDED
 
 RECORDING_SHARE, COSTS_SHARE = 0.3, 0.2
-"""Of the time; the rest is for the check."""
+"""Shares of the time; the rest is for the check."""
 MAX_RECORDING = 8
 """Requests at once in the recording."""
 

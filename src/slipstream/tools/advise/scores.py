@@ -34,7 +34,7 @@ class DraftScores(Protocol):
 
 
 class RecordedScores:
-    """Of a drafter that drafted beside the recording. A chain's first levels are the shorter chain."""
+    """Scores of a drafter that drafted beside the recording. A chain's first levels are the shorter chain."""
 
     def __init__(self, candidate: Candidate, recorded: Recorded) -> None:
         self._drafts = [request.drafts[candidate.name] for request in recorded.requests]
@@ -56,7 +56,7 @@ class RecordedScores:
 
 
 class AskedScores:
-    """Of a lookup, which is asked again: what it has seen depends on which answers are over by then."""
+    """Scores of a lookup, which is asked again: what it has seen depends on which answers are over by then."""
 
     def __init__(self, candidate: Candidate, recorded: Recorded, vocab_size: int, max_model_len: int) -> None:
         context = DraftContext(

@@ -82,7 +82,7 @@ class ShadowDrafter(DrafterGroup):
         self.drafts: list[ShadowDraft] = []
         """What was recorded; the caller takes it out."""
         self.times = DraftTimes()
-        """Of the last rehearsed step."""
+        """Times of the last rehearsed step."""
         self.texts: dict[str, list[int]] = {}
         """Request id to the answer that is known to come."""
 

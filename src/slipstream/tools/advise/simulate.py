@@ -46,9 +46,9 @@ class Simulated:
     wall_s: float = 0.0
     num_tokens: int = 0
     num_steps: int = 0
-    """Of the engine."""
+    """Steps of the engine."""
     num_request_steps: int = 0
-    """Of requests: one for each that decoded in a step."""
+    """Steps of requests: one for each that decoded in a step."""
     num_drafted: int = 0
     num_accepted: int = 0
     draft_s: float = 0.0

@@ -18,7 +18,7 @@ class AuditData:
 
     source: str
     sha256: str
-    """Of all prompts, parameters and seeds."""
+    """Digest of all prompts, parameters and seeds."""
     num_prompts: int
     num_requests: int
     num_answers: int

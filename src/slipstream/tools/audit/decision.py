@@ -11,7 +11,7 @@ from slipstream.tools.audit.findings import AuditCheck, AuditTest
 MAX_TESTS = 4
 """At most so many tests share the chance of a false alarm: near-ties, differences of unknown margin, two of samples."""
 PROBE_SHARE = 0.1
-"""Of that chance, for taking noises that servers have of their own for one noise; the tests share what is left."""
+"""Share of that chance for taking different noises of servers for one; the tests share what is left."""
 
 
 def probe_level(alpha: float) -> float:
@@ -33,7 +33,7 @@ class AuditDecision(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
+        """Exit code of the command."""
         return {"certified": 0, "not certified": 1}.get(self.value, 2)
 
 

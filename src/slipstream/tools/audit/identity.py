@@ -18,7 +18,7 @@ class FirstDifference:
 
     request: int
     index: int
-    """Of the request's answers."""
+    """Index among the request's answers."""
     profile: str
     position: int
     """Tokens before it; characters where only text is known."""
@@ -50,7 +50,7 @@ Tells = Callable[[AuditRequest, AuditAnswer, AuditAnswer], bool]
 """Whether the margin of a difference between the two answers to a request would be known."""
 
 MOST_CHARACTERS = 8
-"""Of a token on average: texts whose tokens nothing counts have at least one for so many."""
+"""Characters of a token, at most on average: texts whose tokens nothing counts have at least one for so many."""
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class AuditAnswer:
     """One answer to a request."""
 
     index: int = 0
-    """Of the request's `n` answers."""
+    """Index among the request's `n` answers."""
     text: str = ""
     token_ids: list[int] | None = None
     """With the end token, where the server reports it; None where the server gives no ids."""
@@ -87,7 +87,7 @@ class AuditReply:
     """From `usage`, of all answers together."""
     num_total_tokens: int | None = None
     num_draft_tokens: int = 0
-    """Of an engine in this process."""
+    """Draft tokens of an engine in this process."""
     num_accepted_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     error: str | None = None

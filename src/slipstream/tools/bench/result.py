@@ -249,7 +249,7 @@ class ServerCounts:
     num_prompt_tokens: int | None
     num_requests: int | None
     acceptance: PooledAcceptance | None
-    """Of steps with drafts only; see `slipstream.tools.bench.server.counters` for the meaning of the rates."""
+    """Acceptance over steps with drafts only; `slipstream.tools.bench.server.counters` says what the rates mean."""
 
 
 @dataclass(frozen=True, slots=True)

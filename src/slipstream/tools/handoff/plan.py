@@ -63,7 +63,7 @@ class HandoffPlan:
     """A hand-off. Exactly one of `command` and a server that runs at `url` already (`command` is None)."""
 
     url: str
-    """Of the server, without `/v1`."""
+    """URL of the server, without `/v1`."""
     method: str
     """The drafter, as it is shown."""
     command: Seq[str] | None = None
@@ -71,7 +71,7 @@ class HandoffPlan:
     off_command: Seq[str] | None = None
     """The same without speculation: for an instance with its own port, for the canary with the same one."""
     off_url: str | None = None
-    """Of the second instance."""
+    """URL of the second instance."""
     off_environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the second instance alone, such as the device that it has."""
     served_model: str | None = None

@@ -46,7 +46,7 @@ class EngineCounts:
     num_cache_hits: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
-    """Of the engine, each for all running requests."""
+    """Steps of the engine, each for all running requests."""
     accepted_at: tuple[int, ...] = ()
     """Accepted draft tokens by position, from 0."""
     ended: Mapping[str, int] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class Handoff:
 
     @property
     def pids(self) -> list[int]:
-        """Of the servers that were started and run."""
+        """Return the ids of the servers' processes that were started and run."""
         processes = (self._on, self._off)
         return [each.pid for each in processes if each and each.pid is not None and each.exit_code is None]
 

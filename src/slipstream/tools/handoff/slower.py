@@ -21,7 +21,7 @@ class SlowerTest:
         self.num_pairs = 0
         """Up to the decision, or since it."""
         self.num_slower = 0
-        """Of them, those in which speculation was slower."""
+        """Pairs in which speculation was slower."""
         self._is_decided = False
         self._bets = self._new()
 

@@ -69,9 +69,9 @@ class SavedCheckpoint:
     bytes_before: int
     bytes_after: int = 0
     num_tokens: int = 0
-    """That were calibrated on."""
+    """Tokens that were calibrated on."""
     num_rows: int = 0
-    """Of them."""
+    """Rows of sample text that were calibrated on."""
     lost: dict[str, float] = field(default_factory=dict)
     """By linear layer: energy of its outputs' error over that of the outputs, on calibration's text."""
     left: dict[str, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class SavedCheckpoint:
 
     @property
     def bytes_left(self) -> int:
-        """Of experts and whatever else in the decoder's layers is no plain linear layer."""
+        """Return the bytes of experts and of all else in the decoder's layers that is no plain linear layer."""
         return sum(self.left.values())
 
     @property

@@ -15,9 +15,9 @@ from torch import Tensor
 from slipstream.errors import ModelError
 
 DAMPING = 0.01
-"""Of the mean diagonal of the correlations, added to each: inputs that calibration hardly saw keep their weights."""
+"""Share of the correlations' mean diagonal that is added to each: rarely seen inputs keep their weights."""
 _SHARES = (1.0, 0.94, 0.88, 0.82, 0.76)
-"""Of a group's least and of its largest number, tried with one another as its range; what is outside is cut."""
+"""Shares of a group's least and largest number that are tried as its range; what is outside is cut."""
 BLOCK = 128
 """Inputs whose corrections of the ones behind them are collected for one product of matrices."""
 

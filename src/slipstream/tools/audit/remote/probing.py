@@ -38,7 +38,7 @@ _LOSSY: Mapping[str, Callable[[Any], bool]] = {
 }
 """Settings of engines that change the text, and the values at which they do."""
 _INFO_PATHS = ("server_info?config_format=json", "get_server_info", "props")
-"""Of vLLM, which tells its settings as one text unless it is asked for JSON, of SGLang and of llama.cpp."""
+"""Paths of vLLM, which tells its settings as one text unless asked for JSON, of SGLang and of llama.cpp."""
 _ABILITIES = ("asks_token_ids", "knows_filters", "asks_logprobs")
 _LESS = tuple(names for num in range(len(_ABILITIES) + 1) for names in combinations(_ABILITIES, num))
 """What is left out of a request, one thing after the other, then two, then all."""

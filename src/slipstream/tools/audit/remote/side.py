@@ -41,7 +41,7 @@ class ServerFacts:
     """Whether a seed repeats a sampled answer; None before it was tried."""
     lossy: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of speculation, where the server tells them."""
+    """Settings of speculation, where the server tells them."""
 
     @property
     def is_ours(self) -> bool:
@@ -59,7 +59,7 @@ class ServerSide:
     facts: ServerFacts = field(default_factory=ServerFacts)
     num_replies: int = 0
     num_answers: int = 0
-    """Of all replies: a reply may hold several."""
+    """Answers of all replies: a reply may hold several."""
     num_failed: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

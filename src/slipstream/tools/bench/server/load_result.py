@@ -72,7 +72,7 @@ class LoadResult:
     statuses: dict[str, int]
     """HTTP status to its number of responses; `none` for requests without a response."""
     figures: list[ServerFigures]
-    """Of all tasks, then by task; their `concurrency` is `most_at_once`."""
+    """Figures of all tasks, then by task; their `concurrency` is `most_at_once`."""
     acceptance: dict[str, PooledAcceptance]
     """By task, and for `all`, from the responses' own metrics; empty where they have none."""
     requests: list[LoadRequest]
