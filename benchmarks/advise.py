@@ -241,7 +241,7 @@ def checked(turns: Seq[Mapping[Setting, float]], names: Mapping[Setting, str]) -
 
 
 def error(cell: Mapping[str, Any], what: str) -> float:
-    """Of the setting that was predicted to be best: predicted over measured, less one."""
+    """Return the error of the setting that was predicted to be best: predicted over measured, less one."""
     name = cell["predicted_best"]
     return float(cell[f"predicted_{what}"][name] / cell[what][name] - 1)
 

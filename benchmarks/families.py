@@ -56,7 +56,7 @@ _SHAPE: dict[str, Any] = {
 }
 _HEADS: dict[str, Any] = {**_SHAPE, "head_dim": 64}
 _WIDE: dict[str, Any] = {**_SHAPE, "intermediate_size": 4096}
-"""Of an MLP without a gate."""
+"""Shape with an MLP without a gate."""
 _NEOX: dict[str, Any] = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
 _EXPERTS: dict[str, Any] = {**_HEADS, "intermediate_size": 704, "num_experts_per_tok": 2}
 """Eight, of which a row visits two."""

@@ -206,7 +206,7 @@ def phases(began_s: float, told: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each model, engine and kind of start: the median, least and greatest whole, and each phase's median."""
+    """Return median, least and greatest whole, and each phase's median, by model, engine and kind of start."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault((cell["model"], cell["engine"], cell["kind"]), []).append(cell)

@@ -90,7 +90,7 @@ def _read(parser: argparse.ArgumentParser, file: Path | None) -> dict[str, Any] 
 
 
 def _commit(source: Path) -> str | None:
-    """Of the checkout that `source` is part of, with `+changes` where its sources differ from it."""
+    """Return the commit of the checkout that holds `source`, with `+changes` where its sources differ from it."""
     found = [
         subprocess.run(
             ["git", "-C", str(source), *arguments], capture_output=True, text=True, check=False

@@ -19,7 +19,7 @@ KEYS = ("the-first-key", "the-second-key")
 MAX_DESCRIPTORS = 256
 _MIB = 2**20
 _VOCAB_SIZE = 4096
-"""Of the embedded pair."""
+"""Vocabulary size of the embedded pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Scenario:
     what: str
     attack: Callable[[Target], None]
     arguments: tuple[str, ...] = ()
-    """Of `slipstream serve`."""
+    """Arguments of `slipstream serve`."""
     max_descriptors: int | None = None
     key: str | None = None
     """With which the well-behaved clients ask."""

@@ -41,7 +41,7 @@ class AttackedServer:
         self._max_descriptors = max_descriptors
         self._over = threading.Event()
         self.rss_bytes = 0
-        """Of the server and its children, when last looked at."""
+        """Resident memory of the server and its children, when last looked at."""
         self.peak_rss_bytes = 0
         self.killed_for_memory = False
 

@@ -40,7 +40,7 @@ SAMPLED_PARAMS = [PLAIN, NUCLEUS]
 OTHER_SEEDS = 500
 """Added to the seed of the side without speculation where both are to be independent."""
 FEW_PAIRS = 250
-"""Of the honest audits from samples alone most are shorter: so fewer of them share answers."""
+"""Pairs of most honest audits from samples alone, which are shorter so that fewer of them share answers."""
 POOL_PART = 500
 HONEST_POOLS = {
     "plain": (HONEST_CLASSICAL, PLAIN, 2),

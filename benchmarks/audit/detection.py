@@ -15,7 +15,7 @@ from slipstream.tools.audit.statistics.sequential import SequentialTest
 
 CONFIDENCE = 0.99
 TEST_CONFIDENCE = 1 - (1 - CONFIDENCE) / MAX_TESTS
-"""Of each test, as in the command: its tests share what a false alarm may cost."""
+"""Confidence of each test, as in the command: its tests share what a false alarm may cost."""
 LENGTH = 64
 
 

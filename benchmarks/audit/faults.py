@@ -53,7 +53,7 @@ class Fault:
 
     name: str
     speculation: dict[str, Any] | None
-    """Of the faulty engine; None is off."""
+    """Speculation of the faulty engine; None is off."""
     engine: dict[str, Any]
     """Its other options."""
     before: Callable[[Asked, random.Random], Asked] = _as_asked

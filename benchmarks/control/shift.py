@@ -17,7 +17,7 @@ from slipstream.sampling.params import SamplingParams
 CONCURRENCY = 8
 PHASES = (("sql", 0.0), ("creative", 1.2), ("sql", 0.0), ("creative", 1.2), ("sql", 0.0))
 TOKENS = 3200
-"""Of a phase. It is to be settled within 200 tokens a request."""
+"""Tokens of a phase. It is to be settled within 200 tokens a request."""
 WINDOW = 40
 """Tokens over which it is read who is asked for drafts."""
 SAME = 0.75

@@ -44,7 +44,7 @@ class Traffic:
 
     tenants: int = 6
     conversations: int = 8
-    """Of each tenant."""
+    """Conversations of each tenant."""
     turns: int = 4
     streams: int = 6
     """Answers at once."""
@@ -102,7 +102,7 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Of the prompts' tokens, those that were found."""
+        """Return the share of the prompts' tokens that were found."""
         return self.cached_tokens / self.prompt_tokens
 
 

@@ -47,7 +47,7 @@ CHUNK = 1000
 SAMPLE_EVERY = 100
 """Answers between two looks at the memory."""
 NUM_PARTS = 100
-"""Of the run: after each the operator does something."""
+"""Parts of the run: after each the operator does something."""
 WORKER = {"min_records": 48, "num_steps": 40, "max_records": 128, "poll_s": 0.2, "niceness": 0}
 """It shall come to versions of its own, whoever else uses the machine."""
 MIB = 2**20

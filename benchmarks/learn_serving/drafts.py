@@ -17,7 +17,7 @@ from slipstream.learn.state import StateFile
 from slipstream.learn.versions import Version, VersionStore
 
 FLOOR_NOISE = 0.35
-"""Of the floor's weights, in deviations of each matrix: a learner has something to gain."""
+"""Noise of the floor's weights, in deviations of each matrix: a learner has something to gain."""
 BROKEN_NOISE = 1.0
 PROMISE = 0.3
 """Speed over the floor that a version by hand is said to have."""

@@ -84,7 +84,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def learner(self) -> psutil.Process | None:

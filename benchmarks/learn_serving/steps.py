@@ -19,7 +19,7 @@ from slipstream.engine.engine import Engine
 NEAR = 4
 """Steps after a swap that still belong to it: requests whose version was taken away are computed anew in them."""
 MAX_STEPS = 2**17
-"""Of those apart from swaps, the latest. The memory is taken at once, since memory is measured too."""
+"""Latest steps apart from swaps that are kept. The memory is taken at once, since memory is measured too."""
 MAX_SWAPS = 4096
 BAR = 1.0
 """Typical steps by which a swap may delay a request."""
@@ -38,7 +38,7 @@ class _Swap:
 
     @property
     def longest_s(self) -> float:
-        """Of all its steps."""
+        """Return the longest of all its steps."""
         return max(self.loading_s, self.after_s)
 
 

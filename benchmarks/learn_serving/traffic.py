@@ -16,7 +16,7 @@ from slipstream.assets import sample_prompts
 from slipstream.serve.auth import digest
 
 MAX_CHARACTERS = 100
-"""Of a prompt."""
+"""Characters of a prompt."""
 OUT_WORDS = "crimson walrus orchestrates seventeen lanterns"
 """In each prompt of those who are not learned from."""
 KEPT_WORDS = "turquoise badger negotiates fourteen umbrellas"

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 _END = b"\r\n0\r\n\r\n"
-"""Of a chunked body."""
+"""End of a chunked body."""
 _READ_BYTES = 2**16
 
 

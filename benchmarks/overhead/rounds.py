@@ -40,16 +40,16 @@ class Plan:
     """At any time."""
     rounds: int = 12
     requests: int = 64
-    """Of a round."""
+    """Requests of a round."""
     max_tokens: int = 96
     temperature: float = 0.0
     threads: int = 1
-    """Of each engine. The server's event loop and the client want a core too."""
+    """Threads of each engine. The server's event loop and the client want a core too."""
     kv_cache_bytes: int = 256 * 2**20
     processes: Seq[int] = (1, 2)
-    """Of each server: 1 is `slipstream serve --one-process`."""
+    """Processes of each server: 1 is `slipstream serve --one-process`."""
     quantization: str | None = None
-    """Of the target, as `slipstream serve` takes it."""
+    """Weight format of the target, as `slipstream serve` takes it."""
     name: str | None = None
     """What the result calls the model; None goes by `model`."""
 
@@ -61,11 +61,11 @@ class Side:
     num_tokens: int
     seconds: float
     cpu_s: float
-    """Of the process with the engine: of the server, or of the engine alone."""
+    """CPU time of the process with the engine: of the server, or of the engine alone."""
     client_cpu_s: float
     texts: list[str]
     front_cpu_s: float = 0.0
-    """Of the process in front of the engine's, where there are two; `cpu_s` is without it."""
+    """CPU time of the process in front of the engine's, where there are two; `cpu_s` is without it."""
     gaps_s: list[float] = field(default_factory=list)
     """Between what came on a stream and what came next on it."""
 

@@ -84,7 +84,7 @@ class Cells:
         return found
 
     def fastest(self, side: Side, task: str, speed: Speed) -> str | None:
-        """Of the modes that the side may take and that answered most texts."""
+        """Return the fastest of the modes that the side may take and that answered most texts."""
         medians = {
             mode: (len(values), statistics.median(values))
             for mode in self.modes

@@ -27,7 +27,7 @@ BITS = {
     "Q4_0": 4.5,
     "Q4_K_M": 4.85,
 }
-"""Of one weight, with the scales where the format's name says what they are."""
+"""Bits of one weight, with the scales where the format's name says what they are."""
 
 
 def target_path(model: Model, folder: Path) -> Path:

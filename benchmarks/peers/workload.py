@@ -28,7 +28,7 @@ class Question:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the longest prompt."""
+        """Return the number of tokens of the longest prompt."""
         return max(len(prompt) for prompt in self.prompts)
 
 

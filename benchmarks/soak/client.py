@@ -168,7 +168,7 @@ def _take(received: Received, payload: dict[str, Any]) -> None:
 
 
 def _logprobs(found: dict[str, Any] | None) -> list[float]:
-    """Of a chat, or of a completion."""
+    """Return the log-probabilities of a chat, or of a completion."""
     if found is None:
         return []
     if "content" in found:

@@ -30,14 +30,14 @@ class Ledger:
     num_sent: Counter[str] = field(default_factory=Counter)
     """By how it was delivered."""
     statuses: Counter[int] = field(default_factory=Counter)
-    """Of responses that arrived whole."""
+    """Statuses of responses that arrived whole."""
     refusals: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     """Finish reasons of answers that were read to their end."""
     num_answers: Counter[str] = field(default_factory=Counter)
     """Requested answers by task."""
     num_tokens: int = 0
-    """Of answers that were read to their end, counted from what was sent."""
+    """Tokens of answers that were read to their end, counted from what was sent."""
     num_broken_tokens: int = 0
     """At least so many were generated for clients that left."""
     most_broken_tokens: int = 0

@@ -52,7 +52,7 @@ class Plan:
     writer: Writer
     stages: tuple[Stage, ...]
     name_weight: float = 1.0
-    """Of an operation's name in the loss, where another word weighs 1."""
+    """Weight of an operation's name in the loss, where another word weighs 1."""
     muon_lr: float = 0.02
     adam_lr: float = 0.005
     seed: int = 0
@@ -94,9 +94,9 @@ results behind the first of these layers too; as marks begin to be learned, each
 of the same row, attention by likeness; and a probe that is thrown away afterwards is asked behind it whether the step
 is right. Without the second or without the third 55 % of the marks were right after 900 steps with checks."""
 AID_WEIGHT = 0.3
-"""Of the results behind that layer, and of the probe, in the loss."""
+"""Weight of the results behind that layer, and of the probe, in the loss."""
 MARK_WEIGHT = 20.0
-"""Of a mark in the loss, where a word weighs 1."""
+"""Weight of a mark in the loss, where a word weighs 1."""
 ENOUGH_BATCHES = 15
 WINDOW = 4
 """Batches that are drawn at once and sorted by length, so that little is padded."""
@@ -259,10 +259,10 @@ class Progress:
 
     stage: int = 0
     step: int = 0
-    """Of the stage."""
+    """Step of the stage."""
     elapsed_s: float = 0.0
     right: list[float] = field(default_factory=list)
-    """Of the last batches: the share of operands and results, or of marks, that were foretold."""
+    """Shares of operands and results, or of marks, that were foretold in the last batches."""
 
 
 def train(plan: Plan, name: str, tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> LlamaForCausalLM:
@@ -339,7 +339,7 @@ class Learned:
     marks: float
 
     def share_of(self, stage: Stage) -> float:
-        """Of what is to be enough."""
+        """Return the share of what is to be enough."""
         return self.marks if stage.has_checks else self.right
 
 

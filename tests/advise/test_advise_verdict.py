@@ -14,7 +14,7 @@ DRAFTS = Setting(0, 2)
 
 
 def advice(settings: dict[int, str], bands: dict[str | None, tuple[Band, ...]]) -> Advice:
-    """Of loads and what is advised there for all tasks together."""
+    """Make an advice of loads and what is advised there for all tasks together."""
     return Advice(
         provenance={},
         model="m",

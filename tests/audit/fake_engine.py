@@ -44,7 +44,7 @@ class FakeEngine:
     logprob_jitter: float = 0.0
     """Added to the log-probabilities of every third answer."""
     fills_in: bool = False
-    """Of every third token the log-probability is 0 and without alternatives."""
+    """Whether every third token's log-probability is 0 and without alternatives."""
     ignores_stop: bool = False
     empty: bool = False
     """All answers are."""
@@ -59,7 +59,7 @@ class FakeEngine:
     fails_after: int | None = None
     """Requests after which the server answers 500."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of /server_info, told as one text unless JSON is asked for, as vLLM does."""
+    """Settings that /server_info tells as one text unless JSON is asked for, as vLLM does."""
     card: dict[str, Any] = field(default_factory=dict)
     """Added to what /v1/models says."""
     refuses: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from slipstream.tools.bench.server.load import LoadPlan, first_turns
 from slipstream.tools.bench.server.load_result import Arrivals, LoadResult
 
 TOKENS = 8
-"""Of every answer of the fake server."""
+"""Tokens of every answer of the fake server."""
 PROMPTS = [Prompt("a", "1", 5, text="one"), Prompt("b", "2", 5, text="two"), Prompt("a", "3", 5, text="3")]
 
 

@@ -31,7 +31,7 @@ from slipstream.tools.bench.server.remote import RemotePlan
 from slipstream.tools.bench.settings import BenchSettings
 
 TOKENS = 8
-"""Of every answer of the fake server."""
+"""Tokens of every answer of the fake server."""
 
 
 @pytest.fixture(autouse=True)

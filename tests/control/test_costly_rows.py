@@ -89,7 +89,7 @@ def test_what_loses_on_a_narrow_model_is_not_chosen(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 10])
 def test_the_usual_choice_for_a_quantised_file_is_as_fast_as_off(size: int) -> None:
-    """Of such a target `auto` has suffix alone, whether it finds what comes or not."""
+    """For such a target `auto` has suffix alone, whether it finds what comes or not."""
     for found, alpha in ((0.05, 0.1), (0.3, 0.2), (0.3, 0.8)):
         world = World(
             [suffix(found, alpha)],

@@ -27,7 +27,7 @@ def draft_cost(call_s: float, level_s: float, token_s: float) -> DraftCost:
 
 
 def curve(survival: list[float], entry_s: float = 0.0) -> Curve:
-    """Of a chain whose tokens are accepted down to each position with these chances."""
+    """Make the curve of a chain whose tokens are accepted down to each position with these chances."""
     return Curve(list(itertools.accumulate(survival)), range(1, len(survival) + 1), entry_s)
 
 

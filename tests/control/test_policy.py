@@ -263,7 +263,7 @@ def test_searches_are_as_seldom_as_their_price_demands(alpha: float, share: floa
 
 
 def test_with_searches_that_cost_much_a_shift_is_followed() -> None:
-    """Of several random worlds the usual one: when a shift is noticed there is a matter of a few looks."""
+    """The usual one of several random worlds: when a shift is noticed there is a matter of a few looks."""
     shares: dict[float, list[float]] = {0.05: [], 0.85: []}
     for seed in range(5):
         world = steady(0.85, 4, clock=FakeClock(0.1 * Machine().step_s(4, 8)))

@@ -38,7 +38,7 @@ class Machine:
     row_s: float = 0.002
     other_s: float = 0.001
     slot_s: float = 0.0001
-    """Of each sequence, beside its row."""
+    """Seconds of each sequence, beside its row."""
 
     def pass_s(self, rows: float) -> float:
         return max(self.read_s + 0.05 * self.row_s * rows, 0.6 * self.read_s + self.row_s * rows)
@@ -57,10 +57,10 @@ class Simulated:
     call_s: float = 0.0005
     level_s: float = 0.001
     slot_s: float = 0.0001
-    """Of a sequence's token."""
+    """Seconds of a sequence's token."""
     missed_token_s: float = 0.0
     found: Mapping[str, Seq[tuple[float, int]]] = field(default_factory=dict)
-    """Of a lookup: task to the chances of proposals by length; the rest finds nothing."""
+    """Chances of a lookup's proposals by length, for each task; the rest finds nothing."""
 
     def call(self, depths: Seq[int], num_missed: int) -> float:
         """Seconds."""
@@ -141,7 +141,7 @@ class World:
         self.num_asked = [0] * len(drafters)
         """Draft tokens asked for, by drafter."""
         self.choices: list[Choice] = []
-        """Of the last step."""
+        """Choices of the last step."""
         self.num_begun = 0
         self._lengths: list[dict[int, int]] = [{} for _ in drafters]
         """By drafter, sequence id to the tokens that it has seen."""
@@ -356,7 +356,7 @@ class World:
         return self.fixed_rate(dict.fromkeys(self.tasks, (NOBODY, 0)))
 
     def best_rate(self) -> float:
-        """Of one setting for all."""
+        """Return the rate of one setting for all."""
         return max(self.fixed_rate(dict.fromkeys(self.tasks, setting)) for setting in self.settings())
 
     def batch_best_rate(self, size: int) -> float:

@@ -80,7 +80,7 @@ def test_an_answer_is_computed_anew_where_it_is_part_of_a_later_prompt(
 
 
 def logits_of(lm: CausalLM, text: list[int], chunks: list[int], num_fast: int, company: bool) -> torch.Tensor:
-    """Of each row of `text`, computed in chunks, perhaps beside another text's rows."""
+    """Return the logits of each row of `text`, computed in chunks, perhaps beside another text's rows."""
     cache = lm.new_cache(2 * 256, prefix_caching=False)
     begin, rows = 0, []
     for size in chunks:

@@ -19,7 +19,7 @@ from slipstream.models.attention.registry import ATTENTION
 from slipstream.testing.paged import PAGE, PagedAccounting, PagedBackend
 
 TOLERANCE = 1e-3
-"""Of an entry: PyTorch's attention gives a row other last bits in other company."""
+"""Tolerance of an entry: PyTorch's attention gives a row other last bits in other company."""
 
 
 @pytest.fixture(autouse=True)

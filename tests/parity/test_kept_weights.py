@@ -52,7 +52,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def logits(lm: CausalLM, num_rows: int) -> Tensor:
-    """Of a prompt in passes of so many rows."""
+    """Return the logits of a prompt in passes of so many rows."""
     pool, slots = lm.trial_cache(len(TEXT))
     passes = [
         lm.forward([RowGroup(slots, begin, TEXT[begin : begin + num_rows], range(num_rows))], pool).logits

@@ -30,7 +30,7 @@ pytestmark = [
 NUM_REQUESTS = 240
 MAX_TOKENS = 24
 NUM_SLOTS = 400
-"""Of a cache that is too small: for one request of the longest kind, or three short ones."""
+"""Slots of a cache that is too small: for one request of the longest kind, or three short ones."""
 TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from slipstream.train.eagle_loss import TargetText, training_time_test
 
 NUM_TEXTS = 32
 NUM_TOKENS = 32
-"""Of each text's end, the target's own greedy answer for the most part."""
+"""Tokens of each text's end, the target's own greedy answer for the most part."""
 NUM_STEPS = 20
 
 

@@ -74,7 +74,7 @@ def references(off: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
-    """Of all prompts, each greedy and seeded at temperature 0.8."""
+    """Return the answers to all prompts, each greedy and seeded at temperature 0.8."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=number)
         for temperature in (0.0, 0.8)

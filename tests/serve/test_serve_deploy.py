@@ -112,7 +112,7 @@ def test_metrics_and_labels_of_expressions_exist(
 
 
 def sources() -> list[str]:
-    """Of the server."""
+    """Return the sources of the server."""
     return [file.read_text() for file in SERVE.glob("*.py")]
 
 
@@ -159,7 +159,7 @@ def test_rules_fire_when_they_should() -> None:
 
 
 def test_series_whose_increase_is_asked_for_begin_at_0(make_app: MakeApp) -> None:
-    """Of those with labels that rules name; a series that begins at 1 has no increase."""
+    """Series with labels that rules name begin at 0; one that begins at 1 has no increase."""
     wanted = {
         (name, label.name, label.value)
         for rule in rules()

@@ -102,7 +102,7 @@ def params() -> list[SamplingParams]:
 
 
 def p_value(outputs: list[RequestOutput], truth: dict[tuple[int, ...], float]) -> float:
-    """Of the hypothesis that the first tokens of the answers follow `truth`."""
+    """Return the p-value of the hypothesis that the first tokens of the answers follow `truth`."""
     number = len(outputs)
     counts = Counter(tuple(output.outputs[0].token_ids[:NUM_TOKENS]) for output in outputs)
     assert set(counts) <= set(truth)

@@ -47,7 +47,7 @@ def evaluate(
 
 
 def log_likelihoods(samples: dict[str, Any], task: str) -> list[float]:
-    """Of every answer, or of every text."""
+    """Return the log-likelihood of every answer, or of every text."""
     return [
         float(answer[0][0] if isinstance(answer[0], list) else answer[0])
         for row in samples[task]

@@ -68,7 +68,7 @@ class LlamaServer:
 
 
 FALLBACK = BINARIES / "llama-server-without-amx"
-"""Of `environments.LLAMA_FALLBACK`; it is there on processors with AMX alone."""
+"""Server of `environments.LLAMA_FALLBACK`; it is there on processors with AMX alone."""
 
 
 class Crashed(Refused):

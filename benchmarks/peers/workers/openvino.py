@@ -27,7 +27,7 @@ PRECISION = {
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Of which a processor that computes in bfloat16 has one; the last is ARM's name."""
+"""Flags of which a processor that computes in bfloat16 has one; the last is ARM's name."""
 
 
 class OpenVino:

@@ -65,7 +65,7 @@ class QueueShare(ReplicaMessage, tag="queue", frozen=True):
     """For autoscaling and statistics."""
 
     share: float
-    """Of the answers that wait at the front."""
+    """Share of the answers that wait at the front."""
     by_account: bool
     """Whether the front's statistics keep accounts apart."""
 

@@ -21,7 +21,7 @@ class ByteTokens:
     ends: list[int]
     """The end tokens, at least one."""
     token_of: dict[bytes, int]
-    """Of the ordinary tokens."""
+    """Ids of the ordinary tokens by their bytes."""
 
     bos_token_id = None
 

@@ -51,7 +51,7 @@ def test_each_reason_is_told_once_with_its_remedy() -> None:
 
 
 def test_what_can_be_installed_has_a_remedy() -> None:
-    """Of the reasons in the tests' files, all that name something to install."""
+    """Every reason in the tests' files that names something to install has a remedy."""
     named = re.compile(r"not installed|no Chromium|compiler|no curl|is an extra|not here|command|no CUDA")
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         for reason in re.findall(r'(?:reason=|pytest\.skip\()f?"([^"]+)"', file.read_text()):

@@ -12,7 +12,7 @@ from slipstream.draft.model.growth import Growths, NotFiniteError, Peaks, Propos
 from slipstream.sampling.params import SamplingParams
 
 WIDTH = 10
-"""Of the draft; the target's ids go on behind."""
+"""Width of the draft; the target's ids go on behind."""
 
 
 def sequence(number: int = 0, **params: Any) -> Sequence:

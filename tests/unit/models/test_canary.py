@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there 
 
 NUM_LAYERS = 2
 PLACES = {"q": (0, 0), "k": (0, 1), "v": (0, 2), "o": (1, 0), "gate": (2, 0), "up": (2, 1), "down": (3, 0)}
-"""Of each matrix: in which of a layer's four packed weights, and which part of it."""
+"""Place of each matrix: in which of a layer's four packed weights, and which part of it."""
 NUM_STACKS = 4
 FAULTS = ("scale", "block", "layer")
 

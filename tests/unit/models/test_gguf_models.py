@@ -115,7 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 ARCHS = {"mixtral": "llama"}
-"""Of families that llama.cpp has no name of their own for."""
+"""Names of families that llama.cpp has no name of their own for."""
 WITH_EXPERTS = ("mixtral", "qwen3moe")
 
 
@@ -203,8 +203,8 @@ def packed_logits_of(lm: Any) -> torch.Tensor:
 
 native = pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
 TOLERANCES = dict.fromkeys(QUANTISED, 0.03) | {"mixed": 0.03, "Q4_0": 0.01}
-"""Of logits, over their spread: rows are rounded to 8 bits before they are multiplied. Measured: 0.009 to 0.02, with
-Q4_0, whose codes have a mean, 0.005."""
+"""Errors of logits over their spread: rows are rounded to 8 bits before they are multiplied. Measured: 0.009 to 0.02,
+with Q4_0, whose codes have a mean, 0.005."""
 
 
 @native

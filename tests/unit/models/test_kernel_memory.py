@@ -64,7 +64,7 @@ def loaded(folder: Path, threads: int, quantization: str | None = None) -> Causa
 
 
 def logits(lm: CausalLM, num_past: int, num_rows: int) -> torch.Tensor:
-    """Of rows behind random entries."""
+    """Return the logits of rows behind random entries."""
     torch.manual_seed(1)
     pool = KVPool(lm.shapes, num_past + num_rows, lm.dtype, lm.device)
     for tensor in (*pool.keys, *pool.values):

@@ -116,7 +116,7 @@ def test_a_kept_library_that_does_not_load_is_compiled_anew(
 
 @pytest.mark.usefixtures("forgotten")
 def test_another_compiler_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another version too: its command is the same."""
+    """Another version of a compiler compiles anew too: its command is the same."""
     (kept,) = cache_folder().glob(f"{native.build().stem}-*.so")
     script = tmp_path / "compiler"
 

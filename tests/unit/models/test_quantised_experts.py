@@ -126,7 +126,7 @@ def refusal(path: Path, **options: Any) -> str:
 
 
 def expert_weights(lm: Any) -> Tensor:
-    """Of all layers and experts, as the kernels multiply with them."""
+    """Return the weights of all layers and experts, as the kernels multiply with them."""
     linears = [weight for experts in lm.decoder.experts for weight in experts.linears]
     return torch.cat([weight.unpack(torch.arange(weight.out_features)).flatten() for weight in linears])
 
@@ -152,7 +152,7 @@ def test_a_dtype_widens_the_files_numbers(family: str, method: str, tmp_path: Pa
 
 
 ROUNDED = {"int8": 0.06, "int4": 0.3, "bfloat16": 0.12}
-"""Of logits, over their spread: attention's rows are rounded to 8 bits in all of them, and then now and then a random
+"""Errors of logits over their spread: attention's rows are rounded to 8 bits in all of them, and now and then a random
 router chooses another expert. Measured: up to 0.025, 0.11, 0.06."""
 
 

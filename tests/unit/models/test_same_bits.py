@@ -60,7 +60,7 @@ def compiled(
 
 
 def printed_digest(build: Build, program: Path) -> str:
-    """Of all results of the driver: products, embeddings, hidden states, logits."""
+    """Return the digest of all results of the driver: products, embeddings, hidden states, logits."""
     run = [*([EMULATOR] if emulated(build) else []), str(program), SEED, NUM_CASES]
     printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     return printed.rpartition("digest ")[2].strip()

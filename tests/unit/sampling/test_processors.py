@@ -205,7 +205,7 @@ def test_against_transformers(values: dict[str, Any], theirs: Any, vocab: int) -
 
 
 def test_min_p_comes_before_top_p() -> None:
-    """Of 0.5, 0.3, 0.2, min-p leaves 0.625 and 0.375, top-p the first alone. In Transformers' order two stay."""
+    """From 0.5, 0.3, 0.2 min-p leaves 0.625 and 0.375, top-p the first alone. In Transformers' order two stay."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     ours = LogitsProcessor(SamplingParams(min_p=0.5, top_p=0.6), (), (), (), 3).log_probs(logits, (), [()])
     assert ours.exp().tolist() == [[1.0, 0.0, 0.0]]

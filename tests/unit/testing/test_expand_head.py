@@ -284,7 +284,7 @@ def test_layouts_and_draft_vocabularies_stay(kind: str, models: Models, tmp_path
 
 
 def test_feature_layers_are_where_the_source_layers_are(models: Models, tmp_path: Path) -> None:
-    """Of seven layers the third, the fifth and the last are the source's; the states behind are its states 1 to 3."""
+    """The third, fifth and last of seven layers are the source's; the states behind are its states 1 to 3."""
     for number, (taps, expected) in enumerate([((0, 1, 2), [0, 3, 5]), ((1, 2, 3), [3, 5, 7])]):
         head = save_head("eagle3", models.small, tmp_path / f"head{number}", feature_layers=taps)
         expand_head(head, models.small, models.wide, tmp_path / f"large{number}")

@@ -60,7 +60,7 @@ class TrialProcess:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process as it was last started; None where none was, or it has been ended."""
+        """Return the id of the process as it was last started; None where none was, or it has been ended."""
         return None if self._child is None else self._child.process.pid
 
     def start(self) -> None:

@@ -53,7 +53,7 @@ class TrialRequest(TrialMessage, tag="request", frozen=True):
     task: str
     """`hello`: nothing; `vocabulary`: keep `tokens`; `check`: read a grammar; `try`: compile it."""
     key: str = ""
-    """Of the vocabulary."""
+    """Name of the vocabulary."""
     source: str = ""
     """The grammar."""
     tokens: ByteTokens | None = None

@@ -125,7 +125,7 @@ class Steps(EngineMessage, tag="steps", frozen=True):
 
     reports: list[StepReport]
     rows: list[DecodedRow]
-    """Of all these steps, but each list is one step's: `lengths` says how many belong to each."""
+    """Rows of all these steps, in order; `lengths` says how many belong to each step."""
     lengths: list[int]
     updates: list[tuple[int, AnswerUpdate]]
     """Each with the number of its request."""

@@ -29,7 +29,7 @@ DEPTHS = (1, 2, 3, 4, 6, 8)
 CHAIN_DEPTH = 6
 """The deepest chain that is considered where the caller names none."""
 HEAD_DEPTH = 4
-"""Of heads and of the target's own weights: as `CHAIN_DEPTH`."""
+"""Depth of heads and of the target's own weights: as `CHAIN_DEPTH`."""
 NGRAM_DEPTHS = (2, 4, 8)
 TREE = {"tree_top_k": 3, "num_speculative_tokens": 4, "num_draft_nodes": 8}
 """The tree that is considered beside the chain of each drafter that can draft one."""
