@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deploy.fleet import ROOM, greedy
+from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.deploy.local import LocalReplicas
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router

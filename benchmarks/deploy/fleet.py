@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
+from benchmarks.deploy.local_replicas import LocalReplicas
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.deploy.local import LocalReplicas
 from slipstream.testing.expand import expand, parse_count
 
 ROOM: dict[str, Any] = {"kv_cache_bytes": 256 * 2**20, "max_num_seqs": 8, "num_threads": 1}

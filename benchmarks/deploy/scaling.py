@@ -30,11 +30,11 @@ from benchmarks.deploy.fleet import (
     prompts,
     target,
 )
+from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.deploy.local import LocalReplicas
 from slipstream.deploy.relay import Address, Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.deploy.requests import ROOM, Case, cases, differences
 from benchmarks.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.deploy.config import RouterConfig
-from slipstream.deploy.local import LocalReplicas
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router

@@ -19,8 +19,8 @@ from slipstream.assets import sample_prompts
 from slipstream.models import load_tokenizer
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.process.thread import ThreadedHost
 from slipstream.text.prompts import encode_chat
+from tests.kit.threaded_host import ThreadedHost
 from tests.serve.serve_cases import running
 
 NUM_PROMPTS = 24

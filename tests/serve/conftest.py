@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 from slipstream import LLM
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.process.thread import ThreadedHost
 from slipstream.text.prompts import encode_chat
+from tests.kit.threaded_host import ThreadedHost
 
 
 @pytest.fixture(scope="session")

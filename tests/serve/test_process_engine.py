@@ -22,8 +22,8 @@ from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink
 from slipstream.serve.process.protocol import CODEC, Steps, Submit
 from slipstream.serve.process.remote import RemoteEngine
-from slipstream.serve.process.thread import ThreadedHost, stream_to
 from slipstream.text.prompts import encode_chat
+from tests.kit.threaded_host import ThreadedHost, stream_to
 
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -30,8 +30,8 @@ from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink
 from slipstream.serve.process.protocol import CODEC, CancelRequest, Read, State, Submit
 from slipstream.serve.process.remote import RemoteEngine
-from slipstream.serve.process.thread import ThreadedHost, stream_to
 from slipstream.text.prompts import encode_chat
+from tests.kit.threaded_host import ThreadedHost, stream_to
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
 WAIT_S = 120.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from typing import Any
 
@@ -136,14 +137,24 @@ def test_the_first_message_tells_versions_apart_for_ever() -> None:
         },
         {"structured": {"json_schema": {"type": "object"}, "compact": True}, "logprobs": 0},
         {"structured": {"choice": ["yes", "no"]}, "ignore_eos": True, "detokenize": False},
+        {"temperature": 0.1 + 0.2, "min_p": 1 / 3, "top_k": -1, "min_tokens": 4, "max_tokens": 9},
+        {"stop": ["a", "\u2028é"], "include_stop_str_in_output": True, "prompt_logprobs": 2},
     ],
 )
 def test_parameters_arrive_as_they_were(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
-    sent = Submit(1, "r", [1], [], params_out(params), RequestOptions())
+    options = RequestOptions(tenant="a/b", task="sql", max_draft_tokens=3)
+    sent = Submit(1, "r", [1], [], params_out(params), options)
     got = CODEC.read(CODEC.frame(sent)[4:])
     assert isinstance(got, Submit)
-    assert params_in(got.params) == params
+    assert (params_in(got.params), got.options) == (params, options)
+
+
+def test_numbers_keep_their_bits() -> None:
+    for value in (-math.inf, 0.1, -1e-300, 3.4028234663852886e38):
+        update = AnswerUpdate(0, [1], [False], logprobs=[TokenLogprob(1, value, 1)])
+        sent = Steps([], [], [], [(1, update)])
+        assert CODEC.read(CODEC.frame(sent)[4:]) == sent
 
 
 def test_errors_keep_their_kind() -> None:

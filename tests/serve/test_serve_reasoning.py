@@ -17,7 +17,7 @@ from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.process.thread import ThreadedHost
+from tests.kit.threaded_host import ThreadedHost
 
 PATH = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "ignore_eos": True}

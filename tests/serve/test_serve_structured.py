@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.process.thread import ThreadedHost
+from tests.kit.threaded_host import ThreadedHost
 
 SCHEMA = {
     "type": "object",

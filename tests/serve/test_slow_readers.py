@@ -23,7 +23,7 @@ from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.engine import Engine
 from slipstream.engine.unread import UnreadUpdates
 from slipstream.serve.api import stream as streams
-from slipstream.serve.process.thread import ThreadedHost
+from tests.kit.threaded_host import ThreadedHost
 
 LONG = SamplingParams(temperature=0.8, seed=5, max_tokens=80, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from slipstream.deploy import local
+from benchmarks.deploy import local_replicas
 from slipstream.errors import DeployError
 from slipstream.learn.process import LearnerProcess
 from slipstream.plan import process as plan_process
@@ -55,11 +55,11 @@ def memory_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_REPLICA", "stand_in", raising=False)
+    monkeypatch.setattr(local_replicas, "_REPLICA", "stand_in", raising=False)
 
     async def start() -> None:
         with contextlib.suppress(DeployError):
-            await local.LocalReplicas(1).start()
+            await local_replicas.LocalReplicas(1).start()
 
     asyncio.run(start())
 
@@ -114,6 +114,6 @@ def test_no_other_place_starts_python() -> None:
             if name == "start" and getattr(getattr(node, "value", None), "id", None) == "SocketChild":
                 name = "child_environment"
             if name in ("module_command", "child_environment"):
-                users.setdefault(path.name, set()).add(name)
+                users.setdefault(str(path), set()).add(name)
     assert len(users) >= 5
     assert all(names == {"module_command", "child_environment"} for names in users.values()), users

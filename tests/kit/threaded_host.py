@@ -1,4 +1,4 @@
-"""Both ends of the protocol in one process: the engine's side in a thread, for tests and for embedding."""
+"""Both ends of the engine protocol in one process: the engine's side in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas as processes of this machine, kept alive without a cluster: for one machine, tests and the soak."""
+"""Replicas as processes of this machine, kept alive without a cluster."""
 
 from __future__ import annotations
 
