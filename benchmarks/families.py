@@ -133,9 +133,9 @@ def _lines(row: dict[str, Any]) -> list[str]:
 def measure(family: str, weights: str, num_rounds: int, num_threads: int) -> dict[str, Any]:
     """One family's cell: ms of a pass by both routes, and the median and quartiles of their ratio."""
     whole, layers = (loaded(family, weights, route) for route in ("native", "packed"))
-    if whole.decoder is None or layers.decoder is not None:
+    if (whole.kernels, layers.kernels) != ("decoder", "native"):
         raise SystemExit(f"error: {family} ran as {whole.kernels} and {layers.kernels}")
-    whole.decoder.num_threads = layers.num_threads = num_threads
+    whole.executor.num_threads = layers.num_threads = num_threads
     passes = [_cell(whole, layers, num_rows, num_rounds, num_threads) for num_rows in ROW_COUNTS]
     return {
         "family": family,

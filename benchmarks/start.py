@@ -47,7 +47,8 @@ import functools, json, os, sys, time
 stamps = {"interpreter": time.monotonic()}
 from slipstream import LLM, SamplingParams
 from slipstream.models import loading
-from slipstream.models.attention.native import NativeBackend
+from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.canary import StockPass
 from slipstream.models.verdicts import LoadVerdict
 stamps["import"] = time.monotonic()
@@ -75,8 +76,8 @@ for name in ("probe_layers", "check_masks", "check_cache", "_verdict"):
 for owner, names in ((StockPass, ("run", "check_packed")), (LoadVerdict, ("is_kept", "keep"))):
     for name in names:
         timed("check", owner, name)
-timed("pack", NativeBackend, "take_over")
-timed("pack", loading, "pack_linears")
+for executor in (CpuKernels, EagerExecutor):
+    timed("pack", executor, "__init__")
 llm = LLM(sys.argv[1], speculative_config={"method": "off"}, max_num_seqs=1, max_model_len=512)
 stamps["loaded"] = time.monotonic()
 [output] = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))

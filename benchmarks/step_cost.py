@@ -31,6 +31,7 @@ from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.models import load_model
 from slipstream.models.cpu.native import instructions
 from slipstream.models.cpu.threads import operators
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.profiling.floors import Survey
 from slipstream.profiling.floors import measure as profile
 from slipstream.profiling.provenance import provenance
@@ -144,8 +145,8 @@ def pass_costs(
 def measure(model: str, quantization: str | None) -> dict[str, Any]:
     llm = LLM(model, quantization=quantization, cpu_kernels="native", max_model_len=512)
     engine = llm.engine
-    decoder = engine.model.decoder
-    assert decoder is not None, "only whole passes are measured here"
+    decoder = engine.model.executor
+    assert isinstance(decoder, CpuKernels), "only whole passes are measured here"
     weights = decoder.linears
     inputs = {width: torch.randn(1, width) for width in {weight.in_features for weight in weights}}
     passes: list[float] = []

@@ -207,24 +207,24 @@ def _if_in_package(kept: Callable[..., Any], name: str) -> Callable[..., Any]:
     real = [str(model.path()) for model in (SMOLLM2, GEMMA3)]
     unchanging = (assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT, *real)
 
-    def load(folder: str, **options: Any) -> Any:
-        return kept(folder, **options) if folder in unchanging else getattr(models, name)(folder, **options)
+    def load(folder: str, *given: Any, **options: Any) -> Any:
+        return (kept if folder in unchanging else getattr(models, name))(folder, *given, **options)
 
     return load
 
 
-def _model(folder: str, **options: Any) -> Any:
+def _model(folder: str, *given: Any, **options: Any) -> Any:
     """The model that is kept, with attributes of its own."""
     from slipstream.models.cpu import threads
 
-    return copy.copy(_model_for(threads.available(), folder, **options))
+    return copy.copy(_model_for(threads.available(), folder, *given, **options))
 
 
 @cache
-def _model_for(num_threads: int, folder: str, **options: Any) -> Any:
+def _model_for(num_threads: int, folder: str, *given: Any, **options: Any) -> Any:
     from slipstream.models import load_model
 
-    return load_model(folder, **options)
+    return load_model(folder, *given, **options)
 
 
 @cache

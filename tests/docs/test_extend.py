@@ -199,6 +199,22 @@ def test_the_backend_computes_sliding_windows_and_refuses_what_it_cannot(install
         adapt(tiny(gemma), attention_backend=name)
 
 
+# --- executor ---------------------------------------------------------------------------------------------------
+
+
+def test_the_executor_gives_the_texts_of_the_built_in_one(
+    install: Install, prompts: list[str], plain: list[list[int]]
+) -> None:
+    """Of a target and of a draft model, whose chains and trees it computes too."""
+    name = install("executor")
+    for speculation in (None, {**TREE, "tree_top_k": 1}, TREE):
+        llm = LLM(speculative_config=speculation, executor=name, max_num_batched_tokens=64)
+        assert type(llm.engine.model.executor).__name__ == "AloneExecutor"
+        outputs = llm.generate(prompts, GREEDY)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == plain
+        assert speculation is None or all(output.metrics.num_accepted_tokens > 0 for output in outputs)
+
+
 # --- weight format and family -----------------------------------------------------------------------------------
 
 

@@ -13,8 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.types import Proposal, StepItem
 from slipstream.draft.model.draft_model import DraftModelDrafter
-from slipstream.models.cpu.chains import Chains
-from slipstream.models.rows import Rows
+from slipstream.models.executor.chains import Chains
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 TREE: dict[str, Any] = {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 9}
@@ -88,19 +87,18 @@ def test_a_batch_costs_as_many_draft_passes_as_one_sequence(
         groups.append(len(batch))
         return forward(batch, pool)
 
-    def count_chains(rows: Rows, pool: Any, chains: Chains) -> list[list[int]]:
-        passes[-1] += chains.struct.depth
-        groups.append(rows.num_logit_rows)
-        drawn: list[list[int]] = draw(rows, pool, chains)
+    def count_chains(batch: Any, pool: Any, chains: Chains) -> list[list[int]]:
+        passes[-1] += chains.depth
+        groups.append(len(batch))
+        drawn: list[list[int]] = draw(batch, pool, chains)
         return drawn
 
     def step(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
         passes.append(0)
         return propose(scheduled, steps)
 
-    if model.decoder is not None:  # whole chains in one call, a pass a level
-        draw = model.decoder.draft
-        monkeypatch.setattr(model.decoder, "draft", count_chains)
+    draw = model.draft_chain
+    monkeypatch.setattr(model, "draft_chain", count_chains)  # a pass a level
     monkeypatch.setattr(model, "forward", count)
     monkeypatch.setattr(llm.engine.drafting, "propose", step)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -11,7 +11,7 @@ from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.model.growth import Growth
 from slipstream.models.cpu import native
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs the kernels")
 
@@ -42,7 +42,7 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
     name: str, make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
-    tokens = Chains.tokens
+    tokens = Chains.take_struct
 
     def counted(self: Chains) -> list[list[int]]:
         chains = tokens(self)
@@ -60,7 +60,7 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
         outputs = llm.generate(prompts[: len(PARAMS)], PARAMS)
         return [output.outputs[0].token_ids for output in outputs], list(proposals.values())
 
-    monkeypatch.setattr(Chains, "tokens", counted)
+    monkeypatch.setattr(Chains, "take_struct", counted)
     texts, chains = run()
     assert len(drawn) > 10
     if "confidence_threshold" in SPECS[name]:

@@ -14,8 +14,6 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.model.growth import Growth, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
-from slipstream.models.cpu.decoder import Decoder
-from slipstream.models.rows import Rows
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
@@ -86,11 +84,11 @@ def test_a_damaged_draft_writes_no_text(
             output.logits[:, 7] = value
         return output
 
-    def damaged_chains(self: Decoder, rows: Rows, *_: Any) -> list[list[int]]:
-        return [[NOT_FINITE]] * rows.num_logit_rows
+    def damaged_chains(self: CausalLM, groups: Any, *_: Any) -> list[list[int]]:
+        return [[NOT_FINITE]] * len(groups)
 
     monkeypatch.setattr(CausalLM, "forward", damaged)
-    monkeypatch.setattr(Decoder, "draft", damaged_chains)
+    monkeypatch.setattr(CausalLM, "draft_chain", damaged_chains)
     assert texts(llm, prompts[:2]) == texts(off, prompts[:2])
     assert llm.engine.stats().num_draft_failures == 2
 
@@ -112,13 +110,13 @@ def test_no_entry_of_a_damaged_text_is_reused(
         output.logits[:] = math.nan
         return output
 
-    def damaged_chains(rows: Rows, pool: Any, *_: Any) -> list[list[int]]:
-        damaged(rows.groups, pool)
-        return [[NOT_FINITE]] * rows.num_logit_rows
+    def damaged_chains(groups: Any, pool: Any, *_: Any) -> list[list[int]]:
+        damaged(groups, pool)
+        return [[NOT_FINITE]] * len(groups)
 
     with monkeypatch.context() as patched:
         patched.setattr(drafter.model, "forward", damaged)
-        patched.setattr(drafter.model.decoder, "draft", damaged_chains)
+        patched.setattr(drafter.model, "draft_chain", damaged_chains)
         assert texts(llm, [prompts[0]]) == texts(plain, [prompts[0]])
     assert drafter.cache.accounting.num_retained == 0
     assert llm.engine.stats().num_draft_failures == 1

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.executor.cpu_kernels import CpuKernels
 
 TOLERANCE = 1e-4
 TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(26)]
@@ -301,14 +302,14 @@ def test_a_window_that_is_off_by_one_shows(tmp_path_factory: pytest.TempPathFact
 def test_the_families_that_the_kernels_know_run_in_them(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    assert make_pair(family, tmp_path_factory, kernels="native").ours.decoder is not None
-    assert make_pair(family, tmp_path_factory, kernels="torch").ours.decoder is None
+    assert isinstance(make_pair(family, tmp_path_factory, kernels="native").ours.executor, CpuKernels)
+    assert not isinstance(make_pair(family, tmp_path_factory, kernels="torch").ours.executor, CpuKernels)
 
 
 @pytest.mark.parametrize("family", LIKE_OTHERS)
 def test_families_like_others(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     pair = make_pair(family, tmp_path_factory)
-    assert (pair.ours.decoder is None) == (family == "olmoe-clipped")
+    assert isinstance(pair.ours.executor, CpuKernels) == (family != "olmoe-clipped")
     test_weights_are_random_enough(pair)
     test_chunked_prefill(pair)
     test_draft_tree_and_commit(pair, [range(-1, 7)])

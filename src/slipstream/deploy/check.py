@@ -9,6 +9,7 @@ from slipstream.engine.settings import engine_config
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import load_tokenizer
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import outline_model
 from slipstream.serve.config import ServeConfig
 
@@ -33,19 +34,7 @@ def check_settings(settings: DeploySettings) -> None:
     speculation = settings.speculation
     if speculation is not None:
         validate(SpeculativeConfig.from_mapping(speculation), config.allow_lossy)
-    outline_model(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
-        cpu_kernels=config.cpu_kernels,
-        max_model_len=config.max_model_len,
-        attention_backend=config.attention_backend,
-        kv_cache_dtype=config.kv_cache_dtype,
-        lora=config.lora,
-    )
+    outline_model(config.model, LoadOptions.of(config, fast_prompts=False))
     load_tokenizer(
         config.tokenizer or config.model,
         revision=config.revision,
@@ -53,7 +42,7 @@ def check_settings(settings: DeploySettings) -> None:
     )
     draft = (speculation or {}).get("model")
     if isinstance(draft, str) and (speculation or {}).get("method") == DRAFT_MODEL.name:
-        outline_model(draft, trust_remote_code=config.trust_remote_code)
+        outline_model(draft, LoadOptions(trust_remote_code=config.trust_remote_code))
 
 
 def refusal(settings: DeploySettings) -> str:

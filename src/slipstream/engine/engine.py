@@ -60,7 +60,7 @@ class Engine:
         self.intake = Intake(parts)
         self._answers = Answers(TokenTexts(self.tokenizer), self._free)
         self._clock = StepClock()
-        self._num_operator_threads = self.model.num_threads if self.model.decoder is None else 1
+        self._num_operator_threads = self.model.executor.num_operator_threads
         self.shares_by_account = True
         """False where tenants are names that clients choose: new requests are then of one account for the scheduler, so
         that many names take no more than one."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models import CausalLM, load_model, load_tokenizer
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.support import context_length
 
 if TYPE_CHECKING:
@@ -23,20 +24,7 @@ _PRIVATE_FIELDS = {
 
 def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
     """The target model and its tokenizer."""
-    model = load_model(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
-        cpu_kernels=config.cpu_kernels,
-        lora=config.lora,
-        max_model_len=config.max_model_len,
-        attention_backend=config.attention_backend,
-        kv_cache_dtype=config.kv_cache_dtype,
-        fast_prompts=config.fast_prompts,
-    )
+    model = load_model(config.model, LoadOptions.of(config))
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,
         revision=config.revision,

@@ -14,20 +14,17 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kv.pool import LayerShape
-from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, Variant
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, LayerProbe, Probed
 from slipstream.models.attention.hook import slipstream_attention
-from slipstream.models.attention.probe import LayerProbe
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.executor.base import Executor
 from slipstream.models.huggingface import AttentionInterface, AttentionMaskInterface
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
@@ -54,19 +51,6 @@ those without experts. Keys that do not fit a type are off by some tenths, or ar
 
 _ROUNDED_ROWS = 0.3
 """Of logits whose rows are rounded in every layer: a row that rounds the other way moves those of later layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What a pass over two rows tells of a model."""
-
-    shapes: list[LayerShape]
-    """What each layer stores for a token."""
-    variants: list[Variant]
-    """How each layer attends; empty for a model that does not attend through the hook."""
-    vocab_size: int
-    called: frozenset[str]
-    """The names of the linear layers that it called. A weight that is read by other code is not among them."""
 
 
 def probe_layers(model: Any, backend: AttentionBackend) -> Probed:
@@ -115,13 +99,13 @@ class StockPass:
     """The Transformers model with its own attention over the trial text, before its weights are packed."""
 
     def __init__(self, lm: CausalLM, trial: LayerTrial | None) -> None:
-        """`trial` has the layers of a model that the fused decoder will compute; None: it will run layer by layer."""
+        """`trial` tries the layers out one by one; None: whole passes are compared."""
         self._lm = lm
         self._far = far_position(lm.context_length)
-        self._weights = WeightCheck(lm.config, lm.weight_format)
-        self._layers = None
+        self.weights = WeightCheck(lm.config, lm.weight_format)
+        self.layers: LayerCheck | None = None
         if trial is not None:
-            self._layers = LayerCheck(lm.config, trial, lm.shapes, self._weights, self._far)
+            self.layers = LayerCheck(lm.config, trial, lm.shapes, self.weights, self._far)
         self._head = lm.model.get_output_embeddings()
 
     def run(self) -> bool:
@@ -140,33 +124,24 @@ class StockPass:
             if hooked and not switched:
                 log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
                 return False
-            following = contextlib.nullcontext() if self._layers is None else self._layers.following()
-            watched = self._weights.watching(self._watched(), self._format_of)
+            following = contextlib.nullcontext() if self.layers is None else self.layers.following()
+            watched = self.weights.watching(self._watched(), self._format_of)
             with torch.inference_mode(), following, watched:
                 logits = lm.model(input_ids=ids, position_ids=places, use_cache=False).logits
         logits = logits.reshape(-1, logits.shape[-1]).float()
-        if self._layers is not None:
-            self._weights.take_head(self._head_name)
-            self._weights.add_table(lm.model.get_input_embeddings(), self._head)
+        if self.layers is not None:
+            self.weights.take_head(self._head_name)
+            self.weights.add_table(lm.model.get_input_embeddings(), self._head)
             with torch.inference_mode():
-                self._layers.check_logits(logits)
+                self.layers.check_logits(logits)
         else:
             check_logits(lm, logits, self._far)
         return True
 
     def check_packed(self) -> None:
         """Raise `UnsupportedModelError` where the weights that were packed since are not those of the pass."""
-        lm = self._lm
         with torch.inference_mode():
-            if lm.decoder is None:
-                self._weights.check_modules(lm.model)
-                return
-            layers = lm.decoder.layer_structs
-            self._weights.check_layers(layers)
-            self._weights.check_tables(lm.decoder.struct)
-            assert self._layers is not None
-            self._layers.check_packed(layers, lm.decoder.struct.final_norm)
-            self._check_embedding(lm.decoder, self._layers.states[0])
+            self._lm.executor.check_packed(self)
 
     @property
     def _head_name(self) -> str:
@@ -174,7 +149,7 @@ class StockPass:
 
     def _watched(self) -> dict[str, nn.Module]:
         """The linear layers whose products are collected as the pass calls them: of the fused decoder the last one."""
-        if self._layers is not None:
+        if self.layers is not None:
             return {self._head_name: self._head}
         if self._lm.device.type != "cpu":
             return {}
@@ -188,16 +163,17 @@ class StockPass:
         fmt = self._lm.weight_format
         return fmt.of_head() if module is self._head else fmt
 
-    def _check_embedding(self, decoder: Decoder, expected: Tensor) -> None:
-        """Compare the embeddings, as the decoder reads them, with `expected` [tokens, hidden], each token by itself."""
-        lm, count = self._lm, NUM_TRIAL_ROWS
+    def check_embedding(self, executor: Executor, is_packed: bool) -> None:
+        """Compare the embeddings, as a pass reads them, with those of the Transformers model, each token by itself."""
+        assert self.layers is not None
+        lm, count, expected = self._lm, NUM_TRIAL_ROWS, self.layers.states[0]  # [tokens, hidden]
         pool, slots = lm.trial_cache(count)
         rows = Rows([RowGroup(slots, 0, lm.trial_tokens(), [])])
-        _, hidden = decoder.forward(rows, pool, [0], [])
+        hidden = executor.forward(rows, pool, [0], []).hidden
         fitted = lm.weight_format.of_head().weight_error or 0.0
         rounded = 0.02 if lm.stored_bits else 0.0  # zeros of groups, see `WeightCheck`
         bound = TOLERANCE[torch.float32]
-        if decoder.embeddings_are_packed:
+        if is_packed:
             bound = max(bound, rounded, 4 * fitted)
         size = expected[:count].norm(dim=-1).clamp_min(1e-6)
         error = float(((hidden[0] - expected[:count]).norm(dim=-1) / size).max())

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
-from slipstream.models.attention.base import AttentionBackend, AttentionPass, PassOutput
-from slipstream.models.attention.gpu import without_cudnn
-from slipstream.models.cpu import threads
-from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.experts import file_stacks
+from slipstream.models.executor.base import Executor, ProbedModel
+from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
-from slipstream.models.layers import LayerStack, layer_stack
 from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
-from slipstream.models.linear.layers import NativeLinear
-from slipstream.models.linear.packing import pack_linears, packed_bytes
+from slipstream.models.linear.packing import pack_linears
 from slipstream.models.rows import RowGroup, Rows
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
@@ -42,61 +36,49 @@ class ForwardOutput:
 
 
 class CausalLM(ModelIdentity):
-    """A loaded model, its shapes and limits. Make one with `slipstream.models.load_model`."""
+    """A loaded model: what it is, its shapes and limits. Its executor computes.
+
+    Make one with `slipstream.models.load_model`.
+    """
 
     def __init__(
-        self,
-        model: Any,
-        path: str,
-        backend: AttentionBackend,
-        shapes: Sequence[LayerShape],
-        vocab_size: int,
-        context_length: int,
-        weight_format: WeightFormat,
-        dtype: torch.dtype,
-        stored_as: str = "",
+        self, given: ProbedModel, executor: Executor, path: str, context_length: int, stored_as: str = ""
     ) -> None:
-        self.model = model
+        self.model = given.model
+        self.executor = executor
         self.path = path
-        self.backend = backend
-        self.config = model.config
-        self.shapes = tuple(shapes)
-        self.vocab_size = vocab_size
+        self.backend = given.backend
+        self.config = given.model.config
+        self.shapes = tuple(given.probed.shapes)
+        self.vocab_size = given.probed.vocab_size
         self.context_length = context_length
-        self.dtype = dtype
+        self.dtype = given.dtype
         self.cache_dtype = self.dtype
         self.fast_prompts = False
         """Where true, `RowGroup.num_fast` says of each pass for which rows."""
-        self.device: torch.device = model.device
-        quantised = quantised_layers(model)
-        self.kept = KeptWeights.of(model)
+        self.device: torch.device = given.model.device
+        quantised = quantised_layers(self.model)
+        self.kept = KeptWeights.of(self.model)
         """Those that are held as a file had them."""
         self._num_parameters: int = (
-            sum(parameter.numel() for parameter in model.parameters())
+            sum(parameter.numel() for parameter in self.model.parameters())
             + self.kept.num_weights
-            + sum(stack.numel() for stack in file_stacks(model))
+            + sum(stack.numel() for stack in file_stacks(self.model))
         )
-        self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
+        self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in self.model.parameters())
         """Of the weights as they were read, but for those that files hold quantised."""
         self.stored_bits = frozenset(part.bits for part in quantised)
         """Of the codes of weights that are held as a file had them, quantised; empty where there are none."""
         self.stored_as = stored_as
-        self.weight_format = weight_format
+        self.weight_format = given.weight_format
         self.was_compared = False
         """Whether its layers or logits were compared with Transformers' when it was loaded."""
-        self.decoder: Decoder | None = None
-        """Computes the passes in the Transformers model's place, and holds its weights, where it can."""
-        self.num_threads = threads.available()
-        self._layer_stack: LayerStack | None = None
-        self._lock = threading.RLock()
-        """Held for every pass in the Transformers model: one over some layers changes the model while it runs."""
+        self.num_threads = executor.num_threads
+        self._runs_layers = False
 
     @property
     def kernels(self) -> str:
-        """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
-        if self.decoder is not None:
-            return "decoder"
-        return "native" if any(isinstance(part, NativeLinear) for part in self.model.modules()) else "torch"
+        return self.executor.kernels
 
     @property
     def num_parameters(self) -> int:
@@ -104,13 +86,7 @@ class CausalLM(ModelIdentity):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are held."""
-        if self.decoder is not None:
-            return self.decoder.nbytes
-        changes = [part.change for part in quantised_layers(self.model)]
-        apart = sum(change.nbytes for change in changes if change is not None)
-        plain = sum(int(parameter.nbytes) for parameter in self.model.parameters())
-        return packed_bytes(self.model) + plain + apart
+        return self.executor.footprint()
 
     def num_fast_tokens(self, num_prompt_tokens: int) -> int:
         """How many leading tokens of a text with such a prompt are computed in the arithmetic of `fast_prompts`."""
@@ -164,6 +140,24 @@ class CausalLM(ModelIdentity):
         `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
         them. Hidden states are those of whole passes only. Raises as `check_layers` does.
         """
+        rows = self._rows(groups, layers, hidden_layers)
+        done = self.executor.forward(rows, pool, hidden_layers, layers)
+        return ForwardOutput(done.logits, done.hidden, rows)
+
+    @torch.inference_mode()
+    def draft_chain(
+        self, groups: Sequence[RowGroup], pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """The tokens of whole draft chains, one behind each row whose logits are wanted; see `Executor.draft_chain`."""
+        return self.executor.draft_chain(self._rows(groups, layers), pool, chains, layers)
+
+    def _rows(
+        self,
+        groups: Sequence[RowGroup],
+        layers: Sequence[int] | None,
+        hidden_layers: Sequence[int] = (),
+    ) -> Rows:
+        """The rows of a pass over these layers, which are checked."""
         if layers is not None:
             self.check_layers()
             in_order = all(a < b for a, b in pairwise([-1, *layers, self.num_layers]))
@@ -171,24 +165,16 @@ class CausalLM(ModelIdentity):
                 raise ValueError(
                     f"layers {list(layers)} of {self.num_layers} with taps {list(hidden_layers)}"
                 )
-        rows = Rows(groups)
-        if self.decoder is not None:
-            return ForwardOutput(*self.decoder.forward(rows, pool, hidden_layers, layers), rows)
-        with self._lock, threads.operators(self.num_threads):
-            if layers is None or self._layer_stack is None:
-                done = self._forward(rows, pool, hidden_layers)
-            else:
-                with self._layer_stack.only(layers):
-                    done = self._run(rows, self.backend.prepare(rows, pool))
-        return ForwardOutput(done.logits, done.hidden, rows)
+        return Rows(groups)
 
     def check_layers(self) -> None:
         """Raise `ConfigError` where this model cannot run some of its layers alone."""
-        if self.decoder is not None:
-            return
-        with self._lock:
-            if self._layer_stack is None:
-                self._layer_stack = layer_stack(self)
+        if not self._runs_layers:
+            token_ids = self.trial_tokens()
+            pool, slots = self.trial_cache(len(token_ids))
+            trial = Rows([RowGroup(slots, 0, token_ids, range(len(token_ids)))])
+            self.executor.check_layers(trial, pool)
+            self._runs_layers = True
 
     def format_beside(self, quantization: str | None) -> WeightFormat:
         """The weight format of a head that runs beside this model; None takes this model's.
@@ -208,46 +194,13 @@ class CausalLM(ModelIdentity):
         if native or fmt.name != UNCHANGED:
             pack_linears(module, fmt, native)
 
-    def _forward(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int]) -> PassOutput:
-        """A pass over all layers in the Transformers model: replayed where the backend can, else eagerly."""
-        backend = self.backend
-        if not backend.can_capture:
-            return self._run(rows, backend.prepare(rows, pool), hidden_layers)
-        replayed = backend.replay(rows, pool, hidden_layers)
-        if replayed is not None:
-            return replayed
-        return backend.capture(
-            rows, pool, hidden_layers, lambda given, attention: self._run(given, attention, hidden_layers)
-        )
-
-    def _run(self, rows: Rows, attention: AttentionPass, hidden_layers: Sequence[int] = ()) -> PassOutput:
-        """The pass, computed by the Transformers model."""
-        on = rows.on(self.device)
-        with without_cudnn(self.device):
-            output = self.model(
-                input_ids=on.token_ids[None],
-                position_ids=on.positions[None],
-                use_cache=False,
-                logits_to_keep=on.logit_rows,
-                output_hidden_states=list(hidden_layers) or False,
-                **attention.arguments(),
-            )
-        hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
-        return PassOutput(output.logits[0], hidden)
-
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: the embeddings, as the model itself reads them."""
-        if self.decoder is not None:
-            return self.decoder.embed(token_ids)
-        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
-        return embedded
+        return self.executor.embed(token_ids)
 
     def project(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab]: the model's output layer, for states behind the final norm.
 
         What a family does to its logits afterwards (scaling, a softcap) is not done.
         """
-        if self.decoder is not None:
-            return self.decoder.project(hidden)
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
+        return self.executor.project(hidden)

@@ -35,8 +35,8 @@ def check_fast_prompts(device: torch.device, native: bool, weights: str | None) 
 
 def turn_on_fast_prompts(lm: CausalLM) -> None:
     """Let a loaded model have `fast_prompts`; raises `ConfigError` where it cannot, and logs what it gives up."""
-    fused = lm.decoder is not None
-    check_model(lm.family, lm.weight_type, fused, lm.decoder is not None and bool(lm.decoder.experts))
+    executor = lm.executor
+    check_model(lm.family, lm.weight_type, executor.computes_fast_rows, executor.has_experts)
     lm.fast_prompts = True
     log.info(
         "fast_prompts: the rows of prompts are computed in bfloat16, and text differs a little from that without it"

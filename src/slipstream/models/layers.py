@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
-from slipstream.models.rows import RowGroup
-
-if TYPE_CHECKING:
-    from slipstream.models.causal_lm import CausalLM
+from slipstream.models.support import text_config
 
 
 class LayerStack:
@@ -28,7 +25,7 @@ class LayerStack:
     def only(self, layers: Sequence[int]) -> Iterator[None]:
         """Let the model have no other layers within the body. Each keeps its own number in the cache.
 
-        The model must run for nobody else meanwhile; see `CausalLM.forward`.
+        The model must run for nobody else meanwhile; see `EagerExecutor.forward`.
         """
         setattr(self._parent, self._name, nn.ModuleList(self._layers[layer] for layer in layers))
         try:
@@ -47,17 +44,32 @@ class LayerStack:
                 handle.remove()
 
 
-def layer_stack(lm: CausalLM) -> LayerStack:
-    """Where the layers of `lm` are, once it was tried out that leaving some out does just that.
+def tried_layers(model: Any, logits: Callable[[], Tensor]) -> LayerStack:
+    """Where the layers of `model` are, once it was tried out that leaving some out does just that.
 
-    Raises `ConfigError` for a model whose layers are not found, or which treats a layer by its place among those that
-    run (another rotary embedding for every other layer, inputs layer by layer).
+    `logits` runs a pass. Raises `ConfigError` for a model whose layers are not found, or which treats a layer by its
+    place among those that run (another rotary embedding for every other layer, inputs layer by layer).
     """
-    stack = find_layers(lm.model, lm.num_layers)
+    num_layers = text_config(model.config).num_hidden_layers
+    stack = find_layers(model, num_layers)
     if stack is None:
-        raise ConfigError(f"{lm.family} cannot run some of its layers: they are not in one list of modules")
-    _check(lm, stack)
+        raise _refused(model, "they are not in one list of modules")
+    every = range(num_layers)
+    # Without its first layer, every other has a new place; idle in its own, the first must give the same logits.
+    try:
+        with stack.idle(every[:1]):
+            expected = logits()
+        with stack.only(every[1:]):
+            same = torch.equal(logits(), expected)
+    except Exception as error:
+        raise _refused(model, str(error)) from None
+    if not same:
+        raise _refused(model, "what a layer computes depends on its place among them")
     return stack
+
+
+def _refused(model: Any, why: str) -> ConfigError:
+    return ConfigError(f"{model.config.model_type} cannot run some of its layers: {why}")
 
 
 def find_layers(model: nn.Module, num_layers: int) -> LayerStack | None:
@@ -77,28 +89,6 @@ def _numbers(layers: nn.ModuleList) -> list[int | None]:
         next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)  # type: ignore[misc]
         for layer in layers
     ]
-
-
-def _check(lm: CausalLM, stack: LayerStack) -> None:
-    """Without its first layer, every other has a new place; idle in its own, the first must give the same logits."""
-    every = range(lm.num_layers)
-    try:
-        with stack.idle(every[:1]):
-            expected = _logits(lm)
-        with stack.only(every[1:]):
-            same = torch.equal(_logits(lm), expected)
-    except Exception as error:
-        raise ConfigError(f"{lm.family} cannot run some of its layers: {error}") from None
-    if not same:
-        raise ConfigError(
-            f"{lm.family} cannot run some of its layers: what a layer computes depends on its place among them"
-        )
-
-
-def _logits(lm: CausalLM) -> Tensor:
-    token_ids = lm.trial_tokens()
-    pool, slots = lm.trial_cache(len(token_ids))
-    return lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool).logits
 
 
 def _hand_on(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -6,25 +6,29 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.models.attention.base import ModelTraits
-from slipstream.models.attention.registry import AUTO, choose_backend, fitting_backend
+from slipstream.models.attention.base import AttentionBackend, ModelTraits
+from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, open_checkpoint
 from slipstream.models.configuration import meta_model
 from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.native import fingerprint
+from slipstream.models.executor.base import ProbedModel
+from slipstream.models.executor.eager import EagerExecutor
+from slipstream.models.executor.registry import AUTO, EXECUTORS, check_executor, choose_executor
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.files.stored import KEPT_AS_STORED
 from slipstream.models.huggingface import model_class
-from slipstream.models.linear.formats import OF_DTYPE, check_quantization, checked_format
-from slipstream.models.linear.packing import pack_linears
+from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.longrope import settle_frequencies
 from slipstream.models.matrices import (
     STORED,
@@ -34,7 +38,6 @@ from slipstream.models.matrices import (
     reading,
     row_dtype,
     settle_matrices,
-    widen_experts,
     widened,
 )
 from slipstream.models.quiet import one_line, silenced
@@ -52,132 +55,153 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    path: str,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    canary: bool = True,
-    pack: bool = True,
-    quantization: str | None = None,
-    cpu_kernels: str = "auto",
-    lora: str | None = None,
-    max_model_len: int | None = None,
-    attention_backend: str = AUTO,
-    kv_cache_dtype: str = "auto",
-    fast_prompts: bool = False,
+    path: str, options: LoadOptions | None = None, *, canary: bool = True, pack: bool = True, **given: Any
 ) -> CausalLM:
     """Load a decoder-only Transformers model from a folder or the hub.
+
+    `given` are fields of `LoadOptions`, in place of those of `options`. `canary=False` skips the comparisons with the
+    model's own layers and weights and with a cache that rounds nothing; a model that has passed them before is not
+    compared again (see `verdicts`). `pack=False` keeps the Transformers model as it is, for code that reads its
+    weights. Of a checkpoint that reads images, the language model is loaded.
 
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
     `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
     attention that is not causal or bypasses the attention interface, keys or values that the type of the cache does
-    not hold. `canary=False` skips the comparisons with the model's own layers and weights and with a cache that rounds
-    nothing; a model that has passed them before is not compared again (see `verdicts`). `pack=False` keeps the
-    Transformers model as it is, for code that reads its weights. See `EngineConfig` for `quantization`, `cpu_kernels`,
-    `attention_backend`, `kv_cache_dtype`, `fast_prompts`, `lora` and `max_model_len`, which matters to LongRoPE alone.
-    Of a checkpoint that reads images, the language model is loaded.
+    not hold.
     """
-    where = resolve_device(device)
-    check_quantization(quantization)
+    options = replace(options or LoadOptions(), **given)
+    check_quantization(options.quantization)
+    check_executor(options.executor)
     with _with_path(path):
-        says_how = dtype != "auto" or quantization is not None
-        source = open_checkpoint(path, revision, trust_remote_code, lora, widens=says_how)
-        stored = getattr(source.config, "dtype", None)  # Transformers overwrites it
-        kernels = resolve_kernels(cpu_kernels) if where.type == "cpu" and pack else "torch"
-        native = kernels == "native"
-        checked_format(quantization, where, resolve_dtype(dtype, where, source.config))
-        kind, asked = settle_dtype(
-            dtype,
-            where,
-            source.config,
-            native,
-            lambda: has_only_plain_matrices(meta_model(source.config, "eager", trust_remote_code)),
-        )
-        name = quantization or asked
-        fmt = checked_format(name, where, kind)
-        if fast_prompts:
-            check_fast_prompts(where, native, name or (dtype if dtype == "float32" else None))
-            if dtype == "auto" and pack:
-                _check_stored(source, name, stored)
-        backend = choose_backend(attention_backend, ModelTraits(source.config, where, kind, native))
-        read_as: torch.dtype | str | None = None
-        if native and kind == torch.float32 and source.stores_its_numbers:
-            read_as = STORED if fmt.stored_dtype in (None, torch.float32) else fmt.stored_dtype
-        verdict = None
-        if canary:
-            settings = {
-                "dtype": dtype,
-                "device": str(where),
-                "pack": pack,
-                "quantization": quantization,
-                "cpu_kernels": kernels,
-                "max_model_len": max_model_len,
-                "kv_cache_dtype": kv_cache_dtype,
-                "fast_prompts": fast_prompts,
-            }
-            verdict = _verdict(source, settings, native, [type(backend), type(fmt), type(fmt.of_head())])
+        choice = _choose(path, options, pack)
+        verdict = _verdict(choice, options, pack) if canary else None
         compares = canary and not (verdict is not None and verdict.is_kept())
-        narrow = stored if read_as == STORED else read_as if isinstance(read_as, torch.dtype) else None
-        if "float32" in (dtype, name):
-            narrow = None  # what is stored in 8 bits becomes float32, which rounds nothing
-        with reading(read_as):
-            model, stored_as = load_weights(
-                source,
-                kind,
-                backend.attn_implementation,
-                keeps=dtype == "auto" and pack,
-                where=where,
-                narrow=narrow,
-                experts_in=quantization if native and kind == torch.float32 else None,
-            )
-        if stored_as and quantization is not None:
-            log.warning(KEPT_AS_STORED, path, stored_as, quantization)
-        if stored_as and not native:
-            log.warning(
-                "%s weights are widened part by part in every pass without our own kernels", stored_as
-            )
-        kept = matrix_dtype(model)
-        if name is None and dtype == "auto" and read_as == STORED and kept is not None:
-            name = OF_DTYPE.get(kept)
+        model, stored_as, name = _read(choice, options, pack)
         lm = adapt(
-            model.to(where).eval(),
+            model.to(choice.device).eval(),
             path,
-            max_model_len=max_model_len,
             canary=compares,
             pack=pack,
-            quantization=name,
-            native=native,
-            attention_backend=attention_backend,
-            dtype=kind,
+            native=choice.native,
+            dtype=choice.dtype,
             stored_as=stored_as,
+            quantization=name,
+            **{key: getattr(options, key) for key in ("max_model_len", "attention_backend", "executor")},
         )
-        fused = lm.decoder is not None
-        lm.cache_dtype = resolve_cache_dtype(kv_cache_dtype, dtype, stored, lm.dtype, fused)
+        asked, widens = options.kv_cache_dtype, lm.executor.widens_entries
+        lm.cache_dtype = resolve_cache_dtype(asked, options.dtype, choice.stored, lm.dtype, widens)
         if compares:
             check_cache(lm)
             if verdict is not None and lm.was_compared:
                 verdict.keep()
-    _tell_cache_dtype(lm, kv_cache_dtype)
-    if fast_prompts:
+    _tell_cache_dtype(lm, asked)
+    if options.fast_prompts:
         turn_on_fast_prompts(lm)
     return lm
 
 
-def _verdict(
-    source: Checkpoint, settings: dict[str, Any], native: bool, classes: list[type]
-) -> LoadVerdict | None:
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a checkpoint is loaded as, before its weights are read."""
+
+    source: Checkpoint
+    stored: torch.dtype | None
+    """The checkpoint's own type."""
+    device: torch.device
+    native: bool
+    """Whether the native CPU kernels may compute."""
+    dtype: torch.dtype
+    """That it computes in."""
+    weights: str | None
+    """The weight format that is asked for."""
+    format: WeightFormat
+    backend: AttentionBackend
+
+    @property
+    def read_as(self) -> torch.dtype | str | None:
+        """For `reading`."""
+        if not (self.native and self.dtype == torch.float32 and self.source.stores_its_numbers):
+            return None
+        return STORED if self.format.stored_dtype in (None, torch.float32) else self.format.stored_dtype
+
+
+def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
+    """Raises for what `options` ask for and the checkpoint, the machine or the kernels cannot give."""
+    where = resolve_device(options.device)
+    dtype, quantization, trusts = options.dtype, options.quantization, options.trust_remote_code
+    says_how = dtype != "auto" or quantization is not None
+    source = open_checkpoint(path, options.revision, trusts, options.lora, widens=says_how)
+    stored = getattr(source.config, "dtype", None)  # Transformers overwrites it
+    native = where.type == "cpu" and pack and resolve_kernels(options.cpu_kernels) == "native"
+    checked_format(quantization, where, resolve_dtype(dtype, where, source.config))
+
+    def is_plain() -> bool:
+        return has_only_plain_matrices(meta_model(source.config, "eager", trusts))
+
+    kind, asked = settle_dtype(dtype, where, source.config, native, is_plain)
+    name = quantization or asked
+    fmt = checked_format(name, where, kind)
+    if options.fast_prompts:
+        check_fast_prompts(where, native, name or (dtype if dtype == "float32" else None))
+        if dtype == "auto" and pack:
+            _check_stored(source, name, stored)
+    traits = ModelTraits(source.config, where, kind, native and options.fuses)
+    backend = choose_backend(options.attention_backend, traits)
+    return _Choice(source, stored, where, native, kind, name, fmt, backend)
+
+
+def _read(choice: _Choice, options: LoadOptions, pack: bool) -> tuple[Any, str, str | None]:
+    """The Transformers model, how its file holds layers that stay quantised, and the format of the others."""
+    source, native, name, read_as = choice.source, choice.native, choice.weights, choice.read_as
+    narrow = choice.stored if read_as == STORED else read_as if isinstance(read_as, torch.dtype) else None
+    if "float32" in (options.dtype, name):
+        narrow = None  # what is stored in 8 bits becomes float32, which rounds nothing
+    with reading(read_as):
+        model, stored_as = load_weights(
+            source,
+            choice.dtype,
+            choice.backend.attn_implementation,
+            keeps=options.dtype == "auto" and pack,
+            where=choice.device,
+            narrow=narrow,
+            experts_in=options.quantization if native and choice.dtype == torch.float32 else None,
+        )
+    if stored_as and options.quantization is not None:
+        log.warning(KEPT_AS_STORED, source.path, stored_as, options.quantization)
+    if stored_as and not native:
+        log.warning("%s weights are widened part by part in every pass without our own kernels", stored_as)
+    kept = matrix_dtype(model)
+    if name is None and options.dtype == "auto" and read_as == STORED and kept is not None:
+        name = OF_DTYPE.get(kept)
+    return model, stored_as, name
+
+
+def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict | None:
     """Under what the checks of this checkpoint are kept; None where they are made at every start."""
+    source, native = choice.source, choice.native
     if source.trust_remote_code:
         return None  # its code may lie elsewhere
+    fmt = choice.format
+    classes = [type(choice.backend), type(fmt), type(fmt.of_head()), type(source.config)]
     try:
-        classes = [*classes, type(source.config), model_class(source.config)]
+        classes.append(model_class(source.config))
     except KeyError:
         return None  # Transformers has no class for it
+    if options.executor != AUTO:
+        classes.append(EXECUTORS.load(options.executor))
     model_type = source.config.model_type
     if native and model_type in FAMILIES.names():
-        classes = [*classes, FAMILIES.load(model_type)]
+        classes.append(FAMILIES.load(model_type))
+    settings = {
+        "dtype": options.dtype,
+        "device": str(choice.device),
+        "pack": pack,
+        "quantization": options.quantization,
+        "cpu_kernels": "native" if native else "torch",
+        "max_model_len": options.max_model_len,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "fast_prompts": options.fast_prompts,
+    }
     kernels = fingerprint() if native else "torch"
     return verdict_of(source.path, source.revision, source.adapter, settings, kernels, classes)
 
@@ -211,47 +235,45 @@ def adapt(
     *,
     canary: bool = True,
     pack: bool = True,
-    quantization: str | None = None,
     native: bool = True,
-    max_model_len: int | None = None,
-    attention_backend: str = AUTO,
     dtype: torch.dtype | None = None,
     stored_as: str = "",
+    **given: Any,
 ) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, once it has passed the canary.
 
     With `pack` the model's own weights are freed, and views of them become invalid. `dtype` is the type that it
     computes in, where its matrices may have another; None asks the model. `stored_as` says how a file holds those that
-    are still quantised.
+    are still quantised. `given` are fields of `LoadOptions`: `quantization`, `max_model_len`, `attention_backend` and
+    `executor` are read.
     """
+    options = LoadOptions(**given)
     check_config(model.config)
     dtype = dtype or row_dtype(model)
-    may_widen = dtype == torch.float32
-    fmt = checked_format(quantization, model.device, dtype)
-    if may_widen:
+    fmt = checked_format(options.quantization, model.device, dtype)
+    if dtype == torch.float32:
         settle_matrices(model, fmt.stored_dtype, keeps_narrow=native and pack and fmt.kernel is not None)
-    length = context_length(model.config, max_model_len)
+    length = context_length(model.config, options.max_model_len)
     settle_frequencies(model, length)
-    traits = ModelTraits(model.config, model.device, dtype, native and pack)
-    backend = choose_backend(attention_backend, traits)
+    traits = ModelTraits(model.config, model.device, dtype, native and pack and options.fuses)
+    name = options.attention_backend
+    backend = choose_backend(name, traits)
     probed = probe_layers(model, backend)
-    backend = fitting_backend(backend, attention_backend, traits, model, probed.variants, fmt)
-    lm = CausalLM(model, path, backend, probed.shapes, probed.vocab_size, length, fmt, dtype, stored_as)
+    backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)
+    tried = ProbedModel(model, backend, probed, fmt, dtype, native)
+    executor = choose_executor(options.executor, tried)
+    lm = CausalLM(tried, EagerExecutor(tried, packs=False), path, length, stored_as)
     stock = None
     with silenced():
         if canary:
-            trial = backend.layer_trial(model, probed.variants) if pack else None
+            trial = executor.layer_trial(tried) if pack else None
             check_masks(lm)
-            with _as_stored(model, may_widen):
+            with _as_stored(model, tried.widens):
                 stock = StockPass(lm, trial)
                 lm.was_compared = stock.run()
             del trial
         if pack:
-            lm.decoder = backend.take_over(model, probed.variants, fmt)
-            if lm.decoder is None:
-                if may_widen:
-                    widen_experts(model)
-                pack_linears(model, fmt, native, give_back=True, widens=may_widen, called=probed.called)
+            lm.executor = executor(tried)
             if stock is not None and lm.was_compared:
                 stock.check_packed()
     return lm
@@ -266,7 +288,7 @@ def _as_stored(model: Any, may_widen: bool) -> Iterator[None]:
 
 def _tell_cache_dtype(lm: CausalLM, asked: str) -> None:
     """Log how keys and values are held, and warn of a narrow type that our kernels do not read."""
-    name, fused = str(lm.cache_dtype).removeprefix("torch."), lm.decoder is not None
+    name, fused = str(lm.cache_dtype).removeprefix("torch."), lm.executor.widens_entries
     why = (
         ""
         if asked != "auto"

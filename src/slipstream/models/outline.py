@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend
-from slipstream.models.attention.registry import AUTO, fitting_backend
+from slipstream.models.attention.registry import fitting_backend
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.experts import ExpertParts, file_stacks, packed_expert_bytes
 from slipstream.models.cpu.families import find_family
@@ -26,11 +26,13 @@ from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
+from slipstream.models.executor.registry import check_executor
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
 from slipstream.models.planned_adapter import held_adapter_bytes
 from slipstream.models.settling import (
@@ -99,7 +101,7 @@ class ModelOutline(ModelIdentity):
     def kernels(self) -> str:
         if not self.native or not self.packs or self.weight_format.kernel is None:
             return "torch"
-        return "decoder" if self.backend.takes_over else "native"
+        return "decoder" if self.backend.executor == "cpu_kernels" else "native"
 
     @property
     def weight_bytes(self) -> int:
@@ -266,30 +268,17 @@ class ModelOutline(ModelIdentity):
         return {}
 
 
-def outline_model(
-    path: str,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    quantization: str | None = None,
-    cpu_kernels: str = "auto",
-    max_model_len: int | None = None,
-    attention_backend: str = AUTO,
-    kv_cache_dtype: str = "auto",
-    lora: str | None = None,
-    fast_prompts: bool = False,
-) -> ModelOutline:
+def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -> ModelOutline:
     """The outline of a checkpoint folder, a hub id (its configuration alone is downloaded) or a `config.json`.
 
     The options are those of `load_model`; a GPU need not be there. Raises as `load_model` does, as far as a
     configuration tells.
     """
-    check_quantization(quantization)
-    seen = unloaded_model(
-        path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, lora, quantization
-    )
+    options = replace(options or LoadOptions(), **given)
+    check_quantization(options.quantization)
+    check_executor(options.executor)
+    seen = unloaded_model(path, options)
+    dtype, quantization = options.dtype, options.quantization
     checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
     name = quantization or seen.asked
     matrices = seen.matrix_dtype
@@ -304,23 +293,25 @@ def outline_model(
         model=seen.model,
         shapes=seen.shapes,
         vocab_size=seen.vocab_size,
-        context_length=context_length(seen.config, max_model_len),
+        context_length=context_length(seen.config, options.max_model_len),
         dtype=seen.dtype,
         cache_dtype=seen.dtype,
         matrix_dtype=matrices,
         device=seen.device,
-        backend=fitting_backend(seen.backend, attention_backend, seen.traits, seen.model, seen.variants, fmt),
+        backend=fitting_backend(
+            seen.backend, options.attention_backend, seen.traits, seen.model, seen.variants, fmt
+        ),
         weight_format=fmt,
         native=seen.native,
         stored_bytes_per_weight=seen.stored_bytes_per_weight,
         num_threads=threads.available(),
         stored_dtype=seen.stored_dtype,
         stored_as=seen.stored_as,
-        fast_prompts=fast_prompts,
+        fast_prompts=options.fast_prompts,
     )
     fused = outline.kernels == "decoder"
-    if fast_prompts:
+    if options.fast_prompts:
         check_fast_prompts(outline.device, outline.kernels != "torch", outline.weight_type)
         check_model(outline.family, outline.weight_type, fused, outline.has_experts)
-    kept_in = resolve_cache_dtype(kv_cache_dtype, dtype, seen.stored_dtype, seen.dtype, fused)
+    kept_in = resolve_cache_dtype(options.kv_cache_dtype, dtype, seen.stored_dtype, seen.dtype, fused)
     return replace(outline, cache_dtype=kept_in)

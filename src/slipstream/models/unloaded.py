@@ -29,6 +29,7 @@ from slipstream.models.files.quantized import Quantised, settle_quantized
 from slipstream.models.files.stored import StoredModel
 from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices
 from slipstream.models.planned_adapter import planned_adapter
 from slipstream.models.quiet import one_line, silenced
@@ -90,45 +91,39 @@ def shared_outlines() -> Iterator[None]:
         _shared.reset(token)
 
 
-def unloaded_model(
-    path: str,
-    dtype: str,
-    device: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    cpu_kernels: str,
-    attention_backend: str,
-    lora: str | None,
-    quantization: str | None,
-) -> UnloadedModel:
+def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     """The model of a checkpoint, read from its configuration; raises what loading it would raise.
 
     Within `shared_outlines` each is read once. See `outline_model` for the arguments.
     """
+    dtype, quantization, trust_remote_code = options.dtype, options.quantization, options.trust_remote_code
+    # What the rest of the options says is no matter here.
     key: tuple[Any, ...] = (
-        *(path, dtype, device, revision, trust_remote_code, cpu_kernels, attention_backend, lora),
+        path,
+        replace(options, quantization=None, max_model_len=None, kv_cache_dtype="auto", fast_prompts=False),
     )
     known = _shared.get()
     for seen in () if known is None else (known.get(key), known.get((*key, quantization))):
         if seen is not None:
             return seen
-    config, stored_weights, quantised = _config(path, revision, trust_remote_code)
-    where = _device(device)
+    config, stored_weights, quantised = _config(path, options.revision, trust_remote_code)
+    where = _device(options.device)
     stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
-    adapter = planned_adapter(path, revision, lora)
+    adapter = planned_adapter(path, options.revision, options.lora)
     stores_its_numbers = adapter is None and getattr(config, "quantization_config", None) is None
     stored = _stored_bytes_per_weight(config)
     if quantised is not None and not quantised.is_kept:
         stored = 1.0
-    native = where.type == "cpu" and resolve_kernels(cpu_kernels) == "native"
+    native = where.type == "cpu" and resolve_kernels(options.cpu_kernels) == "native"
     computes = torch.float32 if native else resolve_dtype(dtype, where, config)
-    traits = ModelTraits(config, where, computes, native)  # until the model says in which type it computes
-    backend = choose_backend(attention_backend, traits)
+    # Until the model says in which type it computes.
+    traits = ModelTraits(config, where, computes, native and options.fuses)
+    backend = choose_backend(options.attention_backend, traits)
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)
     kind, asked = settle_dtype(dtype, where, config, native, lambda: plain)
     traits = replace(traits, dtype=kind)
-    backend = choose_backend(attention_backend, traits)
+    backend = choose_backend(options.attention_backend, traits)
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype

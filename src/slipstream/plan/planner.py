@@ -15,6 +15,7 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import ModelOutline, outline_model
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
@@ -46,20 +47,7 @@ class Planner:
         self.process = process
         verifier = VERIFIERS.load(self.speculative.verifier).traits()
         self._drafter, self._options = validate(self.speculative, verifier)
-        self.target = outline_model(
-            config.model,
-            dtype=config.dtype,
-            device=config.device,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            quantization=config.quantization,
-            cpu_kernels=config.cpu_kernels,
-            max_model_len=config.max_model_len,
-            attention_backend=config.attention_backend,
-            kv_cache_dtype=config.kv_cache_dtype,
-            lora=config.lora,
-            fast_prompts=config.fast_prompts,
-        )
+        self.target = outline_model(config.model, LoadOptions.of(config))
         elsewhere = self.speculative.draft_device
         self.context = DraftContext(
             engine_config=config,

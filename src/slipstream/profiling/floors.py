@@ -14,7 +14,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import nn
 
 import slipstream
 from slipstream.kv.pool import bytes_per_token
@@ -121,41 +120,6 @@ def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: f
     return times_s
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights that a pass of one row reads. An embedding is left out, since one row of it is read; of a mixture of
-    experts those count that a row is sent to."""
-
-    number: int
-    """Weights that are multiplied with: matrices, not norms and biases."""
-    num_bytes: int
-    """Bytes of everything that is read, norms and biases included."""
-
-    @classmethod
-    def of(cls, model: CausalLM) -> Weights:
-        """Counted over the module tree. A packed layer knows its own size; its bias is a parameter like others."""
-        if model.decoder is not None:
-            return cls(model.decoder.num_read, model.decoder.read_bytes)
-        share = _expert_share(model.config)
-        number, num_bytes = 0.0, 0.0
-        seen: set[int] = set()
-        for module in model.model.modules():
-            if isinstance(module, nn.Embedding):
-                continue
-            packed_bytes = getattr(module, "nbytes", None)
-            if isinstance(packed_bytes, int):
-                number += int(module.in_features) * int(module.out_features)
-                num_bytes += packed_bytes
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                read = share if parameter.ndim == 3 else 1.0  # [experts, out, in]
-                number += read * parameter.numel() if parameter.ndim > 1 else 0
-                num_bytes += read * parameter.nbytes
-        return cls(round(number), round(num_bytes))
-
-
 def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
     """Bytes that a pass of `num_rows` rows behind `context` cached tokens reads at least: weights, keys and values."""
     entries = context + num_rows
@@ -163,7 +127,7 @@ def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
     for shape, window in zip(model.shapes, _windows(model.config, len(model.shapes)), strict=True):
         seen = entries if window is None else min(entries, window + num_rows - 1)
         cached += seen * bytes_per_token([shape], model.cache_dtype)
-    return Weights.of(model).num_bytes + cached
+    return model.executor.reads.num_bytes + cached
 
 
 class _Limits:
@@ -205,7 +169,7 @@ class _Limits:
         return self._rate((model.dtype, model.weight_format.name), model.device)
 
     def _own_bytes(self, model: CausalLM) -> int:
-        return min(Weights.of(model).num_bytes, self._array_bytes[model.device])
+        return min(model.executor.reads.num_bytes, self._array_bytes[model.device])
 
     def _rate(self, limit: object, device: torch.device) -> Rate:
         rates = self._rates[limit, device]
@@ -247,7 +211,7 @@ class _Bench:
             key=profile_key(self.model),
             path=self.model.path,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            num_weights=Weights.of(self.model).number,
+            num_weights=self.model.executor.reads.number,
             memory_bytes_per_s=limits.memory_bytes_per_s(self.model),
             read_bytes_per_s=limits.read_bytes_per_s(self.model),
             flops_per_s=limits.flops_per_s(self.model),
@@ -301,14 +265,6 @@ def _fingerprint(model: ModelIdentity) -> str:
     values = {key: value for key, value in model.config.to_dict().items() if key not in volatile}
     text = json.dumps([values, model.num_parameters], sort_keys=True, default=str)
     return f"{model.family}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _expert_share(config: Any) -> float:
-    """Which part of a mixture's experts one row is sent to; 1 where there is no mixture."""
-    text = text_config(config)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    return chosen / experts if chosen and experts else 1.0
 
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:

@@ -18,6 +18,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.models import CausalLM, load_model
 from slipstream.models.cpu import threads
+from slipstream.models.executor.base import ReadWeights
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.loading import adapt
 from slipstream.profiling import floors, limits, store
@@ -60,32 +61,32 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_read_are_the_layers_and_the_output_but_not_the_embedding(pack: bool, tied: bool) -> None:
-    weights = floors.Weights.of(tiny(LlamaConfig(**SHAPE, tie_word_embeddings=tied), pack=pack))
+    weights = tiny(LlamaConfig(**SHAPE, tie_word_embeddings=tied), pack=pack).executor.reads
     multiplied = 2 * (ATTENTION + MLP) + 50 * 16
-    assert weights == floors.Weights(multiplied, 4 * (multiplied + NORMS))
+    assert weights == ReadWeights(multiplied, 4 * (multiplied + NORMS))
 
 
 def test_biases_are_read_but_are_not_multiplied_with() -> None:
-    weights = floors.Weights.of(tiny(Qwen2Config(**SHAPE)))
+    weights = tiny(Qwen2Config(**SHAPE)).executor.reads
     multiplied = 2 * (ATTENTION + MLP) + 50 * 16
     biases = 2 * (16 + 8 + 8)
-    assert weights == floors.Weights(multiplied, 4 * (multiplied + NORMS + biases))
+    assert weights == ReadWeights(multiplied, 4 * (multiplied + NORMS + biases))
 
 
 def test_half_the_experts_are_read_where_half_are_chosen() -> None:
     config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
     router = 16 * 4
-    assert floors.Weights.of(tiny(config)).number == 2 * (ATTENTION + 2 * MLP + router) + 50 * 16
+    assert tiny(config).executor.reads.number == 2 * (ATTENTION + 2 * MLP + router) + 50 * 16
 
 
 def test_keys_and_values_are_read_as_far_as_a_layer_looks() -> None:
     per_token = 2 * 2 * 2 * 4 * 4  # layers, keys and values, heads, width, bytes
     everything = tiny(LlamaConfig(**SHAPE))
-    weight_bytes = floors.Weights.of(everything).num_bytes
+    weight_bytes = everything.executor.reads.num_bytes
     assert floors.bytes_read_per_step(everything, 5, 100) == weight_bytes + 105 * per_token
     window = tiny(MistralConfig(**SHAPE, sliding_window=4))
-    assert floors.bytes_read_per_step(window, 5, 100) == floors.Weights.of(window).num_bytes + 8 * per_token
-    assert floors.bytes_read_per_step(window, 1, 2) == floors.Weights.of(window).num_bytes + 3 * per_token
+    assert floors.bytes_read_per_step(window, 5, 100) == window.executor.reads.num_bytes + 8 * per_token
+    assert floors.bytes_read_per_step(window, 1, 2) == window.executor.reads.num_bytes + 3 * per_token
 
 
 # --- measuring ------------------------------------------------------------------------------------------------

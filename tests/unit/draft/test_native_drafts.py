@@ -22,7 +22,8 @@ from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.packed import PackedAttention
-from slipstream.models.cpu.chains import ENDED, Chains, Draw
+from slipstream.models.executor.chains import ENDED, Chains, Draw
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.rows import Rows
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
@@ -234,11 +235,11 @@ def sequence_rows(begin: int, end: int, number: int, token_ids: list[int]) -> Ro
 
 
 def test_a_draft_models_chains_are_those_of_its_levels(lm: CausalLM) -> None:
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     texts = [[(number * 101 + 7 * i * i) % VOCAB for i in range(12)] for number in range(len(CHAINS))]
     first = [sequence_rows(0, 12, number, text) for number, text in enumerate(texts)]
     cache = KVPool(lm.shapes, 20 * len(CHAINS), lm.dtype, lm.device)
-    chains = lm.decoder.draft(Rows(first), cache, Chains(draws(), VOCAB))
+    chains = lm.executor.draft_chain(Rows(first), cache, Chains(draws(), VOCAB))
     for number, (length, temperature) in enumerate(CHAINS):
         pool, text, begin = KVPool(lm.shapes, 20 * len(CHAINS), lm.dtype, lm.device), list(texts[number]), 0
         for _ in range(length):
@@ -288,8 +289,10 @@ def test_chains_that_have_no_room_are_refused(
     group: RowGroup, lengths: list[int], message: str, kind: str, lm: CausalLM, tmp_path: Path
 ) -> None:
     chains = Chains([Draw(0.0, [0] * length) for length in lengths], VOCAB)
-    assert lm.decoder is not None
-    draft: Any = partial(lm.decoder.draft, Rows([group]), KVPool(lm.shapes, SLOTS, lm.dtype, lm.device))
+    assert isinstance(lm.executor, CpuKernels)
+    draft: Any = partial(
+        lm.executor.draft_chain, Rows([group]), KVPool(lm.shapes, SLOTS, lm.dtype, lm.device)
+    )
     if kind == "head":
         native = fused(saved_head(tmp_path, **HEADS["eagle-3"]), lm)
         features = torch.zeros(len(group.token_ids), LAYERS * HIDDEN)
@@ -299,10 +302,12 @@ def test_chains_that_have_no_room_are_refused(
 
 
 def test_a_chain_may_fill_its_slots(lm: CausalLM) -> None:
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     pool = KVPool(lm.shapes, 5, lm.dtype, lm.device)
     rows = Rows([RowGroup(range(5), 0, [1, 2, 3], [2])])
-    assert [len(chain) for chain in lm.decoder.draft(rows, pool, Chains([Draw(0.0, [0] * 3)], VOCAB))] == [3]
+    assert [
+        len(chain) for chain in lm.executor.draft_chain(rows, pool, Chains([Draw(0.0, [0] * 3)], VOCAB))
+    ] == [3]
 
 
 def rows_of_a_text() -> Rows:
@@ -316,19 +321,19 @@ def test_the_kernels_filter_as_the_target_does(
     temperature: float, filters: dict[str, Any], lm: CausalLM
 ) -> None:
     """Also the confidence: that of the most probable token among those that pass."""
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     pool, rows = KVPool(lm.shapes, 200, lm.dtype, lm.device), rows_of_a_text()
-    logits = lm.decoder.forward(rows, pool)[0]
+    logits = lm.executor.forward(rows, pool).logits
     params = SamplingParams(temperature=temperature, **filters)
     log_probs = LogitsProcessor(params, (), (), (), VOCAB).log_probs(logits, (), [()] * 200)
     expected = [int(Noise(i, 0).choose(row[None], [i])) for i, row in enumerate(log_probs)]
     keys = [Noise(i, 0).key(i) for i in range(200)]
     draws = [Draw(temperature, [key], **filters) for key in keys]
-    assert lm.decoder.draft(rows, pool, Chains(draws, VOCAB)) == [[token] for token in expected]
+    assert lm.executor.draft_chain(rows, pool, Chains(draws, VOCAB)) == [[token] for token in expected]
     confidences = log_probs.amax(-1).double().exp()
     least = float(confidences.median())
     draws = [Draw(temperature, [0], **filters, least_confidence=least, greedy=True) for _ in keys]
-    likely = lm.decoder.draft(rows, pool, Chains(draws, VOCAB))
+    likely = lm.executor.draft_chain(rows, pool, Chains(draws, VOCAB))
     best = logits.argmax(-1).tolist()
     sure = (confidences > least * (1 + 1e-5)).tolist()
     unsure = (confidences < least * (1 - 1e-5)).tolist()
@@ -342,11 +347,11 @@ def test_the_kernels_filter_as_the_target_does(
 @pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0, 4.0])
 def test_the_kernels_choose_what_the_noise_chooses(temperature: float, lm: CausalLM) -> None:
     """One token each of many positions and seeds, among them some that only much noise can make win."""
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     pool, rows = KVPool(lm.shapes, 200, lm.dtype, lm.device), rows_of_a_text()
     keys = [Noise(i, 0).key(i) for i in range(200)]
-    drawn = lm.decoder.draft(rows, pool, Chains([Draw(temperature, [key]) for key in keys], VOCAB))
-    logits = lm.decoder.forward(rows, pool)[0]
+    drawn = lm.executor.draft_chain(rows, pool, Chains([Draw(temperature, [key]) for key in keys], VOCAB))
+    logits = lm.executor.forward(rows, pool).logits
     assert drawn == [[chosen(row, temperature, i, i)] for i, row in enumerate(logits)]
     ranks = [int((row > row[token]).sum()) for row, (token,) in zip(logits, drawn, strict=True)]
     assert max(ranks) > 100 if temperature == 4 else temperature or max(ranks) == 0

@@ -15,6 +15,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.models import RowGroup
 from slipstream.models.cpu import builds, threads
+from slipstream.models.executor.cpu_kernels import CpuKernels
 
 PROCESS = 3
 
@@ -64,9 +65,9 @@ def test_an_engine_that_is_made_meanwhile() -> None:
     torch.ones(2)
     engine, in_its_thread = in_a_new_thread(make)
     assert in_its_thread == PROCESS
-    if engine.model.decoder is not None:
-        assert engine.model.decoder.num_threads == PROCESS
-        assert engine.model.decoder._head.num_threads == PROCESS
+    if isinstance(engine.model.executor, CpuKernels):
+        assert engine.model.executor.num_threads == PROCESS
+        assert engine.model.executor._head.num_threads == PROCESS
 
 
 @pytest.mark.usefixtures("another_step")
@@ -101,11 +102,11 @@ def test_an_engine_leaves_the_process_its_threads(kernels: str, monkeypatch: pyt
         monkeypatch.setattr(engine.runner, "forward", counted)
     for each in (llm, other, llm):
         each.generate([[5, 6]], SamplingParams(max_tokens=1))
-    fused = llm.engine.model.decoder is not None
+    fused = isinstance(llm.engine.model.executor, CpuKernels)
     assert counts == ([1, 1, 1] if fused else [2, PROCESS, 2])
     assert (llm.engine.model.num_threads, other.engine.model.num_threads) == (2, PROCESS)
-    if llm.engine.model.decoder is not None:
-        assert llm.engine.model.decoder.num_threads == 2
+    if isinstance(llm.engine.model.executor, CpuKernels):
+        assert llm.engine.model.executor.num_threads == 2
     assert torch.get_num_threads() == threads.available() == PROCESS
     assert in_a_new_thread(torch.get_num_threads) == PROCESS
 

@@ -1,9 +1,9 @@
-"""Attention backends: found by name, chosen by what a model and a device can, recorded and replayed where they can."""
+"""Attention backends: found by name, chosen by what a model and a device can."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
@@ -19,12 +19,13 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt, load_model
-from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits, PassOutput, Run
+from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits
 from slipstream.models.attention.native import NativeBackend
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.attention.posed import PosedBackend
 from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
 from slipstream.models.cpu import native
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.rows import Rows
 from slipstream.testing.paged import PagedBackend
 
@@ -120,10 +121,10 @@ def test_an_unknown_backend_is_refused_before_any_weight_is_read(monkeypatch: py
 def test_the_native_backend_computes_whole_passes() -> None:
     for name in ("auto", "native"):
         lm = llama(attention_backend=name)
-        assert lm.decoder is not None
+        assert isinstance(lm.executor, CpuKernels)
         assert type(lm.backend) is NativeBackend
     lm = llama(attention_backend="packed")
-    assert lm.decoder is None
+    assert not isinstance(lm.executor, CpuKernels)
     torch.testing.assert_close(logits(lm), logits(llama()), rtol=1e-4, atol=1e-4)
 
 
@@ -135,7 +136,7 @@ def test_a_model_that_the_kernels_do_not_know() -> None:
     ):
         adapt(GPT2LMHeadModel(config).eval(), attention_backend="native")
     lm = adapt(GPT2LMHeadModel(config).eval())
-    assert lm.decoder is None
+    assert not isinstance(lm.executor, CpuKernels)
     assert type(lm.backend) is PackedBackend
 
 
@@ -208,77 +209,6 @@ class OneSequence(Altered):
 def test_a_backend_that_is_wrong_in_trees_or_beside_others_is_refused(backend: type) -> None:
     with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
         llama(attention_backend=f"{__name__}:{backend.__name__}")
-
-
-# --- capture and replay -----------------------------------------------------------------------------------------
-
-
-class Recorder(PackedBackend):
-    """Replays shapes that it has seen, with logits that tell that it did."""
-
-    can_capture = True
-
-    def __init__(self, traits: ModelTraits) -> None:
-        super().__init__(traits)
-        self.captured: dict[tuple[int, tuple[int, ...]], int] = {}
-
-    def replay(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int]) -> PassOutput | None:
-        if (rows.num_rows, tuple(hidden_layers)) not in self.captured:
-            return None
-        return PassOutput(torch.full((rows.num_logit_rows, VOCAB), 7.0), {})
-
-    def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
-        key = (rows.num_rows, tuple(hidden_layers))
-        self.captured[key] = self.captured.get(key, 0) + 1
-        return run(rows, self.prepare(rows, pool))
-
-
-@pytest.fixture
-def recorder() -> Iterator[str]:
-    ATTENTION.register("recorder", Recorder)
-    yield "recorder"
-    ATTENTION.unregister("recorder")
-
-
-def test_passes_are_captured_once_and_replayed(recorder: str) -> None:
-    expected = logits(llama(attention_backend="packed"))
-    lm = llama(attention_backend=recorder, canary=False)
-    assert torch.equal(logits(lm), expected)
-    assert bool((logits(lm) == 7.0).all())
-    assert torch.equal(
-        logits(lm, token_ids=TEXT[:5]), logits(llama(attention_backend="packed"), None, TEXT[:5])
-    )
-    assert isinstance(lm.backend, Recorder)
-    assert lm.backend.captured == {(12, ()): 1, (5, ()): 1}
-    some = logits(lm, [0, 2])
-    assert bool((some != 7.0).any()), "a pass over some of the layers is never a recorded one"
-
-
-class Padded(Recorder):
-    """Computes passes of 8 or 16 rows: the last ones are padding, whose logits nobody wants."""
-
-    def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
-        (group,) = rows.groups
-        missing = -len(group.token_ids) % 8
-        tokens = [*group.token_ids, *[0] * missing]
-        padded = Rows([RowGroup(group.slots, group.num_past, tokens, group.logit_rows)])
-        output = run(padded, self.prepare(padded, pool))
-        hidden = {layer: states[: rows.num_rows] for layer, states in output.hidden.items()}
-        return PassOutput(output.logits, hidden)
-
-
-def test_a_recording_may_have_more_rows_than_the_pass() -> None:
-    sizes: list[int] = []
-    plain, lm = llama(attention_backend="packed"), llama(attention_backend=f"{__name__}:Padded", canary=False)
-    lm.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
-    found = []
-    for model in (plain, lm):
-        pool, slots = model.trial_cache(40)
-        found.append(model.forward([RowGroup(slots, 0, TEXT, [3, 11])], pool, [0, 2]))
-    assert sizes == [16]
-    torch.testing.assert_close(found[1].logits, found[0].logits, rtol=1e-4, atol=1e-4)
-    for layer in (0, 2):
-        torch.testing.assert_close(found[1].hidden[layer], found[0].hidden[layer], rtol=1e-4, atol=1e-4)
 
 
 # --- one model, several threads ---------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.models import adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME
 from slipstream.models.cpu import native
-from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.parts import NormParts
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedRows, GroupedWeight
 from slipstream.models.linear.packing import pack_linears
@@ -93,7 +93,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         def packing(
             self: PackedModel, linears: Any, kernel: Any, ordered: Any = None, interleaved: bool = False
         ) -> Any:
-            if type(self) is not Decoder:
+            if type(self) is not CpuKernels:
                 return pack(self, linears, kernel, ordered, interleaved)
             parts = list(linears if ordered is None else ordered)
             seen.append([_kept(part) for part in parts])
@@ -181,7 +181,7 @@ def test_a_fault_in_a_norm_is_refused(number: int, reason: str, monkeypatch: pyt
     seen: list[None] = []
 
     def spoil(self: PackedModel, parts: NormParts | None) -> Any:
-        if type(self) is Decoder and parts is not None:
+        if type(self) is CpuKernels and parts is not None:
             seen.append(None)
             if len(seen) == number + 1:
                 parts = replace(parts, weight=parts.weight.detach() * 1.001)
@@ -245,13 +245,13 @@ def ministral() -> Any:
 
 def test_what_is_wrong_at_far_positions_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ministral 3 scales its queries beyond the original context, and Llama does not."""
-    assert adapt(ministral()).decoder is None
+    assert not isinstance(adapt(ministral()).executor, CpuKernels)
     FAMILIES.register("ministral3", Llama)
     try:
         with pytest.raises(UnsupportedModelError, match="its layer 0 is not what the fused decoder computes"):
             adapt(ministral())
         monkeypatch.setattr("slipstream.models.canary.far_position", lambda length: None)
-        assert adapt(ministral()).decoder is not None  # so only the far positions tell
+        assert isinstance(adapt(ministral()).executor, CpuKernels)  # so only the far positions tell
     finally:
         FAMILIES.unregister("ministral3")
 

@@ -28,6 +28,7 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core.types import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.loading import adapt
 from slipstream.models.rows import Rows, tree_rows
 
@@ -59,7 +60,7 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     name, quantization, cache = request.param
     path = EMBEDDED_TARGET if name == "embedded" else str(_awkward(name, tmp_path_factory.mktemp("odd")))
     loaded = load_model(path, quantization=quantization, cpu_kernels="native", kv_cache_dtype=cache)
-    assert loaded.decoder is not None
+    assert isinstance(loaded.executor, CpuKernels)
     assert loaded.cache_dtype == getattr(torch, cache)
     return loaded
 
@@ -198,7 +199,7 @@ def test_a_tree_below_a_long_chunk_costs_what_its_nodes_do() -> None:
 def test_the_number_of_threads_changes_no_bit(
     lm: CausalLM, alone: Tensor, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm.decoder, "num_threads", threads)
+    monkeypatch.setattr(lm.executor, "num_threads", threads)
     assert torch.equal(lm.forward([chain(0, 0, LENGTH)], make_pool(lm)).logits, alone)
 
 
@@ -249,7 +250,7 @@ def test_layers_that_are_not_plain_are_left_to_transformers(tmp_path: Path) -> N
     model = AutoModelForCausalLM.from_config(config, attn_implementation="slipstream").eval()
     up = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Adapted(up.in_features, up.out_features, bias=False)
-    assert adapt(model).decoder is None
+    assert not isinstance(adapt(model).executor, CpuKernels)
 
 
 def test_weights_that_layers_share_are_packed_for_each() -> None:
@@ -270,6 +271,6 @@ def test_weights_that_layers_share_are_packed_for_each() -> None:
         return made
 
     shared, apart = (adapt(model(shares), canary=False) for shares in (True, False))
-    assert shared.decoder is not None
+    assert isinstance(shared.executor, CpuKernels)
     logits = [lm.forward([chain(0, 0, 20)], make_pool(lm)).logits for lm in (shared, apart)]
     assert torch.equal(*logits)

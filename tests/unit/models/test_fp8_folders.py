@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from slipstream.errors import ModelError
 from slipstream.models import load_model
 from slipstream.models.cpu.native import unavailable
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
 
 SIZES: dict[str, Any] = {
@@ -104,9 +105,9 @@ def test_they_take_the_types_that_plain_weights_take(
     lm = load_model(str(tmp_path))
     assert (lm.kernels, lm.weight_format.name) == ("decoder", "bfloat16")
     assert "converted to bfloat16" in caplog.text
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     up = numbers["model.layers.1.mlp.down_proj.weight"].bfloat16().float()
-    assert torch.equal(lm.decoder.linears[-2].unpack(torch.arange(len(up))), up)
+    assert torch.equal(lm.executor.linears[-2].unpack(torch.arange(len(up))), up)
     assert load_model(str(tmp_path), quantization="int8").weight_format.name == "int8"
     planned = outline_model(str(tmp_path))
     assert planned.held.total_bytes == lm.weight_bytes
@@ -119,8 +120,8 @@ def test_float32_rounds_nothing(asked: dict[str, str], tmp_path: Path) -> None:
     down = saved(tmp_path, FP8, tiny())["model.layers.1.mlp.down_proj.weight"].float()
     assert not torch.equal(down, down.bfloat16().float())
     lm = load_model(str(tmp_path), **asked)
-    assert lm.decoder is not None
-    assert torch.equal(lm.decoder.linears[-2].unpack(torch.arange(len(down))), down)
+    assert isinstance(lm.executor, CpuKernels)
+    assert torch.equal(lm.executor.linears[-2].unpack(torch.arange(len(down))), down)
 
 
 def test_experts_are_converted_too(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from slipstream.models.cpu.activations import ACTIVATIONS, number_of
 from slipstream.models.cpu.experts import ExpertParts
 from slipstream.models.cpu.families import FAMILIES, Family, find_family
 from slipstream.models.cpu.known_families import GptOss, Llama, Mixtral
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.rows import tree_rows
 
 SHAPE = {
@@ -204,7 +205,7 @@ def test_a_llama_that_the_kernels_do_not_compute_is_left_to_transformers(shape: 
         shape = {"rope_parameters": {**shape, "factor": 2.0, "rope_theta": 10_000.0}}
     config = LlamaConfig(**{**SHAPE, **shape})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="slipstream").eval()
-    assert adapt(model).decoder is None
+    assert not isinstance(adapt(model).executor, CpuKernels)
 
 
 @pytest.mark.parametrize("shape", [{"hidden_act": "gelu"}, {"hidden_act": "gelu_new"}, {"mlp_bias": True}])
@@ -224,7 +225,7 @@ def test_layers_of_different_widths_are_left_to_transformers() -> None:
     mlp = model.model.layers[1].mlp
     for name, shape in (("gate_proj", (48, 60)), ("up_proj", (48, 60)), ("down_proj", (60, 48))):
         setattr(mlp, name, nn.Linear(*shape, bias=False))
-    assert adapt(model).decoder is None
+    assert not isinstance(adapt(model).executor, CpuKernels)
 
 
 @pytest.mark.parametrize(
@@ -440,7 +441,7 @@ def test_layers_that_scale_their_attention_differently_are_left_to_transformers(
     """The kernels have one scale for all layers."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), attn_implementation="slipstream").eval()
     model.model.layers[1].self_attn.scaling = 0.5
-    assert adapt(model, canary=False).decoder is None
+    assert not isinstance(adapt(model, canary=False).executor, CpuKernels)
 
 
 def test_experts_of_another_form_are_named() -> None:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.cpu import native
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
 from slipstream.plan.passes import ROW_ARRAYS_BYTES, PassSizes
 from tests.kit.quantised_folders import gptq_folder
@@ -58,8 +59,8 @@ def loaded(folder: Path, threads: int, quantization: str | None = None) -> Causa
     lm = load_model(
         str(folder), quantization=quantization, cpu_kernels="native", kv_cache_dtype="float32", canary=False
     )
-    assert lm.decoder is not None
-    lm.decoder.num_threads = threads
+    assert isinstance(lm.executor, CpuKernels)
+    lm.executor.num_threads = threads
     return lm
 
 
@@ -83,15 +84,15 @@ def test_passes_take_what_is_planned(
     folder: Path, stored: Path, quantization: str, threads: int, num_past: int, num_rows: int
 ) -> None:
     lm = loaded(stored, threads) if quantization == "gptq" else loaded(folder, threads, quantization)
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     logits(lm, num_past, num_rows)
     sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
     planned = rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
     if num_rows < 300:
-        assert lm.decoder.scratch_bytes == planned
+        assert lm.executor.scratch_bytes == planned
     else:  # nothing is shared in this pass, and in one of fewer rows it would be
-        assert lm.decoder.scratch_bytes < planned
+        assert lm.executor.scratch_bytes < planned
     outline = outline_model(lm.path, quantization=None if quantization == "gptq" else quantization)
     assert outline.rounds_rows == lm.rounds_rows
 
@@ -102,11 +103,11 @@ def test_passes_over_experts_take_what_is_planned(
     mixture: Path, quantization: str, threads: int, num_past: int, num_rows: int
 ) -> None:
     lm = loaded(mixture, threads, quantization)
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     logits(lm, num_past, num_rows)
     sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
-    assert lm.decoder.scratch_bytes == rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
+    assert lm.executor.scratch_bytes == rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
 
 
 def test_fast_prompts_take_no_more_than_is_planned(folder: Path) -> None:
@@ -114,14 +115,14 @@ def test_fast_prompts_take_no_more_than_is_planned(folder: Path) -> None:
     num_rows, bytes_of = 40, []
     for fast in (False, True):
         lm = loaded(folder, 2, "bfloat16")
-        assert lm.decoder is not None
+        assert isinstance(lm.executor, CpuKernels)
         lm.fast_prompts = fast
         pool = KVPool(lm.shapes, num_rows, lm.dtype, lm.device)
         text = [(5 * i + 3) % 96 for i in range(num_rows)]
         lm.forward([RowGroup(range(num_rows), 0, text, [num_rows - 1], num_fast=num_rows * fast)], pool)
         sizes = PassSizes.of(lm)
         planned = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES) + sizes.score_bytes(num_rows, num_rows, 2)
-        bytes_of.append((lm.decoder.scratch_bytes, planned))
+        bytes_of.append((lm.executor.scratch_bytes, planned))
     (held, planned), (held_fast, planned_fast) = bytes_of
     assert held == planned
     rounded = num_rows * 33 * 64  # 1024 inputs, and a line that keeps rows apart
@@ -136,15 +137,15 @@ def test_long_texts_are_taken_in_waves(folder: Path) -> None:
     alone = logits(loaded(folder, 1), num_past, num_rows)
     for threads in (2, 3):
         lm = loaded(folder, threads)
-        assert lm.decoder is not None
+        assert isinstance(lm.executor, CpuKernels)
         assert torch.equal(logits(lm, num_past, num_rows), alone)
-        long = lm.decoder.scratch_bytes
+        long = lm.executor.scratch_bytes
         planned = PassSizes.of(lm).score_bytes(num_rows, num_past + num_rows, threads)
         assert planned == PassSizes.of(lm).score_bytes(num_rows, 2 * num_past, threads), "it is bounded"
         short = loaded(folder, threads)
-        assert short.decoder is not None
+        assert isinstance(short.executor, CpuKernels)
         logits(short, 0, num_rows)
-        assert KEPT * threads / 2 < long - short.decoder.scratch_bytes <= KEPT * threads
+        assert KEPT * threads / 2 < long - short.executor.scratch_bytes <= KEPT * threads
 
 
 WITHOUT_MEMORY = """

@@ -20,6 +20,7 @@ from slipstream.models import load_model
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.cpu.packed_weight import PackedWeight
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.low_rank import LowRankChange
 from slipstream.models.outline import outline_model
 from slipstream.models.rows import RowGroup
@@ -207,7 +208,7 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
     if unavailable() is not None:
         return
     packed = load_model(str(path), lora=folder)
-    assert packed.decoder is not None
+    assert isinstance(packed.executor, CpuKernels)
     held = outline_model(str(path), lora=folder).held
     assert held.total_bytes == packed.weight_bytes
     assert held.adapter_bytes == packed.weight_bytes - load_model(str(path)).weight_bytes
@@ -224,7 +225,7 @@ def test_layers_outside_the_fused_decoder_have_it_too(tmp_path: Path) -> None:
     folder = adapter(tmp_path, tiny(), target_modules=ALL)
     fused = logits(load_model(str(path), lora=folder))
     layered = load_model(str(path), lora=folder, attention_backend="packed")
-    assert layered.decoder is None
+    assert not isinstance(layered.executor, CpuKernels)
     assert error(logits(layered), fused) < 0.05
     assert error(logits(load_model(str(path), attention_backend="packed")), fused) > 0.2
 
@@ -245,7 +246,7 @@ def test_a_plan_counts_the_adapter_of_layers_in_one(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", "phi3", model, {"rope.dimension_count": 16}, {"": "Q8_0"})
     folder = adapter(tmp_path, model, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
     lm, held = load_model(str(path), lora=folder), outline_model(str(path), lora=folder).held
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     assert held.adapter_bytes > 0
     assert held.total_bytes == lm.weight_bytes
 

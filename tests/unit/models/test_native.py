@@ -23,6 +23,7 @@ from slipstream.models import load_model, settling
 from slipstream.models.cpu import builds, native, pages, structs
 from slipstream.models.cpu.builds import BUILDS, Build
 from slipstream.models.cpu.packed_weight import PackedWeight
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.float32 import Float32
 from slipstream.models.linear.int8 import Int8
 from slipstream.models.loading import load_plain
@@ -175,8 +176,8 @@ def test_without_a_compiler_pytorch_computes_and_a_warning_says_why(
     monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.WARNING):
         first, second = load_model(EMBEDDED_DRAFT), load_model(EMBEDDED_DRAFT, quantization="int8")
-    assert first.decoder is None
-    assert second.decoder is None
+    assert not isinstance(first.executor, CpuKernels)
+    assert not isinstance(second.executor, CpuKernels)
     messages = [record.message for record in caplog.records]
     assert len([message for message in messages if str(native.unavailable()) in message]) == 1
     assert messages.count("compiling the CPU kernels, once; this takes some seconds") <= 1

@@ -127,7 +127,7 @@ def refusal(path: Path, **options: Any) -> str:
 
 def expert_weights(lm: Any) -> Tensor:
     """Return the weights of all layers and experts, as the kernels multiply with them."""
-    linears = [weight for experts in lm.decoder.experts for weight in experts.linears]
+    linears = [weight for experts in lm.executor.experts for weight in experts.linears]
     return torch.cat([weight.unpack(torch.arange(weight.out_features)).flatten() for weight in linears])
 
 

@@ -20,6 +20,7 @@ from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_model, unloaded
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.native import unavailable
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.files.awq import AwqMatrix
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
 from slipstream.models.files.gptq import GptqMatrix, GptqSettings
@@ -342,9 +343,9 @@ def test_scales_in_32_bits_are_held_rounded_once_to_11(tmp_path: Path) -> None:
     model = saved(tmp_path, layer, gptq, GPTQ)
     expected = logits(model)
     lm = load_model(str(tmp_path))
-    assert lm.decoder is not None
+    assert isinstance(lm.executor, CpuKernels)
     weight = model.model.layers[1].mlp.down_proj.weight.data
-    held = lm.decoder.linears[-2].unpack(torch.arange(len(weight)))
+    held = lm.executor.linears[-2].unpack(torch.arange(len(weight)))
     assert not torch.equal(held, weight)
     assert bool(((held - weight).abs() <= weight.abs() * 2**-11).all())
     assert error(packed_logits(lm), expected) < 0.03

@@ -31,7 +31,7 @@ from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.linear.packing import packed_bytes
 from slipstream.models.rows import Rows

@@ -13,14 +13,14 @@ from slipstream.kv.pool import KVPool
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
 from slipstream.models.cpu.activations import ACTIVATIONS
-from slipstream.models.cpu.chains import Chains
-from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import EagleStruct, LayerStruct, ModelStruct, StatesStruct
+from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.rows import Rows
 
 
@@ -32,9 +32,10 @@ def fuse_eagle(head: EagleHead, target: CausalLM, quantization: str | None) -> N
     kernel = target.format_beside(quantization).kernel
     known = head.config.hidden_act in ("silu", "swish") and head.rotary.rope_type in STATIC_ROTARY
     embedded_width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
-    if target.decoder is None or kernel is None or not known or embedded_width != head.config.hidden_size:
+    fits = known and embedded_width == head.config.hidden_size
+    if not isinstance(target.executor, CpuKernels) or kernel is None or not fits:
         return None
-    return NativeEagle(head, target.decoder, kernel)
+    return NativeEagle(head, target.executor, kernel)
 
 
 class NativeEagle(PackedModel):
@@ -42,7 +43,7 @@ class NativeEagle(PackedModel):
 
     num_layers = 1
 
-    def __init__(self, head: EagleHead, target: Decoder, kernel: Kernel) -> None:
+    def __init__(self, head: EagleHead, target: CpuKernels, kernel: Kernel) -> None:
         super().__init__()
         config, rotary = head.config, head.rotary
         layer: Any = head.layer
@@ -113,11 +114,12 @@ class NativeEagle(PackedModel):
         return made, logits
 
     def draft(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
-        """As `Decoder.draft`, from the target's features `given` [N, width]."""
+        """As `CpuKernels.draft`, from the target's features `given` [N, width]."""
         _, logits, states = self._outputs(rows, given, from_target=True)
-        batch = self._chain_batch(rows, pool, logits, chains)
+        chains.check(rows)
+        batch = self._batch(rows, pool, logits)
         self._run("slipstream_draft_eagle", self._struct, batch, states, chains.struct)
-        return chains.tokens()
+        return chains.take_struct()
 
     def _outputs(self, rows: Rows, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor, StatesStruct]:
         given = given.contiguous()

@@ -28,7 +28,7 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization
 from slipstream.models.linear.packing import packed_bytes
 

@@ -12,12 +12,12 @@ from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
-from slipstream.models.cpu.chains import Chains
-from slipstream.models.cpu.decoder import Decoder
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.structs import BatchStruct, BlockStruct, HeadRowsStruct, HeadsStruct, LinearStruct
+from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.rows import RowGroup, Rows
 
 
@@ -29,9 +29,9 @@ def fuse_heads(
     They do where they compute the target, whose format is taken without `quantization`.
     """
     kernel = target.format_beside(quantization).kernel
-    if target.decoder is None or kernel is None:
+    if not isinstance(target.executor, CpuKernels) or kernel is None:
         return None
-    return NativeHeads(heads, target.decoder, kernel)
+    return NativeHeads(heads, target.executor, kernel)
 
 
 class NativeHeads(PackedModel):
@@ -39,7 +39,7 @@ class NativeHeads(PackedModel):
 
     num_layers = 0
 
-    def __init__(self, heads: MedusaHeads | HydraHeads, target: Decoder, kernel: Kernel) -> None:
+    def __init__(self, heads: MedusaHeads | HydraHeads, target: CpuKernels, kernel: Kernel) -> None:
         super().__init__()
         config = heads.config
         self._vocab_size = config.vocab_size
@@ -72,13 +72,13 @@ class NativeHeads(PackedModel):
         return logits
 
     def draft_medusa(self, states: Tensor, chains: Chains) -> list[list[int]]:
-        """As `Decoder.draft`, from the target's states [chains, hidden], which every head reads."""
-        given, _ = self._rows(states, 0, chains.struct.depth)
+        """As `CpuKernels.draft`, from the target's states [chains, hidden], which every head reads."""
+        given, _ = self._rows(states, 0, chains.depth)
         self._run("slipstream_draft_medusa", self._struct, given, chains.struct)
-        return chains.tokens()
+        return chains.take_struct()
 
     def draft_hydra(self, states: Tensor, token_ids: Seq[int], chains: Chains) -> list[list[int]]:
-        """As `Decoder.draft`, from the target's states [chains, hidden] and the tokens behind them."""
+        """As `CpuKernels.draft`, from the target's states [chains, hidden] and the tokens behind them."""
         states = states.contiguous()
         logits = native.empty_rows(len(states), self._vocab_size)
         rows = Rows([RowGroup(range(1), 0, [token_id], [0]) for token_id in token_ids])  # stored nowhere
@@ -92,7 +92,7 @@ class NativeHeads(PackedModel):
                 self._scratch,
                 self.num_threads,
             )
-        return chains.tokens()
+        return chains.take_struct()
 
     def _rows(self, rows: Tensor, first: int, count: int) -> tuple[HeadRowsStruct, Tensor]:
         rows = rows.contiguous()

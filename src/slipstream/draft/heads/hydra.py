@@ -12,7 +12,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.hydra_head import WEIGHT_FILES, load_hydra
 from slipstream.draft.model.growth import Growth
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.medusa_head import WEIGHT_FILES, load_medusa
 from slipstream.draft.model.growth import Growth
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model
-from slipstream.models.cpu.chains import Chains
-from slipstream.models.rows import RowGroup, Rows
+from slipstream.models.executor.chains import Chains
+from slipstream.models.rows import RowGroup
 
 
 class BorrowingDrafter(LevelDrafter):
@@ -95,13 +95,8 @@ class BorrowingDrafter(LevelDrafter):
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         return self.model.forward([feed.rows for feed in feeds], self.cache.pool, layers=self.layers).logits
 
-    def draws_chains(self) -> bool:
-        return self.model.decoder is not None
-
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
-        assert self.model.decoder is not None
-        rows = Rows([feed.rows for feed in feeds])
-        return self.model.decoder.draft(rows, self.cache.pool, chains, self.layers)
+        return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains, self.layers)
 
 
 def outline_borrowing(
@@ -174,7 +169,7 @@ def _copy(what: str, quantization: str, context: DraftContext) -> CausalLM:
     assert target is not None
     check_copy(what, quantization, context)
     options = copy_options(quantization, config, target.dtype)
-    copy = load_model(config.model, device=str(context.device), lora=config.lora, **options)
+    copy = load_model(config.model, options, device=str(context.device))
     if (
         copy.shapes != target.shapes
         or copy.dtype != target.dtype

@@ -20,10 +20,10 @@ from slipstream.draft.model.levels import Feed
 from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization, weight_format
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import outline_model
-from slipstream.models.rows import Rows
 from slipstream.text.vocabulary import check_same_vocabulary
 
 log = logging.getLogger(__name__)
@@ -92,27 +92,13 @@ class DraftModelDrafter(CachedDrafter):
         return outline
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
-        trust = context.engine_config.trust_remote_code
         self.tokenizer = self._load_tokenizer(options, context)
         self._check_tokenizer(options, context)
-        device = str(context.device) if options.device == "auto" else options.device
-        quantization = options.quantization or _inherited_format(context.engine_config, device)
-        self._loaded_as = (options.model, options.revision, options.dtype, device, quantization, options.lora)
+        loaded_as = _load_options(options, context)
+        self._loaded_as = (options.model, loaded_as)
         lent = None if context.lender is None else context.lender.lend(self._loaded_as)
         self._is_lent = lent is not None
-        self.model = lent or load_model(
-            options.model,
-            dtype=options.dtype,
-            device=device,
-            revision=options.revision,
-            trust_remote_code=trust,
-            quantization=quantization,
-            cpu_kernels=context.engine_config.cpu_kernels,
-            lora=options.lora,
-            max_model_len=context.engine_config.max_model_len,
-            attention_backend=context.engine_config.attention_backend,
-            kv_cache_dtype=context.engine_config.kv_cache_dtype,
-        )
+        self.model = lent or load_model(options.model, loaded_as)
         self._warn_of_size(options.model, context)
         super().__init__(
             options,
@@ -176,11 +162,10 @@ class DraftModelDrafter(CachedDrafter):
 
     def draws_chains(self) -> bool:
         # A subclass that feeds or reads tokens in another way computes level by level.
-        return self.model.decoder is not None and type(self)._forward is DraftModelDrafter._forward
+        return type(self)._forward is DraftModelDrafter._forward
 
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
-        assert self.model.decoder is not None
-        return self.model.decoder.draft(Rows([feed.rows for feed in feeds]), self.cache.pool, chains)
+        return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains)
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
@@ -204,23 +189,23 @@ def _inherited_format(engine: EngineConfig, device: str) -> str | None:
     return held if device.partition(":")[0] in (*weight_format(held).devices, "auto") else None
 
 
-def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutline:
-    """What a drafter with this draft model holds: its weights, and keys and values of its own."""
-    engine = context.engine_config
+def _load_options(options: DraftModelOptions, context: DraftContext) -> LoadOptions:
+    """How the draft is loaded; what its own options do not say is as for the target."""
     device = str(context.device) if options.device == "auto" else options.device
-    model = outline_model(
-        options.model,
+    return LoadOptions.of(
+        context.engine_config,
         dtype=options.dtype,
         device=device,
         revision=options.revision,
-        trust_remote_code=engine.trust_remote_code,
-        quantization=options.quantization or _inherited_format(engine, device),
-        cpu_kernels=engine.cpu_kernels,
-        max_model_len=engine.max_model_len,
-        attention_backend=engine.attention_backend,
-        kv_cache_dtype=engine.kv_cache_dtype,
+        quantization=options.quantization or _inherited_format(context.engine_config, device),
         lora=options.lora,
+        fast_prompts=False,
     )
+
+
+def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutline:
+    """What a drafter with this draft model holds: its weights, and keys and values of its own."""
+    model = outline_model(options.model, _load_options(options, context))
     shape = ProposalShape.of(options, context.verifier)
     return DraftOutline(
         max_nodes=shape.num_nodes,

@@ -18,7 +18,7 @@ from slipstream.draft.model.correction import CorrectedOptions, Correction
 from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, Peaks, whole_chains
 from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.kv.cache import KVCache
-from slipstream.models.cpu.chains import Chains
+from slipstream.models.executor.chains import Chains
 from slipstream.models.rows import RowGroup
 
 
@@ -109,7 +109,7 @@ class LevelDrafter(ShapedDrafter):
     def _draft_chains(self, feeds: list[Feed]) -> list[Feed]:
         """Draft the chains that one call can draw from end to end; returns the other feeds."""
         if self._correction is not None or not self.draws_chains():
-            return feeds  # the kernels draw from the logits as they are
+            return feeds  # an executor draws from the logits as they are
         draws = whole_chains(feed.growth for feed in feeds if feed.rows.logit_rows)
         drawn = [feed for feed in feeds if feed.growth.sequence.id in draws]
         if not drawn:
@@ -121,11 +121,11 @@ class LevelDrafter(ShapedDrafter):
         return [feed for feed in feeds if feed.growth.sequence.id not in draws]
 
     def draws_chains(self) -> bool:
-        """Whether `_chains` can be called."""
-        return False
+        """Whether `_chains` draws whole chains; False: level by level, from the logits of `_forward`."""
+        return True
 
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
-        """Feed the rows and draft a whole chain behind each feed; see `Decoder.draft`."""
+        """Feed the rows and draft a whole chain behind each feed; see `Executor.draft_chain`."""
         raise NotImplementedError
 
     def _compute(self, feeds: list[Feed]) -> None:

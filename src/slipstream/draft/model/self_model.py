@@ -22,6 +22,7 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.linear.formats import UNCHANGED, check_quantization, weight_format
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import ModelOutline, outline_model
 
 DRAFT_FORMAT = "int8"
@@ -100,24 +101,15 @@ def check_copy(what: str, quantization: str, context: DraftContext) -> None:
         )
 
 
-def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype) -> dict[str, Any]:
+def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype) -> LoadOptions:
     """How the target of `config`, which computes in this type, is loaded in another weight format."""
-    return {
-        "dtype": "auto" if computes == torch.float32 else config.dtype,
-        "revision": config.revision,
-        "trust_remote_code": config.trust_remote_code,
-        "quantization": quantization,
-        "cpu_kernels": config.cpu_kernels,
-        "max_model_len": config.max_model_len,
-        "attention_backend": config.attention_backend,
-        "kv_cache_dtype": config.kv_cache_dtype,
-    }
+    dtype = "auto" if computes == torch.float32 else config.dtype
+    return LoadOptions.of(config, dtype=dtype, quantization=quantization, fast_prompts=False)
 
 
 def target_copy(quantization: str, config: EngineConfig, computes: torch.dtype) -> ModelOutline:
     """The outline of such a copy."""
-    options = copy_options(quantization, config, computes)
-    return outline_model(config.model, device=config.device, lora=config.lora, **options)
+    return outline_model(config.model, copy_options(quantization, config, computes))
 
 
 class SelfDrafter(DraftModelDrafter):

@@ -19,6 +19,7 @@ from slipstream.draft.remote.options import ServedOptions
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.models.cpu import threads
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import outline_model
 from slipstream.profiling.memory import available_bytes
 
@@ -60,18 +61,7 @@ def serve_drafter(
             f"drafter {speculative.method!r} needs more of its target than the text (its hidden states, logits or "
             f"cache), so it runs in the engine's process; draft_model, self, tli and ngram can run elsewhere"
         )
-    outline = outline_model(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
-        cpu_kernels=config.cpu_kernels,
-        max_model_len=config.max_model_len,
-        attention_backend=config.attention_backend,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    outline = outline_model(config.model, LoadOptions.of(config, lora=None, fast_prompts=False))
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,
         revision=config.revision,
@@ -107,7 +97,7 @@ def served(
     max_len = min(context.max_model_len, drafter.context_length or context.max_model_len)
     num_tokens = _room(drafter, options.max_requests * (max_len + ROOM_PER_TEXT), context)
     drafter.allocate(num_tokens)
-    through_operators = [model.num_threads for model in drafter.drafting_models() if model.decoder is None]
+    operator_threads = [model.executor.num_operator_threads for model in drafter.drafting_models()]
     return ServedDrafter(
         method=method,
         drafting=AheadDrafting(
@@ -123,7 +113,7 @@ def served(
         vocabulary=fingerprint(tokenizer),
         vocab_size=context.vocab_size,
         kind=next(iter(kinds)),
-        num_operator_threads=max(through_operators, default=1),
+        num_operator_threads=max(operator_threads, default=1),
     )
 
 

@@ -8,24 +8,19 @@ every layer. A backend that needs another layout of the cache names it as `layou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from slipstream.kv.pool import KVPool
+from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting
 from slipstream.models.attention.own_cache import asks_a_cache
+from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.rows import Rows
-
-if TYPE_CHECKING:
-    from slipstream.models.attention.probe import LayerProbe
-    from slipstream.models.cpu.decoder import Decoder
-    from slipstream.models.cpu.layer_trial import LayerTrial
-    from slipstream.models.linear.formats import WeightFormat
 
 ATTENTION_NAME = "slipstream"
 """The attention that Transformers models are loaded with; see `hook`."""
@@ -54,14 +49,37 @@ class ModelTraits:
     """Whether the native CPU kernels may be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassOutput:
-    """What the model computed in one pass."""
+class LayerProbe:
+    """Replaces a pass while a model is tried out: records what each layer would store, how it attends, and its mask."""
 
-    logits: Tensor
-    """[wanted rows, vocab]"""
-    hidden: dict[int, Tensor]
-    """Layer index (0 is the embedding) to [all rows, width]."""
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.masks: dict[int, tuple[Variant, Tensor | None]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant, mask: Tensor | None
+    ) -> Tensor:
+        """As `AttentionPass.attend`, with the layer's mask; the answer is all zeros."""
+        self.record(layer, key, value)
+        self.masks[layer] = (variant, mask)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def record(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """key/value [1, kv_heads, N, dim], as they would be stored."""
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a pass over two rows tells of a model."""
+
+    shapes: list[LayerShape]
+    """What each layer stores for a token."""
+    variants: list[Variant]
+    """How each layer attends; empty for a model that does not attend through the hook."""
+    vocab_size: int
+    called: frozenset[str]
+    """The names of the linear layers that it called. A weight that is read by other code is not among them."""
 
 
 class AttentionPass(ABC):
@@ -79,11 +97,6 @@ class AttentionPass(ABC):
         """
 
 
-Run = Callable[[Rows, AttentionPass], PassOutput]
-"""Computes these rows in the model, with this attention. It reads tokens, positions and wanted rows by `Rows.on`: those
-tensors are what a recording reads again, so a replay writes its own rows there."""
-
-
 class AttentionBackend(ABC):
     """How a model attends over the cache. An instance belongs to one model; engines in several threads may share it."""
 
@@ -91,10 +104,8 @@ class AttentionBackend(ABC):
     """What the Transformers model is loaded with."""
     layout: ClassVar[type[SlotAccounting]] = SegmentAccounting
     """Which slots sequences get in a cache that this backend reads."""
-    takes_over: ClassVar[bool] = False
-    """Whether `take_over` returns a decoder for every model that is no misfit."""
-    can_capture: ClassVar[bool] = False
-    """Whether passes can be recorded and replayed, by `capture` and `replay`. Without it every pass runs eagerly."""
+    executor: ClassVar[str] = "eager"
+    """The name of the executor that attends in this way, where no other is asked for."""
 
     def __init__(self, traits: ModelTraits) -> None:
         self.traits = traits
@@ -120,29 +131,3 @@ class AttentionBackend(ABC):
     def misfit(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> str | None:
         """As `refusal`, once the model was probed. `variants` says how each layer attends."""
         return None
-
-    def layer_trial(self, model: Any, variants: Sequence[Variant]) -> LayerTrial | None:
-        """What tries single layers out as `take_over` will compute them; None for a backend that takes nothing over.
-
-        For a model that is no misfit.
-        """
-        return None
-
-    def take_over(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> Decoder | None:
-        """What computes whole passes in the Transformers model's place; None where the model runs itself.
-
-        Called once, for a model that is no misfit.
-        """
-        return None
-
-    def replay(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int]) -> PassOutput | None:
-        """The pass, from a recording of one of the same shape; None where there is none."""
-        raise NotImplementedError(f"{type(self).__name__} says that it can capture, but has no replay")
-
-    def capture(self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int], run: Run) -> PassOutput:
-        """The pass, by `run`, recorded for `replay` if that is worth it.
-
-        `run` may be given other rows than `rows`, padded to a size that many passes share, say. What is returned is
-        that of `rows` alone.
-        """
-        raise NotImplementedError(f"{type(self).__name__} says that it can capture, but has no capture")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, Variant
-from slipstream.models.attention.probe import LayerProbe
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, LayerProbe, Variant
 from slipstream.models.huggingface import AttentionInterface
 
 _IGNORED = frozenset(

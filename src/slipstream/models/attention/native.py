@@ -9,16 +9,14 @@ import torch
 
 from slipstream.models.attention.base import ModelTraits, Variant
 from slipstream.models.attention.packed import PackedBackend
-from slipstream.models.cpu.decoder import Decoder, fuse, misfit
-from slipstream.models.cpu.families import find_family
-from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.cpu.families import misfit
 from slipstream.models.linear.formats import WeightFormat
 
 
 class NativeBackend(PackedBackend):
     """The native CPU kernels compute whole passes, attention included; the model is probed in PyTorch before."""
 
-    takes_over = True
+    executor = "cpu_kernels"
 
     @classmethod
     def refusal(cls, traits: ModelTraits) -> str | None:
@@ -30,10 +28,3 @@ class NativeBackend(PackedBackend):
 
     def misfit(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> str | None:
         return misfit(model, variants, fmt.kernel)
-
-    def layer_trial(self, model: Any, variants: Sequence[Variant]) -> LayerTrial | None:
-        family = find_family(model)
-        return None if family is None else LayerTrial(model, family, variants)
-
-    def take_over(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> Decoder | None:
-        return fuse(model, variants, fmt.kernel, fmt.of_head().kernel)

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
-from slipstream.models.attention.base import AttentionBackend, AttentionPass, ModelTraits, Variant
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, LayerProbe, ModelTraits, Variant
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.own_cache import HEADS_SHARED, asks_a_cache
-from slipstream.models.attention.probe import LayerProbe
 from slipstream.models.rows import Rows
 
 

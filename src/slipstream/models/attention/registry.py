@@ -14,15 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
+from slipstream.models.linear.formats import WeightFormat
 from slipstream.registry import Registry
-
-if TYPE_CHECKING:
-    from slipstream.models.linear.formats import WeightFormat
 
 log = logging.getLogger(__name__)
 

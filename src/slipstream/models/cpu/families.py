@@ -17,19 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
+from slipstream.errors import ModelError
+from slipstream.models.attention.base import Variant
 from slipstream.models.cpu.activations import ACTIVATIONS, CLAMPED_SILU, number_of
 from slipstream.models.cpu.experts import Clamp, ExpertParts
 from slipstream.models.cpu.frequencies import Rotation, rotations
+from slipstream.models.cpu.kernel import Kernel, common_kernel
 from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.registry import Registry
-
-if TYPE_CHECKING:
-    from slipstream.models.attention.base import Variant
 
 
 class Family:
@@ -352,3 +352,37 @@ def find_family(model: Any) -> Family | None:
     """The family of a Transformers model; None where none has its `model_type`."""
     model_type = model.config.model_type
     return FAMILIES.load(model_type)() if model_type in FAMILIES.names() else None
+
+
+def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> str | None:
+    """Why the kernels' decoder does not compute a model in float32 on a CPU; None where it does.
+
+    `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
+    """
+    family = find_family(model)
+    if family is None:
+        return f"the fused decoder knows {', '.join(FAMILIES.names())}"
+    if kernel is None:
+        return "its weight format has no kernel"
+    return next(_misfits(model, family, variants), None)
+
+
+def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
+    """Why the kernels' decoder does not compute the layers of this model, in float32 on a CPU."""
+    yield from family.misfits(model, variants)
+    for layer in family.part(model, family.layers):
+        parts = family.layer_parts(layer)
+        if not all(_can_be_stacked(stack) for stack in (parts.qkv, parts.gate_up)):
+            yield "layers that the fused decoder computes as one were not quantised alike"
+
+
+def _can_be_stacked(linears: Sequence[nn.Linear | GroupedLinear]) -> bool:
+    """Whether one kernel can hold these layers as one; plain ones always are."""
+    grouped = [linear for linear in linears if isinstance(linear, GroupedLinear)]
+    if not grouped:
+        return True
+    try:
+        common_kernel(grouped)
+    except ModelError:  # their inputs are in different orders
+        return False
+    return len(grouped) == len(linears)

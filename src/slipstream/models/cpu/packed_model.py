@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.cpu import native, threads
-from slipstream.models.cpu.chains import Chains
 from slipstream.models.cpu.experts import PackedExperts
 from slipstream.models.cpu.kernel import Kernel, common_kernel
 from slipstream.models.cpu.packed_weight import PackedWeight
@@ -153,29 +152,6 @@ class PackedModel:
         # As long as the kernels may read them:
         batch.kept = (rows, keys, values, key_scales, value_scales, tap_layers, taps, run, fast_rows)
         return batch
-
-    def _chain_batch(
-        self, rows: Rows, pool: KVPool, logits: Tensor, chains: Chains, layers: Sequence[int] | None = None
-    ) -> BatchStruct:
-        """As `_batch`, of a pass with chains behind it; raises `ValueError` where their entries have no slots."""
-        lengths = iter(chains.lengths)
-        for group in rows.groups:
-            for row in group.logit_rows:
-                length = next(lengths, 0)
-                if length < 1:
-                    raise ValueError(f"{len(chains.lengths)} chains for {rows.num_logit_rows} rows")
-                needed = group.num_before + row + length  # the last token of a chain has no entry
-                if needed > len(group.slots):
-                    raise ValueError(
-                        f"a chain of {length} tokens needs {needed} slots, and there are {len(group.slots)}"
-                    )
-                if group.tail_seen is not None and row >= group.num_chain:
-                    raise ValueError(
-                        "a chain begins behind a row that sees all before it, not behind a tree's"
-                    )
-        if next(lengths, None) is not None:
-            raise ValueError(f"{len(chains.lengths)} chains for {rows.num_logit_rows} rows")
-        return self._batch(rows, pool, logits, None, layers)
 
     def _layer(
         self, parts: LayerParts, kernel: Kernel, sliding_window: int | None = None, rotary: int = 0

@@ -1,26 +1,25 @@
-"""A whole forward pass in one call: the CPU kernels' decoder.
+"""A whole forward pass, or a whole draft chain, in one call of the native CPU kernels: the fused decoder.
 
-It takes over Transformers models of the families in `families.py`; `misfit` says why it cannot take another. Weights
-move into the kernels' layout layer by layer and are held once. Rows are computed independently of each other, bit for
-bit, so neither drafts nor neighbours can change a row's result.
+It takes over Transformers models of the families in `models.cpu.families`, whose `misfit` says why it cannot take
+another. Weights move into the kernels' layout layer by layer and are held once. Rows are computed independently of each
+other, bit for bit, so neither drafts nor neighbours can change a row's result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from slipstream.errors import ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import Variant
 from slipstream.models.cpu import native
-from slipstream.models.cpu.chains import Chains
-from slipstream.models.cpu.families import FAMILIES, Family, find_family
-from slipstream.models.cpu.kernel import Kernel, common_kernel
+from slipstream.models.cpu.families import Family, find_family
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight
@@ -32,26 +31,28 @@ from slipstream.models.cpu.structs import (
     LinearStruct,
     ModelStruct,
 )
+from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
+from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import StoredEmbedding
-from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.rows import Rows
 
 
-class Decoder(PackedModel):
+class CpuKernels(PackedModel, Executor):
     """A model in the kernels' layout: takes over a CPU model that computes in float32 and is no `misfit`."""
 
+    name: ClassVar[str] = "cpu_kernels"
+    widens_entries: ClassVar[bool] = True
+    computes_fast_rows: ClassVar[bool] = True
+    kernels = "decoder"
+    num_operator_threads = 1
     _head: PackedWeight
 
-    def __init__(
-        self,
-        model: Any,
-        family: Family,
-        variants: Sequence[Variant],
-        kernel: Kernel,
-        head_kernel: Kernel | None = None,
-    ) -> None:
-        """`head_kernel` is the output layer's, None where it is no other."""
-        super().__init__()
+    def __init__(self, given: ProbedModel) -> None:
+        PackedModel.__init__(self)
+        model, variants, fmt = given.model, given.probed.variants, given.weight_format
+        family, kernel, head_kernel = find_family(model), fmt.kernel, fmt.of_head().kernel
+        assert family is not None
+        assert kernel is not None
         part = partial(family.part, model)
         head, embedding = part(family.head), part(family.embedding)
         norm, model_layers = part(family.final_norm), part(family.layers)
@@ -88,31 +89,53 @@ class Decoder(PackedModel):
         )
         free_numbers(model)
 
+    @classmethod
+    def refusal(cls, given: ProbedModel) -> str | None:
+        if given.backend.executor == cls.name:
+            return None
+        return "its attention_backend is not native, or the native kernels do not know it"
+
+    @classmethod
+    def layer_trial(cls, given: ProbedModel) -> LayerTrial | None:
+        family = find_family(given.model)
+        return None if family is None else LayerTrial(given.model, family, given.probed.variants)
+
+    @property
+    def reads(self) -> ReadWeights:
+        return ReadWeights(self.num_read, self.read_bytes)
+
+    @property
+    def has_experts(self) -> bool:  # type: ignore[override]
+        return bool(self.experts)
+
+    def footprint(self) -> int:
+        return self.nbytes
+
     def forward(
-        self,
-        rows: Rows,
-        pool: KVPool,
-        hidden_layers: Sequence[int] = (),
-        layers: Sequence[int] | None = None,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `CausalLM.forward`; returns logits and hidden states. A run must lie in consecutive slots."""
+        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> PassOutput:
+        """As `Executor.forward`; a run must lie in consecutive slots."""
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
         hidden = {layer: native.empty_rows(rows.num_rows, self.hidden_size) for layer in hidden_layers}
         self._run("slipstream_forward", self._struct, self._batch(rows, pool, logits, hidden, layers))
-        return logits, hidden
+        return PassOutput(logits, hidden)
 
-    def draft(
+    def draft_chain(
         self, rows: Rows, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """The tokens of whole chains, behind the rows whose logits are wanted; see `Chains` and `CausalLM.forward`.
-
-        Their entries but the last tokens' are in `pool`, behind those rows'. Raises `ValueError` where a sequence has
-        no slots for them.
-        """
+        chains.check(rows)
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
-        batch = self._chain_batch(rows, pool, logits, chains, layers)
+        batch = self._batch(rows, pool, logits, None, layers)
         self._run("slipstream_draft", self._struct, batch, chains.struct)
-        return chains.tokens()
+        return chains.take_struct()
+
+    def check_packed(self, checks: PackedChecks) -> None:
+        assert checks.layers is not None
+        layers = [self._struct.layers[number] for number in range(self.num_layers)]
+        checks.weights.check_layers(layers)
+        checks.weights.check_tables(self._struct)
+        checks.layers.check_packed(layers, self._struct.final_norm)
+        checks.check_embedding(self, is_packed=self._embedding is None)
 
     @property
     def struct(self) -> ModelStruct:
@@ -120,22 +143,12 @@ class Decoder(PackedModel):
         return self._struct
 
     @property
-    def layer_structs(self) -> list[LayerStruct]:
-        """Its layers, as the kernels see them."""
-        return [self._struct.layers[number] for number in range(self.num_layers)]
-
-    @property
-    def embeddings_are_packed(self) -> bool:
-        """Whether embeddings are read out of packed weights, the output layer's or their own."""
-        return self._embedding is None
-
-    @property
     def head(self) -> PackedWeight:
         """The output layer."""
         return self._head
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `CausalLM.embed`; a tied embedding is read out of the packed head."""
+        """As `Executor.embed`; a tied embedding is read out of the packed head."""
         flat = token_ids.reshape(-1)
         if self._embedding is None:
             rows = (self._head if self._table is None else self._table).unpack(flat)
@@ -146,7 +159,6 @@ class Decoder(PackedModel):
         return rows.view(*token_ids.shape, self.hidden_size)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.project`."""
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
@@ -168,51 +180,7 @@ def _shares_its_weight(head: Any, embedding: Any) -> bool:
     return isinstance(head, nn.Linear) and head.weight.data_ptr() == embedding.weight.data_ptr()
 
 
-def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> str | None:
-    """Why the kernels' decoder does not compute a model in float32 on a CPU; None where it does.
-
-    `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
-    """
-    family = find_family(model)
-    if family is None:
-        return f"the fused decoder knows {', '.join(FAMILIES.names())}"
-    if kernel is None:
-        return "its weight format has no kernel"
-    return next(_misfits(model, family, variants), None)
-
-
-def fuse(
-    model: Any, variants: Sequence[Variant], kernel: Kernel | None, head_kernel: Kernel | None = None
-) -> Decoder:
-    """Take over a float32 CPU model that is no `misfit`; `head_kernel` is the output layer's where it is another."""
-    family = find_family(model)
-    assert family is not None
-    assert kernel is not None
-    return Decoder(model, family, variants, kernel, head_kernel)
-
-
 def _shared_weights(layers: Sequence[nn.Module], family: Family) -> frozenset[int]:
     """Where weights begin that several linear layers or experts of a model read."""
     users = Counter(matrix.data_ptr() for layer in layers for matrix in family.layer_parts(layer).matrices)
     return frozenset(address for address, count in users.items() if count > 1)
-
-
-def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
-    """Why the kernels' decoder does not compute the layers of this model, in float32 on a CPU."""
-    yield from family.misfits(model, variants)
-    for layer in family.part(model, family.layers):
-        parts = family.layer_parts(layer)
-        if not all(_can_be_stacked(stack) for stack in (parts.qkv, parts.gate_up)):
-            yield "layers that the fused decoder computes as one were not quantised alike"
-
-
-def _can_be_stacked(linears: Sequence[nn.Linear | GroupedLinear]) -> bool:
-    """Whether one kernel can hold these layers as one; plain ones always are."""
-    grouped = [linear for linear in linears if isinstance(linear, GroupedLinear)]
-    if not grouped:
-        return True
-    try:
-        common_kernel(grouped)
-    except ModelError:  # their inputs are in different orders
-        return False
-    return len(grouped) == len(linears)

@@ -1,0 +1,170 @@
+"""What an executor is: it computes the passes of one model, and holds the weights that it computes with.
+
+An executor is one class in one file. It is found by name (`slipstream.models.executor.registry`) and chosen when a
+model is loaded. The engine, the drafters and `CausalLM` call it and never ask which one it is: what an executor can do
+in one call, others do in several.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.base import AttentionBackend, Probed
+from slipstream.models.cpu import threads
+from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.executor.chains import Chains
+from slipstream.models.layer_check import LayerCheck
+from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.rows import RowGroup, Rows
+from slipstream.models.weight_check import WeightCheck
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What was computed in one pass."""
+
+    logits: Tensor
+    """[wanted rows, vocab]"""
+    hidden: dict[int, Tensor]
+    """Layer index (0 is the embedding) to [all rows, width]; only the layers that were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadWeights:
+    """The weights that a pass of one row reads. An embedding is left out, since one row of it is read; of a mixture of
+    experts those count that a row is sent to."""
+
+    number: int
+    """Weights that are multiplied with: matrices, not norms and biases."""
+    num_bytes: int
+    """Bytes of everything that is read, norms and biases included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """A Transformers model that was tried out, and how it is to be run."""
+
+    model: Any
+    """In evaluation mode, on its device, with its weights as they were read."""
+    backend: AttentionBackend
+    probed: Probed
+    weight_format: WeightFormat
+    dtype: torch.dtype
+    """That rows are computed in."""
+    native: bool
+    """Whether the native CPU kernels may compute."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether its matrices may be narrower than the rows that they are multiplied with."""
+        return self.dtype == torch.float32
+
+
+class PackedChecks(Protocol):
+    """What the weights of an executor are compared with, once it has taken a model over."""
+
+    weights: WeightCheck
+    layers: LayerCheck | None
+    """Of a model whose layers were tried out one by one (`Executor.layer_trial`)."""
+
+    def check_embedding(self, executor: Executor, is_packed: bool) -> None:
+        """Compare the embeddings of a pass; `is_packed` says whether they are read out of packed weights."""
+
+
+class Executor(ABC):
+    """Computes the passes of one model. Engines in several threads may share it."""
+
+    name: ClassVar[str]
+    """The name that it is found by. Of the heads that run beside a model, those of this name are tried first."""
+    widens_entries: ClassVar[bool] = False
+    """Whether a pass reads a cache that is narrower than its rows without a widened copy of it."""
+    computes_fast_rows: ClassVar[bool] = False
+    """Whether it can compute rows as `fast_prompts` says."""
+    has_experts: bool = False
+    """Whether its layers send rows to experts that it knows of."""
+
+    def __init__(self, given: ProbedModel) -> None:
+        """Takes the model over, once it has passed its checks: the model's weights may be freed or changed."""
+        self.model = given.model
+        self.num_threads = threads.available()
+        """What its passes may use on a CPU."""
+
+    @classmethod
+    def refusal(cls, given: ProbedModel) -> str | None:
+        """Why this executor cannot compute such a model, in one line that continues "because"; None where it can."""
+        return None
+
+    @classmethod
+    def layer_trial(cls, given: ProbedModel) -> LayerTrial | None:
+        """What tries single layers out as this executor will compute them; None: whole passes are compared instead."""
+        return None
+
+    @property
+    @abstractmethod
+    def kernels(self) -> str:
+        """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
+
+    @property
+    def num_operator_threads(self) -> int:
+        """How many threads of PyTorch's its passes use."""
+        return self.num_threads
+
+    @property
+    @abstractmethod
+    def reads(self) -> ReadWeights:
+        """What every pass must read."""
+
+    @abstractmethod
+    def footprint(self) -> int:
+        """Bytes of the weights as they are held."""
+
+    @abstractmethod
+    def forward(
+        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> PassOutput:
+        """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
+
+    def draft_chain(
+        self, rows: Rows, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """The tokens of whole chains, behind the rows whose logits are wanted; see `Chains`.
+
+        Their entries but the last tokens' are in `pool`, behind those rows'. Raises `ValueError` where a sequence has
+        no slots for them. By default a pass a level.
+        """
+        chains.check(rows)
+        ends = [
+            (group.slots, group.num_before + row + 1) for group in rows.groups for row in group.logit_rows
+        ]
+        growing = chains.take(self.forward(rows, pool, layers=layers).logits)
+        while growing:
+            level = len(chains.drawn[growing[0]])
+            below = [
+                RowGroup(ends[chain][0], ends[chain][1] + level - 1, chains.drawn[chain][-1:], [0])
+                for chain in growing
+            ]
+            growing = chains.take(self.forward(Rows(below), pool, layers=layers).logits, growing)
+        return chains.drawn
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., hidden]; see `CausalLM.embed`."""
+
+    @abstractmethod
+    def project(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> [..., vocab]; see `CausalLM.project`."""
+
+    def check_layers(self, trial: Rows, pool: KVPool) -> None:
+        """Raise `ConfigError` where some layers cannot run without the others. `trial` is a pass to try it on."""
+        return
+
+    def check_packed(self, checks: PackedChecks) -> None:
+        """Raise `UnsupportedModelError` where the weights that it holds are not those that were checked."""
+        return

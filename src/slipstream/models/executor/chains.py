@@ -1,0 +1,174 @@
+"""Whole draft chains: how the tokens of each are chosen, and what was drawn so far."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
+from slipstream.models.rows import Rows
+from slipstream.sampling.noise import choose_rows
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
+
+NOT_FINITE = -1
+"""In place of a token: its logits are not finite."""
+ENDED = -2
+"""In place of a token: the chain ends, for lack of confidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the tokens of one chain are chosen from the draft's logits."""
+
+    temperature: float
+    """0: each is the most probable token."""
+    keys: Sequence[int]
+    """Of the noise at each position that the chain may reach; see `slipstream.sampling.noise`."""
+    top_k: int = 0
+    """0: no filter; the others' are 1 and 0. They are those of `SamplingParams`."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    least_confidence: float = 0.0
+    """The chain ends before the product of the highest probabilities falls below this."""
+    greedy: bool = False
+    """Always the most probable token: temperature and filters count for the confidence only."""
+
+    @property
+    def struct(self) -> DrawingStruct:
+        return DrawingStruct(
+            self.min_p,
+            self.top_p,
+            self.least_confidence,
+            self.temperature or 1.0,
+            self.top_k,
+            self.temperature > 0 and not self.greedy,
+        )
+
+
+class Chains:
+    """One chain for each row of a pass whose logits are wanted.
+
+    An executor draws them level by level with `take`, or in one call that reads and writes `struct`, as chain.h says.
+    """
+
+    def __init__(self, draws: Sequence[Draw], num_tokens: int) -> None:
+        """Tokens from id `num_tokens` on are never drafted."""
+        self.lengths: Sequence[int] = [len(draw.keys) for draw in draws]
+        """The most tokens of each chain."""
+        self.depth = max(self.lengths)
+        self.drawn: list[list[int]] = [[] for _ in draws]
+        """The tokens of each chain so far; one that ends before its length ends with `NOT_FINITE` or `ENDED`."""
+        self._draws = draws
+        self._num_tokens = num_tokens
+        self._likely = [1.0] * len(draws)
+
+    def check(self, rows: Rows) -> None:
+        """Raise `ValueError` where the chains do not fit behind the wanted rows, or their entries have no slots."""
+        lengths = iter(self.lengths)
+        for group in rows.groups:
+            for row in group.logit_rows:
+                length = next(lengths, 0)
+                if length < 1:
+                    raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
+                needed = group.num_before + row + length  # the last token of a chain has no entry
+                if needed > len(group.slots):
+                    raise ValueError(
+                        f"a chain of {length} tokens needs {needed} slots, and there are {len(group.slots)}"
+                    )
+                if group.tail_seen is not None and row >= group.num_chain:
+                    raise ValueError(
+                        "a chain begins behind a row that sees all before it, not behind a tree's"
+                    )
+        if next(lengths, None) is not None:
+            raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
+
+    def take(self, logits: Tensor, growing: Sequence[int] | None = None) -> list[int]:
+        """Add a token to each of the chains `growing` (None: all), from `logits` [growing, vocab]; those that go on.
+
+        The host reads from the device once, or once more where a chain may end for lack of confidence.
+        """
+        growing = range(len(self._draws)) if growing is None else growing
+        logits = logits[:, : self._num_tokens]
+        scores, keys = self._scores(logits, growing)
+        likely = self._confidences(scores, growing)
+        finite = logits.amax(-1).isfinite()
+        chosen = torch.where(finite, choose_rows(scores, keys).to(finite.device), NOT_FINITE).tolist()
+        going = []
+        for chain, token_id, confidence in zip(growing, chosen, likely, strict=True):
+            ends = token_id != NOT_FINITE and confidence < self._draws[chain].least_confidence
+            self._likely[chain] = confidence
+            self.drawn[chain].append(ENDED if ends else token_id)
+            if token_id != NOT_FINITE and not ends and len(self.drawn[chain]) < self.lengths[chain]:
+                going.append(chain)
+        return going
+
+    def _scores(self, logits: Tensor, growing: Sequence[int]) -> tuple[Tensor, list[int | None]]:
+        """What the tokens are chosen from, [growing, vocab], and the keys of the noise; None: the largest wins."""
+        if all(self._draws[chain].temperature == 0 for chain in growing):
+            return logits, [None] * len(growing)
+        rows: list[Tensor] = []
+        keys: list[int | None] = []
+        for number, chain in enumerate(growing):
+            draw, row = self._draws[chain], logits[number : number + 1]
+            if draw.temperature:
+                row = self._processors[chain].log_probs(row, [], [[]])
+            rows.append(row)
+            is_drawn = draw.temperature and not draw.greedy
+            keys.append(draw.keys[len(self.drawn[chain])] if is_drawn else None)
+        return torch.cat(rows), keys
+
+    def _confidences(self, scores: Tensor, growing: Sequence[int]) -> list[float]:
+        """The product of the highest probabilities of each chain, this level's included."""
+        if not any(self._draws[chain].least_confidence for chain in growing):
+            return [1.0] * len(growing)
+        highest = (scores.amax(-1) - scores.logsumexp(-1)).tolist()
+        return [self._likely[chain] * math.exp(peak) for chain, peak in zip(growing, highest, strict=True)]
+
+    @cached_property
+    def _processors(self) -> list[LogitsProcessor]:
+        """What each chain's temperature and filters do."""
+        return [
+            LogitsProcessor(
+                SamplingParams(
+                    temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p
+                ),
+                (),
+                (),
+                (),
+                self._num_tokens,
+            )
+            for draw in self._draws
+        ]
+
+    @cached_property
+    def struct(self) -> ChainsStruct:
+        """For kernels that draw all chains in one call; what they drew, `take_struct` reads."""
+        self._lengths = array("q", self.lengths)
+        self._drawings = (DrawingStruct * len(self._draws))(*(draw.struct for draw in self._draws))
+        self._keys = array("Q")
+        for draw in self._draws:
+            self._keys.extend(draw.keys)
+            self._keys.extend([0] * (self.depth - len(draw.keys)))
+        self._confidences_of_struct = array("d", [1.0]) * len(self._draws)
+        self._token_ids = array("q", [NOT_FINITE]) * (len(self._draws) * self.depth)
+        lengths, keys, confidences, token_ids = (
+            numbers.buffer_info()[0]
+            for numbers in (self._lengths, self._keys, self._confidences_of_struct, self._token_ids)
+        )
+        drawings = ctypes.addressof(self._drawings)
+        return ChainsStruct(self.depth, self._num_tokens, lengths, drawings, keys, confidences, token_ids)
+
+    def take_struct(self) -> list[list[int]]:
+        """`drawn`, as the kernels have left it in `struct`."""
+        token_ids = self._token_ids.tolist()
+        chains = [token_ids[i * self.depth : i * self.depth + n] for i, n in enumerate(self.lengths)]
+        self.drawn = [chain[: chain.index(ENDED) + 1] if ENDED in chain else chain for chain in chains]
+        return self.drawn

@@ -1,0 +1,128 @@
+"""Passes in Transformers' own code, layer by layer, with attention over our cache through the hook."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.base import AttentionPass
+from slipstream.models.attention.gpu import without_cudnn
+from slipstream.models.cpu import threads
+from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
+from slipstream.models.files.stored import quantised_layers
+from slipstream.models.layers import LayerStack, tried_layers
+from slipstream.models.linear.layers import NativeLinear
+from slipstream.models.linear.packing import pack_linears, packed_bytes
+from slipstream.models.matrices import widen_experts
+from slipstream.models.rows import Rows
+from slipstream.models.support import text_config
+
+
+class EagerExecutor(Executor):
+    """Calls the Transformers model, whose linear layers are packed in the weight format."""
+
+    name: ClassVar[str] = "eager"
+
+    def __init__(self, given: ProbedModel, packs: bool = True) -> None:
+        """`packs=False` leaves the model as it is."""
+        super().__init__(given)
+        self.backend = given.backend
+        self._layer_stack: LayerStack | None = None
+        self._lock = threading.RLock()
+        """Held for every pass: one over some layers changes the model while it runs."""
+        if packs:
+            if given.widens:
+                widen_experts(self.model)
+            pack_linears(
+                self.model,
+                given.weight_format,
+                given.native,
+                give_back=True,
+                widens=given.widens,
+                called=given.probed.called,
+            )
+
+    @property
+    def kernels(self) -> str:
+        return "native" if any(isinstance(part, NativeLinear) for part in self.model.modules()) else "torch"
+
+    @property
+    def reads(self) -> ReadWeights:
+        """Counted over the module tree. A packed layer knows its own size; its bias is a parameter like others."""
+        share = _expert_share(self.model.config)
+        number, num_bytes = 0.0, 0.0
+        seen: set[int] = set()
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            packed = getattr(module, "nbytes", None)
+            if isinstance(packed, int):
+                number += int(module.in_features) * int(module.out_features)
+                num_bytes += packed
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                read = share if parameter.ndim == 3 else 1.0  # [experts, out, in]
+                number += read * parameter.numel() if parameter.ndim > 1 else 0
+                num_bytes += read * parameter.nbytes
+        return ReadWeights(round(number), round(num_bytes))
+
+    def footprint(self) -> int:
+        changes = [part.change for part in quantised_layers(self.model)]
+        apart = sum(change.nbytes for change in changes if change is not None)
+        plain = sum(int(parameter.nbytes) for parameter in self.model.parameters())
+        return packed_bytes(self.model) + plain + apart
+
+    def forward(
+        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> PassOutput:
+        with self._lock, threads.operators(self.num_threads):
+            if layers is None:
+                return self.run(rows, self.backend.prepare(rows, pool), hidden_layers)
+            assert self._layer_stack is not None, "check_layers comes first"
+            with self._layer_stack.only(layers):
+                return self.run(rows, self.backend.prepare(rows, pool))
+
+    def run(self, rows: Rows, attention: AttentionPass, hidden_layers: Sequence[int] = ()) -> PassOutput:
+        """The pass with an attention that was prepared for it."""
+        on = rows.on(self.model.device)
+        with without_cudnn(self.model.device):
+            output = self.model(
+                input_ids=on.token_ids[None],
+                position_ids=on.positions[None],
+                use_cache=False,
+                logits_to_keep=on.logit_rows,
+                output_hidden_states=list(hidden_layers) or False,
+                **attention.arguments(),
+            )
+        hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
+        return PassOutput(output.logits[0], hidden)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.model.device))
+        return embedded
+
+    def project(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
+    def check_layers(self, trial: Rows, pool: KVPool) -> None:
+        with self._lock:
+            if self._layer_stack is None:
+                self._layer_stack = tried_layers(self.model, lambda: self.forward(trial, pool).logits)
+
+    def check_packed(self, checks: PackedChecks) -> None:
+        checks.weights.check_modules(self.model)
+
+
+def _expert_share(config: Any) -> float:
+    """Which part of a mixture's experts one row is sent to; 1 where there is no mixture."""
+    text = text_config(config)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    return chosen / experts if chosen and experts else 1.0

@@ -1,0 +1,170 @@
+"""Executors: found by name, asked by the engine and the drafters alike, with passes that may be recorded and padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slipstream import registry
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.errors import ConfigError
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup, adapt, load_model
+from slipstream.models.attention.base import ATTENTION_NAME
+from slipstream.models.cpu import native
+from slipstream.models.executor.base import PassOutput, ProbedModel
+from slipstream.models.executor.chains import ENDED, NOT_FINITE, Chains, Draw
+from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.executor.eager import EagerExecutor
+from slipstream.models.executor.registry import ENTRY_POINT_GROUP, EXECUTORS
+from slipstream.models.rows import Rows
+from slipstream.sampling.noise import Noise
+
+VOCAB = 61
+TEXT = [(7 * i + 3) % VOCAB for i in range(12)]
+needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+
+
+def llama(**options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        attn_implementation=ATTENTION_NAME,
+    )
+    return adapt(LlamaForCausalLM(config).eval(), **options)
+
+
+def logits(lm: CausalLM, layers: Sequence[int] | None = None, token_ids: Sequence[int] = TEXT) -> Tensor:
+    pool, slots = lm.trial_cache(len(token_ids))
+    return lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool, layers=layers).logits
+
+
+# --- names and choice -------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_auto_takes_the_executor_that_the_attention_backend_names() -> None:
+    assert type(llama().executor) is CpuKernels
+    assert type(llama(attention_backend="packed").executor) is EagerExecutor
+    eager = llama(executor="eager")
+    assert type(eager.executor) is EagerExecutor
+    torch.testing.assert_close(logits(eager), logits(llama()), rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_refuse_what_another_backend_attends_for() -> None:
+    with pytest.raises(ConfigError, match=r"'cpu_kernels' cannot run llama: .*attention_backend"):
+        llama(attention_backend="packed", executor="cpu_kernels")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("eagre", "unknown executor 'eagre'; did you mean 'eager'?"),
+        ("slipstream.no_such:Executor", "cannot be loaded: No module named"),
+        ("slipstream.models:CausalLM", "is not a subclass of .*Executor"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_any_weight_is_read(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.models.loading.load_weights", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(ConfigError, match=message):
+        load_model(EMBEDDED_TARGET, executor=name)
+
+
+def test_an_executor_is_found_as_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("from_a_package", f"{__name__}:Recorder", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([entry]).select(group=group))
+    assert type(llama(executor="from_a_package").executor) is Recorder
+
+
+# --- recorded passes --------------------------------------------------------------------------------------------
+
+
+class Recorder(EagerExecutor):
+    """Replays shapes that it has seen, with logits that tell that it did."""
+
+    def __init__(self, given: ProbedModel, packs: bool = True) -> None:
+        super().__init__(given, packs)
+        self.recorded: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def forward(
+        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+    ) -> PassOutput:
+        key = (rows.num_rows, tuple(hidden_layers))
+        if layers is None and key in self.recorded:
+            return PassOutput(torch.full((rows.num_logit_rows, VOCAB), 7.0), {})
+        if layers is None:
+            self.recorded[key] = self.recorded.get(key, 0) + 1
+        return super().forward(rows, pool, hidden_layers, layers)
+
+
+@pytest.fixture
+def recorder() -> Iterator[str]:
+    EXECUTORS.register("recorder", Recorder)
+    yield "recorder"
+    EXECUTORS.unregister("recorder")
+
+
+def test_passes_are_recorded_once_and_replayed(recorder: str) -> None:
+    expected = logits(llama(executor="eager"))
+    lm = llama(executor=recorder)
+    assert torch.equal(logits(lm), expected)
+    assert bool((logits(lm) == 7.0).all())
+    assert torch.equal(logits(lm, token_ids=TEXT[:5]), logits(llama(executor="eager"), None, TEXT[:5]))
+    assert isinstance(lm.executor, Recorder)
+    assert lm.executor.recorded == {(12, ()): 1, (5, ()): 1}
+    some = logits(lm, [0, 2])
+    assert bool((some != 7.0).any()), "a pass over some of the layers is never a recorded one"
+
+
+# --- chains, a pass a level -------------------------------------------------------------------------------------
+
+
+def chains_of(draws: Sequence[Draw], executor: str) -> list[list[int]]:
+    """Chains behind as many texts, one of which has no wanted row before its last."""
+    lm = llama(executor=executor)
+    pool = KVPool(lm.shapes, 20 * len(draws), lm.dtype, lm.device)
+    groups = [RowGroup(range(20 * i, 20 * i + 20), 0, TEXT[: 4 + i], [3 + i]) for i in range(len(draws))]
+    return lm.draft_chain(groups, pool, Chains(draws, VOCAB - 1))
+
+
+DRAWS = [
+    Draw(0.0, [0] * 5),
+    Draw(0.8, [Noise(7, 0).key(position) for position in range(3)]),
+    Draw(1.0, [Noise(8, 0).key(position) for position in range(5)], top_k=9, top_p=0.9, min_p=0.01),
+    Draw(0.7, [0] * 4, greedy=True),
+    Draw(0.0, [0] * 5, least_confidence=0.9),
+]
+
+
+@needs_kernels
+def test_a_pass_a_level_draws_the_chains_that_one_call_draws() -> None:
+    """The two choose by other code: the filters agree but for near ties, of which this has none."""
+    found = chains_of(DRAWS, "eager")
+    assert found == chains_of(DRAWS, "cpu_kernels")
+    assert [len(chain) for chain in found[:4]] == [5, 3, 5, 4]
+    assert found[4][-1] == ENDED
+
+
+def test_a_chain_ends_where_logits_are_not_finite() -> None:
+    chains = Chains([Draw(0.0, [0] * 3), Draw(0.9, [1] * 3), Draw(0.0, [0] * 3)], 4)
+    rows = torch.tensor([[0.0, 3.0, 1.0, 0.0, 9.0], [0.0, float("nan"), 1.0, 0.0, 0.0], [0.0] * 5])
+    rows[2] = float("-inf")
+    assert chains.take(rows) == [0]
+    assert chains.drawn == [[1], [NOT_FINITE], [NOT_FINITE]], "a token beyond the vocabulary is not drawn"
+    assert chains.take(rows[:1], [0]) == [0]
+    assert chains.take(rows[:1], [0]) == [], "three are drawn"
+    assert chains.drawn[0] == [1, 1, 1]
