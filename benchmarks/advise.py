@@ -26,6 +26,7 @@ from benchmarks.kept import Kept, say
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.assets.workload.reading import Workload
 from slipstream.config import SpeculativeConfig
+from slipstream.core.meter import meter
 from slipstream.engine.closed_loop import closed_loop
 from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
@@ -35,7 +36,6 @@ from slipstream.tools.advise.engines import CheckEngines
 from slipstream.tools.advise.job import AdviceJob
 from slipstream.tools.advise.kept_parts import KeptParts
 from slipstream.tools.advise.predict import MIN_GAIN
-from slipstream.tools.advise.progress import AdviceMeter
 from slipstream.tools.advise.run import AdviceWork
 from slipstream.tools.advise.simulate import always
 from slipstream.tools.advise.traffic import Requests, read_traffic
@@ -141,8 +141,8 @@ def measure_traffic(name: str, traffic: str, options: argparse.Namespace, kept: 
         max_tokens=options.max_tokens,
         budget_s=60 * options.minutes,
     )
-    with AdviceMeter() as meter:
-        work = AdviceWork(job, KeptParts(None, {}, False), meter)
+    with meter("advise", refreshes=False) as shown:
+        work = AdviceWork(job, KeptParts(None, {}, False), shown)
         work.record()
         work.measure()
         work.plan()

@@ -32,10 +32,11 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.output.comparison import TimedComparison, time_pairs
 from slipstream.cli.output.console import Painter, notes, results
-from slipstream.cli.output.loading import loading, timed_bar, waiting
+from slipstream.cli.output.loading import loading, waiting
 from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.cli.output.results import print_json
+from slipstream.core.meter import meter
 from slipstream.errors import ConfigError, RequestError
 from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.sampling.params import SamplingParams
@@ -196,16 +197,14 @@ class _Answers:
         seeds = [self.params.seed if self.params.seed is not None else draw_seed() for _ in self.prompts]
         seeded = [replace(self.params, seed=seed) for seed in seeds]
         num_pairs = len(self.prompts) * self.flags.repeats
-        with timed_bar("comparing", num_pairs) as show:
+        with meter("comparing", num_pairs, refreshes=False) as shown:
 
             def advance(num_done: int) -> None:
-                if not show(num_done, num_pairs):
-                    notes().print(f"pair {num_done} of {num_pairs}")
+                shown.say(f"pair {num_done} of {num_pairs}")
+                shown.show(num_done, num_pairs)
 
-            tasks = [job.task for job in self.jobs]
-            return time_pairs(
-                llm, self.prompts, seeded, tasks, self.flags.repeats, self.transcript.add, advance
-            )
+            tasks, repeats = [job.task for job in self.jobs], self.flags.repeats
+            return time_pairs(llm, self.prompts, seeded, tasks, repeats, self.transcript.add, advance)
 
     def print(self, llm: LLM, painter: Painter, streamed: bool) -> None:
         """Print the answers, unless they were `streamed`, and what they cost."""

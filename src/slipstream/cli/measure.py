@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.cli.output.loading import timed_bar
+from slipstream.core.meter import meter
 from slipstream.errors import ConfigError
 from slipstream.profiling.break_even import break_even, draft_cost, round_cost
 from slipstream.profiling.plausible import implausible
@@ -43,8 +43,8 @@ class Measurement:
         from slipstream.profiling.floors import QUICK, Survey, measure
 
         models = [model for model in (llm.engine.model, llm.engine.draft_model) if model is not None]
-        with timed_bar("measuring") as show:
-            profiles = measure(models, QUICK if quick else Survey(), show)
+        with meter("measuring", refreshes=False) as shown:
+            profiles = measure(models, QUICK if quick else Survey(), shown.show)
         return cls(profiles[0], profiles[1] if len(profiles) > 1 else None)
 
     @classmethod

@@ -8,28 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _LINE_EVERY_S = 10.0
 
 
 class Meter:
-    """Counts answers."""
+    """Shows shares of a piece of work, or counts its answers."""
 
-    def __init__(self, what: str, total: int, refreshes: bool) -> None:
+    def __init__(self, what: str, total: int | None, refreshes: bool) -> None:
         self._what = what
-        self._total = total
+        self._total = total or 0
         self._done = 0
         self._line_s = time.perf_counter()
         self._bar: Progress | None = None
-        self._refreshes = refreshes
         if sys.stderr.isatty():
             self._bar = Progress(
-                TextColumn(what),
+                TextColumn(what, markup=False),
                 BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
+                TimeElapsedColumn() if total is None else TimeRemainingColumn(),
                 console=Console(stderr=True),
                 auto_refresh=refreshes,
                 transient=True,
@@ -40,18 +38,26 @@ class Meter:
     def expect(self, more: int) -> None:
         """Add to the answers that are to come."""
         self._total += more
-        if self._bar is not None:
-            self._bar.update(self._task, total=self._total)
 
     def advance(self, note: str, num: int = 1) -> None:
         """Count `num` answers; `note` says of what."""
         self._done += num
+        counted = f"{self._done:,} of {self._total:,}"
+        self.show(self._done, self._total, f"{counted}, {note}", f"{self._what}: {counted} answers, {note}")
+
+    def show(self, done: float, total: float | None, note: str = "", line: str = "") -> None:
+        """Draw that `done` of `total` is done, None where that is not known; without a bar say the `line`."""
         now_s = time.perf_counter()
         if self._bar is not None:
-            self._bar.update(self._task, advance=num, note=note, refresh=not self._refreshes)
-        elif now_s - self._line_s >= _LINE_EVERY_S:
+            refresh = not self._bar.live.auto_refresh
+            self._bar.update(self._task, completed=done, total=total, note=note, refresh=refresh)
+        elif line and now_s - self._line_s >= _LINE_EVERY_S:
             self._line_s = now_s
-            line = f"{self._what}: {self._done:,} of {self._total:,} answers, {note}"
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """One line now, where there is no bar."""
+        if self._bar is None:
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -66,11 +72,11 @@ def say(what: str) -> None:
 
 
 @contextmanager
-def meter(what: str, total: int, *, refreshes: bool = True) -> Iterator[Meter]:
-    """A meter of `total` answers, which is removed at the end.
+def meter(what: str, total: int | None = None, *, refreshes: bool = True) -> Iterator[Meter]:
+    """A meter of `total` answers, or of shares, which is removed at the end.
 
-    `refreshes` False draws it only when it advances, so that the drawing does not slow down what is timed in this
-    process.
+    `refreshes` False draws it only when it is told something, so that the drawing does not slow down what is timed in
+    this process.
     """
     shown = Meter(what, total, refreshes)
     try:

@@ -58,7 +58,7 @@ NUM_SETTLING = 4
 """Untimed passes before few rows are timed after many. In serving, a step of few rows follows another one and finds its
 data in the caches. After a pass of many rows, small models take half as long again for so many passes."""
 
-OnProgress = Callable[[int, int], object]
+OnProgress = Callable[[int, int], None]
 """Called between timed passes with how many passes are done, and of how many."""
 
 

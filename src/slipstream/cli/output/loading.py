@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from slipstream.cli.output.console import notes
@@ -45,24 +45,3 @@ def waiting(what: str) -> Iterator[None]:
         progress.refresh()
         with uncollected():
             yield
-
-
-@contextmanager
-def timed_bar(what: str, total: int | None = None) -> Iterator[Callable[[int, int], bool]]:
-    """What shows how many of how many are done, as a bar on a terminal; it returns False where there is none.
-
-    The bar is drawn between timed runs only, because an automatic refresh would slow them down.
-    """
-    if not sys.stderr.isatty():
-        yield lambda done, total: False
-        return
-    from rich.progress import Progress
-
-    with Progress(console=notes(), auto_refresh=False, transient=True) as progress:
-        bar = progress.add_task(what, total=total)
-
-        def show(done: int, total: int) -> bool:
-            progress.update(bar, completed=done, total=total, refresh=True)
-            return True
-
-        yield show

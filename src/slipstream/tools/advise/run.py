@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import cycle
 
+from slipstream.core.meter import Meter, meter
 from slipstream.engine.labels import engine_labels
 from slipstream.profiling.provenance import provenance
 from slipstream.tools.advise.advice import Advice, LoadAdvice, TraceAdvice
@@ -20,7 +21,6 @@ from slipstream.tools.advise.findings import find
 from slipstream.tools.advise.job import AdviceJob, make_jobs
 from slipstream.tools.advise.kept_parts import KeptParts
 from slipstream.tools.advise.predict import AdvisedPlan, PredictedCell, Rates, make_plan, predict
-from slipstream.tools.advise.progress import AdviceMeter
 from slipstream.tools.advise.recording import OnProgress, Recorded, record
 from slipstream.tools.advise.rehearse import measure_costs
 from slipstream.tools.advise.scores import scores_of
@@ -41,9 +41,8 @@ def advise(job: AdviceJob) -> Advice:
     """
     started_s = time.perf_counter()
     kept = KeptParts(job.folder, job.key(), job.resume)
-    with AdviceMeter() as meter:
-        meter.show("loading", 0, 1)
-        work = AdviceWork(job, kept, meter)
+    with meter("advise", refreshes=False) as shown:
+        work = AdviceWork(job, kept, shown)
         work.record()
         work.measure()
         work.plan()
@@ -53,8 +52,10 @@ def advise(job: AdviceJob) -> Advice:
 class AdviceWork:
     """What an advice has found so far; the steps are made in order."""
 
-    def __init__(self, job: AdviceJob, kept: KeptParts, meter: AdviceMeter) -> None:
-        self.job, self._kept, self._meter = job, kept, meter
+    def __init__(self, job: AdviceJob, kept: KeptParts, shown: Meter) -> None:
+        self.job, self._kept, self._meter = job, kept, shown
+        self._started_s = time.perf_counter()
+        self._begin("loading")
         self.engine = make_shadow(job)
         self.jobs = make_jobs(job, self.engine)
         self.recorded: Recorded
@@ -96,7 +97,7 @@ class AdviceWork:
     def plan(self) -> None:
         """What is predicted to be best."""
         job, model = self.job, self.engine.model
-        self._meter.show("predicting", 0, 1)
+        self._begin("predicting")
         scores = scores_of(job.candidates, self.recorded, model.vocab_size, self.engine.max_model_len)
         self.simulator = Simulator(
             self.recorded.requests,
@@ -138,8 +139,13 @@ class AdviceWork:
         checked = [CheckedSetting.from_json(values) for values in self._kept.part(part, make)]
         return self.contest.decide(load, checked)
 
+    def _begin(self, part: str) -> None:
+        self._meter.say(f"{time.perf_counter() - self._started_s:5.0f} s  {part} …")
+        self._meter.show(0, 1, part)
+
     def _shown(self, part: str) -> OnProgress:
-        return lambda done, total: self._meter.show(part, done, total)
+        self._begin(part)
+        return lambda done, total: self._meter.show(done, max(total, 1), part)
 
     # --- the result -------------------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx2
 
+from slipstream.core.meter import meter
 from slipstream.errors import RemoteError, SlipstreamError
 from slipstream.rpc.client import ServerAddress, find_model
 from slipstream.tools.handoff.app import Job, WatchServer, create_watch_app
@@ -22,7 +23,6 @@ from slipstream.tools.handoff.instance import InstanceProbes
 from slipstream.tools.handoff.pairs import PairLog, ProbeSide
 from slipstream.tools.handoff.plan import HandoffPlan, OffSide
 from slipstream.tools.handoff.process import VllmProcess
-from slipstream.tools.handoff.progress import StartMeter
 from slipstream.tools.handoff.reading import parse_reading
 from slipstream.tools.handoff.source import VllmSource
 from slipstream.tools.handoff.watch import Watch, WatchedServer
@@ -32,6 +32,20 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 """How often it is seen whether the processes still run."""
 ATTACH_TIMEOUT_S = 10.0
+MAX_SHOWN = 100
+"""Characters of a server's own line, while it starts."""
+
+
+@contextmanager
+def _starting(what: str) -> Iterator[Callable[[float, str], None]]:
+    """What is called with the seconds that a start has taken, and the server's latest line."""
+    with meter(what) as shown:
+
+        def tell(passed_s: float, line: str) -> None:
+            note = f"{passed_s:.0f} s" + (f", {line[-MAX_SHOWN:]}" if line else "")
+            shown.show(0, None, line[-MAX_SHOWN:], f"{what}: {note}")
+
+        yield tell
 
 
 class Handoff:
@@ -128,11 +142,8 @@ class Handoff:
             return
         process.start()
         self._troubled = process
-        meter = StartMeter(what)
-        try:
-            seconds = process.wait_until_healthy(self.plan.start_timeout_s, meter)
-        finally:
-            meter.close()
+        with _starting(what) as tell:
+            seconds = process.wait_until_healthy(self.plan.start_timeout_s, tell)
         self._troubled = None
         logger.info("healthy after %.1f s: %s", seconds, process.url)
 
@@ -187,14 +198,12 @@ class Handoff:
         assert process is not None
         process.start()  # in this thread, which lives as long as the process
         self._troubled = process
-        meter = StartMeter(f"vLLM restarts {'with' if with_speculation else 'without'} speculation")
-        try:
-            await asyncio.to_thread(process.wait_until_healthy, self.plan.start_timeout_s, meter)
-        except asyncio.CancelledError:
-            process.abandon()
-            raise
-        finally:
-            meter.close()
+        with _starting(f"vLLM restarts {'with' if with_speculation else 'without'} speculation") as tell:
+            try:
+                await asyncio.to_thread(process.wait_until_healthy, self.plan.start_timeout_s, tell)
+            except asyncio.CancelledError:
+                process.abandon()
+                raise
         self.watch.pause, self._troubled = None, None
 
     async def _supervise(self) -> None:

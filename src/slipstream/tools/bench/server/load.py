@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.assets.workload.prompts import Prompt, task_names
 from slipstream.assets.workload.reading import Workload
+from slipstream.core.meter import meter
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.errors import RemoteError, RequestError
 from slipstream.profiling.provenance import provenance
@@ -21,11 +22,12 @@ from slipstream.rpc.client import Exchange, ServerAddress, ask, connect
 from slipstream.sampling.noise import derive_seed
 from slipstream.tools.bench.result import SCHEMA, PooledAcceptance, WorkloadSummary
 from slipstream.tools.bench.server.counters import Counters, growth
-from slipstream.tools.bench.server.load_meter import LoadMeter
 from slipstream.tools.bench.server.load_result import Arrivals, LoadRequest, LoadResult
 from slipstream.tools.bench.server.remote import read_counters, summarised
 from slipstream.tools.bench.statistics import percentiles
 
+_SHOWN_EVERY_S = 0.25
+"""Interval at which the progress is drawn."""
 ALL = "all"
 """Key of all tasks together."""
 
@@ -132,7 +134,6 @@ class LoadRun:
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._meter = LoadMeter(plan.num_requests, plan.duration_s)
         self._started_s = 0.0
         self._wall_s = 0.0
         self._num_sent = 0
@@ -153,7 +154,6 @@ class LoadRun:
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-                self._meter.close()
 
     async def _closed_loop(self, client: Any) -> None:
         async def work() -> None:
@@ -197,9 +197,34 @@ class LoadRun:
 
     async def _watch(self) -> None:
         """Draw the progress."""
-        while True:
-            self._meter.show(self.exchanges, self._num_sent)
-            await asyncio.sleep(LoadMeter.EVERY_S)
+        with meter("load", refreshes=False) as shown:
+            while True:
+                note = self._note()
+                shown.show(self._share(), 1.0, note, note)
+                await asyncio.sleep(_SHOWN_EVERY_S)
+
+    def _share(self) -> float:
+        """How much is done of what ends first, the time or the number of requests."""
+        plan, elapsed_s = self._plan, time.perf_counter() - self._started_s
+        in_time = elapsed_s / plan.duration_s if plan.duration_s else 0.0
+        return min(1.0, max(in_time, self._num_sent / plan.num_requests if plan.num_requests else 0.0))
+
+    def _note(self) -> str:
+        elapsed_s, exchanges = time.perf_counter() - self._started_s, self.exchanges
+        num_failed = sum(exchange.error is not None for exchange in exchanges)
+        tokens = sum(exchange.num_output_tokens or 0 for exchange in exchanges)
+        firsts = [e.time_to_first_token_s for e in exchanges[-100:] if e.time_to_first_token_s is not None]
+        parts = [
+            f"{elapsed_s:.0f} s",
+            f"{len(exchanges):,} answered",
+            f"{self._num_sent - len(exchanges)} running",
+            f"{tokens / elapsed_s if elapsed_s else 0:.0f} tokens/s",
+        ]
+        if firsts:
+            parts.append(f"first token {1e3 * sorted(firsts)[len(firsts) // 2]:.0f} ms")
+        if num_failed:
+            parts.append(f"{num_failed:,} failed")
+        return ", ".join(parts)
 
     def result(self, complete: bool, counters: Counters | None, metrics: str) -> LoadResult:
         """The report of the finished requests."""
