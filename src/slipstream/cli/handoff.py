@@ -31,7 +31,7 @@ app = typer.Typer(help="Hand a model to another engine with our speculative sett
 
 EMBEDDED_NAME = "embedded-pair"
 NUM_SHOWN_LINES = 20
-"""Of what a server printed that did not start, or ended."""
+"""Lines that are shown of what a server printed that did not start, or ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,11 +53,11 @@ class ReplayFlags:
     depth: Annotated[int | None, Option(min=1)] = None
     """Draft tokens of the chains that are served; by default the drafter's, or 4."""
     temperature: Annotated[float, Option(min=0.0)] = 0.0
-    """Of answers that are made now."""
+    """Temperature of answers that are made now."""
     max_tokens: Annotated[int, Option(min=1)] = 64
-    """Of answers that are made now."""
+    """Most tokens of answers that are made now."""
     seed: Annotated[int, Option(min=0)] = 0
-    """Of answers that are made now, and of the learner."""
+    """Seed of answers that are made now, and of the learner."""
     output: Path | None = None
     """Also write the result to this JSON file."""
     overwrite: Overwrite = False

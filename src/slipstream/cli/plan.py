@@ -116,7 +116,7 @@ def _memory_size(flag: str, text: str | None) -> int | None:
 
 
 def _memory_here(device: torch.device) -> int:
-    """Of this machine's device; a device that is planned for need not be here."""
+    """Return the memory of this machine's device; a device that is planned for need not be here."""
     import torch
 
     from slipstream.profiling.memory import total_bytes

@@ -38,7 +38,7 @@ FEW_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFlags:
-    """Of which size the tree is, and on what it is measured."""
+    """Size of the tree, and what it is measured on."""
 
     model: ModelArgument = None
     num_draft_nodes: Annotated[int, Option(min=1)] = 16

@@ -42,7 +42,7 @@ SURPRISE = 0.3
 MIN_LOSS = 0.02
 """Loss of a step in a probe, at least: doing otherwise is never free."""
 MAX_PAIRS = 200
-"""That are kept, of each task."""
+"""Pairs that are kept of each task."""
 MIN_PAIRS = 3
 """Fewer give no interval."""
 RECENT_PAIRS = 24

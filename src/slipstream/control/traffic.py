@@ -27,7 +27,7 @@ class TaskUse:
     length: Mean = field(default_factory=Mean)
     """Tokens of an answer."""
     num_requests: int = 0
-    """That have ended."""
+    """Requests that have ended."""
 
 
 class Traffic:

@@ -82,7 +82,7 @@ class ObservedStep(NamedTuple):
     """What a step did and took."""
 
     num_sequences: int
-    """That decoded."""
+    """Sequences that decoded."""
     num_rows: int
     """Rows of the target's pass, drafts included."""
     num_prompt_rows: int

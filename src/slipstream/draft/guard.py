@@ -271,7 +271,7 @@ class Guard:
         self._retired.add(sequence.id)
 
     def _count_failure(self, error: Exception) -> None:
-        """Of a call, however many sequences it was for."""
+        """Count the failure of a call, however many sequences it was for."""
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES:
             self._retire_for_good(f"it failed {MAX_FAILURES} times in a row, last with {error!r}")

@@ -82,7 +82,7 @@ class Drafting:
         self._most = Choice(0, drafter.max_nodes())
         self._num_steps = 0
         self._num_sequences = 0
-        """Of the step under way, those that decode."""
+        """Sequences that decode in the step under way."""
         self._num_prompt_rows = 0
         self._choices: dict[int, Choice] = {}
         """By sequence, where a drafter is called in the step under way."""

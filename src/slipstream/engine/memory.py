@@ -38,9 +38,9 @@ class MemoryPlan:
     max_model_len: int
     """Prompt and answer together; less than the model could when the cache is too small for more."""
     weight_format: str | None = None
-    """Of the target; None for float32."""
+    """Weight format of the target; None for float32."""
     cache_type: str | None = None
-    """Of the target's keys and values; None for float32."""
+    """Type of the target's keys and values; None for float32."""
     activation_bytes: int = 0
     """What the largest passes of target and draft model compute with."""
     logit_bytes: int = 0

@@ -51,7 +51,7 @@ class _Thinker:
     draft: list[int] = field(default_factory=list)
     num_silent_calls: int = 0
     score: StepScore | None = None
-    """Of the step that is being judged in the pass under way."""
+    """Score of the step that is being judged in the pass under way."""
     keeps: bool = False
 
     @property

@@ -22,7 +22,7 @@ class UnreadUpdates(Generic[T]):
         self._items: asyncio.Queue[tuple[T, int]] = asyncio.Queue()
         self._requests: list[RequestHandle] = []
         self.num_tokens = 0
-        """That wait to be read."""
+        """Tokens that wait to be read."""
         self.is_paused = False
 
     def of(self, request: RequestHandle) -> None:

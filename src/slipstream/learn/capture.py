@@ -26,14 +26,14 @@ from slipstream.models.cpu import threads
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 * 2**20
-"""Of logits and rows that wait to be reduced; beyond it answers are skipped, and nobody waits."""
+"""Bytes of logits and rows that wait to be reduced; beyond it answers are skipped, and nobody waits."""
 GATHERED_STEPS, GATHERED_BYTES = 16, 4 * 2**20
 """So many steps, or so many bytes of logits, are reduced at a time: two threads that take turns at every step would
 cost the engine more than the work does."""
 MAX_ANSWER_BYTES = 8 * 2**20
-"""Of the rows of one answer; a longer one is skipped."""
+"""Bytes of the rows of one answer; a longer one is skipped."""
 MAX_SHARE = 0.02
-"""Of one core's time, what capture may use in the long run; beyond it answers are skipped. Records are many more than a
+"""Share of one core's time for capture in the long run; beyond it answers are skipped. Records are many more than a
 learner needs where they cost that much, and few where it could not wait for them."""
 BURST_S = 0.5
 """Processor time that may be used at once after a quiet time."""
@@ -65,7 +65,7 @@ class _Ended:
     sequence: Sequence
     method: str
     version: str
-    """That drafted: once the sequence is released nobody knows."""
+    """Version that drafted: once the sequence is released it cannot be told."""
     features: Mapping[str, NDArray[Any]]
 
 
@@ -123,7 +123,7 @@ class Capture:
         self._pause_s = retry_s
         self._now = now
         self._answers: weakref.WeakKeyDictionary[Sequence, _Answer] = weakref.WeakKeyDictionary()
-        """Of what runs; an answer that was aborted goes with its sequence."""
+        """Answers of what runs; an answer that was aborted goes with its sequence."""
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting_bytes = 0

@@ -33,7 +33,7 @@ class StepRows:
 
     @classmethod
     def of(cls, item: StepItem) -> StepRows:
-        """Of a sequence whose tokens have been committed."""
+        """Return the rows of a sequence whose tokens have been committed."""
         position = item.length_before - item.sequence.num_prompt_tokens
         return cls(position, item.proposal, item.kept_nodes, item.logits)
 

@@ -11,7 +11,7 @@ from slipstream.errors import LearnError
 from slipstream.learn.folder import LearnFolder, write_whole
 
 MAX_BYTES = 4 * 2**20
-"""Of the file; beyond it the older half is dropped."""
+"""Bytes of the file; beyond it the older half is dropped."""
 
 
 class EventLog:

@@ -10,7 +10,7 @@ from slipstream.models.files.digest import digest_of, digest_of_model
 
 
 def template_hash(tokenizer: Any) -> str:
-    """Of the chat template that prompts are wrapped in; a tokenizer without one has a hash too."""
+    """Return the hash of the chat template that prompts are wrapped in; a tokenizer without one has a hash too."""
     template = getattr(tokenizer, "chat_template", None)
     return digest_of(repr(template).encode("utf-8", "surrogatepass"))
 

@@ -68,7 +68,7 @@ class _PairedAnswers:
 
     tokens: int = 0
     steps: list[int] = field(default_factory=lambda: [0, 0])
-    """Of the incumbent and the candidate."""
+    """Steps of the incumbent and the candidate."""
     harm: PairedTest | None = None
 
     @property

@@ -9,7 +9,7 @@ from typing import IO
 from slipstream.learn.folder import write_whole
 
 MAX_BYTES = 2**20
-"""Of the file; beyond it the older half is dropped."""
+"""Bytes of the file; beyond it the older half is dropped."""
 _MAX_LINE = 4096
 
 

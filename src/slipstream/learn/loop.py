@@ -70,9 +70,9 @@ class LoopSettings:
     """How many requests are compared, and how sure a comparison must be."""
 
     canary_share: float = 0.2
-    """Of the requests, for a candidate that the shadow found better."""
+    """Share of the requests for a candidate that the shadow found better."""
     control_share: float = 0.05
-    """Of the requests, drafted by the floor while a version serves: what it is compared with."""
+    """Share of the requests that the floor drafts for while a version serves, for comparison."""
     doubt_share: float = 0.5
     """The same while there is doubt about the version."""
     doubt: float = 20.0
@@ -124,7 +124,7 @@ class PairedBets(Stakes):
         self._bound = max(1.0, scale) + slack
         self.num_pairs = 0
         self.total = 0.0
-        """Of the differences, first group less second."""
+        """Sum of the differences, first group less second."""
 
     def add(self, group: int, figure: float) -> None:
         """Count a request of group 0 or 1 with a figure from 0 to 1."""
@@ -141,7 +141,7 @@ class PairedBets(Stakes):
 
     @property
     def mean_difference(self) -> float:
-        """Of the first group's figures and the second's, by pairs; 0 without one."""
+        """Return the mean difference of the groups' figures, by pairs; 0 without one."""
         return self.total / self.num_pairs if self.num_pairs else 0.0
 
 

@@ -21,15 +21,15 @@ class LearnerOptions:
     learning_rate: float = 1e-3
     """AdamW's peak."""
     overlap_weight: float = 1.0
-    """Of one minus the overlap, beside the forward divergence."""
+    """Weight of one minus the overlap, beside the forward divergence."""
     depth: int = 4
     """Draft tokens of the chains that are served."""
     rank: int = 16
-    """Of adapters and of the bigram bias."""
+    """Rank of adapters and of the bigram bias."""
     adapted_layers: int = 1
     """How many of the last layers low_rank adapts, beside the output layer."""
     seed: int = 0
-    """Of the order of the records and of fresh tensors."""
+    """Seed of the order of the records and of fresh tensors."""
 
     def __post_init__(self) -> None:
         check_types(self, "learner")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 BESIDE_SHARE = 0.02
-"""Of the time that requests run, so much the learner runs too unless told otherwise: where something runs at all times,
+"""Share of the time that requests run in which the learner runs too by default: where something always runs,
 it still learns."""
 SLICE_S = 0.05
 """How long it runs at a time beside requests."""

@@ -70,7 +70,7 @@ class LearnerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Return the process id; None while there is no process."""
         return None if self._process is None else self._process.pid
 
     def watch(self) -> None:

@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 TAPS = "taps"
 """Name of the feature that heads read: the target's hidden states, one behind another."""
 JUDGE_SHARE = 0.2
-"""Of the requests, those whose records are held out: no learner sees them, versions are scored on them."""
+"""Share of the requests whose records are held out: no learner sees them, versions are scored on them."""
 
 _HEAD = struct.Struct("<I")
 

@@ -40,7 +40,7 @@ class RedraftedAnswer:
     """How an answer would have been decoded with chains of a fixed length."""
 
     num_tokens: int
-    """Of the answer but the first, which comes with the prompt."""
+    """Tokens of the answer but the first, which comes with the prompt."""
     num_steps: int
     reached: tuple[int, ...]
     """By depth: draft tokens whose forerunners in the chain were all right."""

@@ -52,7 +52,7 @@ MAX_REFUSED = 12
 """Candidates refused in a row before learning is said never to improve."""
 NUM_EVENTS = 20
 _FADES = 0.99
-"""Of a lane's traffic, with every request."""
+"""Factor by which a lane's traffic fades with every request."""
 _STAYS = 2.0
 """By how much busier than a lane whose versions are loaded another one must be to take its place."""
 
@@ -73,7 +73,7 @@ class SessionSettings:
     capture_share: float | None = MAX_SHARE
     """The most of the engine's time that capture uses; None for no bound."""
     beside_share: float = BESIDE_SHARE
-    """Of the time that requests run and the engine uses all cores, how much the learner runs too: 0 to 1."""
+    """Share of the time that requests run on all cores in which the learner runs too: 0 to 1."""
     worker: dict[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig` other than their defaults."""
 

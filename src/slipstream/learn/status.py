@@ -25,7 +25,7 @@ class LearnStatus:
     ring: RingFacts
     identity: RingIdentity | None
     num_tokens: int
-    """Of the answers in the ring."""
+    """Tokens of the answers in the ring."""
     by_purpose: Mapping[str, int]
     by_tenant: Mapping[str, int]
     by_task: Mapping[str, int]

@@ -37,7 +37,7 @@ class DataWindow:
     """Numbers in the ring, both included; -1 for none."""
     num_records: int = 0
     num_tokens: int = 0
-    """Of answers."""
+    """Tokens of answers."""
     from_s: float = 0.0
     to_s: float = 0.0
     """When the first and the last of the answers began, seconds since 1970."""
@@ -88,7 +88,7 @@ class Version:
     model_hash: str
     template_hash: str
     floor_hash: str
-    """Of the drafter that it belongs on, which is never replaced."""
+    """Hash of the drafter that it belongs on, which is never replaced."""
     parent: str = ""
     """The version whose weights it began with; empty for the floor."""
     tenant: str | None = None
@@ -106,7 +106,7 @@ class Version:
     created_s: float = 0.0
     num_bytes: int = 0
     sha256: str = ""
-    """Of its weights' file."""
+    """Digest of its weights' file."""
 
     @property
     def number(self) -> int:

@@ -67,7 +67,7 @@ class WorkerConfig:
     """Draft tokens of the chains that are served."""
     by: str = LearnBy.EVERYONE
     num_steps: int = 120
-    """Of training, for a candidate."""
+    """Steps of training for a candidate."""
     min_records: int = 64
     """Answers to learn from that must have come since the last candidate."""
     max_records: int = 512
@@ -148,7 +148,7 @@ class _Candidate:
     """Number of the first held-out answer that it must be faster on: the next look goes on from there, since a window
     that moved along would not be one test."""
     last_judged: int = -1
-    """Of the last one at the last look."""
+    """Index of the last one at the last look."""
 
 
 class _Unfinished(NamedTuple):

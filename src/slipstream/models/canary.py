@@ -50,7 +50,7 @@ Some four times the largest that was seen in tiny models of random weights, 64 e
 those without experts. Keys that do not fit a type are off by some tenths, or are no numbers."""
 
 _ROUNDED_ROWS = 0.3
-"""Of logits whose rows are rounded in every layer: a row that rounds the other way moves those of later layers."""
+"""Error of logits whose rows are rounded in every layer: a row that rounds the other way moves later ones."""
 
 
 def probe_layers(model: Any, backend: AttentionBackend) -> Probed:

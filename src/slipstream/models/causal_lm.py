@@ -66,9 +66,9 @@ class CausalLM(ModelIdentity):
             + sum(stack.numel() for stack in file_stacks(self.model))
         )
         self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in self.model.parameters())
-        """Of the weights as they were read, but for those that files hold quantised."""
+        """Bytes of the weights as they were read, but for those that files hold quantised."""
         self.stored_bits = frozenset(part.bits for part in quantised)
-        """Of the codes of weights that are held as a file had them, quantised; empty where there are none."""
+        """Bits of the codes of weights that are held as a file had them, quantised; empty where there are none."""
         self.stored_as = stored_as
         self.weight_format = given.weight_format
         self.was_compared = False

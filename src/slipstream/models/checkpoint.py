@@ -43,7 +43,7 @@ class Checkpoint:
     revision: str | None
     trust_remote_code: bool
     config: Any
-    """Of the language model."""
+    """Configuration of the language model."""
     tower: TextTower | None
     adapter: str | None
     gguf: Gguf | None = None

@@ -26,13 +26,13 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _lock = threading.RLock()
-"""Of the finders. Nothing is imported while it is held."""
+"""Guards the finders. Nothing is imported while it is held."""
 _package_lock = threading.RLock()
 """Held while the `__init__` of a deferred package runs: other threads that ask for its names wait for their end."""
 
 DYNAMO = "torch._dynamo"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
-"""Of `torch._dynamo`; PyTorch and Transformers decorate functions with them that are called without a compiler too."""
+"""Names in `torch._dynamo`; PyTorch and Transformers decorate functions with them that run without a compiler too."""
 
 
 class Placeholder:

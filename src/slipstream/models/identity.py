@@ -32,7 +32,7 @@ class ModelIdentity(ABC):
     device: torch.device
     backend: AttentionBackend
     weight_format: WeightFormat
-    """Of all weights that no file holds quantised."""
+    """Format of all weights that no file holds quantised."""
     stored_as: str
     """How a file holds layers that stay quantised: 'Q4_K, Q6_K'. Empty where none does."""
     num_threads: int
@@ -48,7 +48,7 @@ class ModelIdentity(ABC):
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Of all weights, those that a file holds quantised included."""
+        """Number of all weights, those that a file holds quantised included."""
 
     @property
     @abstractmethod
@@ -99,7 +99,7 @@ class ModelIdentity(ABC):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the cache, scales included."""
+        """Bytes of the cache a token, scales included."""
         return bytes_per_token(self.shapes, self.cache_dtype)
 
     @property

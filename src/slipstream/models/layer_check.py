@@ -34,7 +34,7 @@ _PACKED_TOLERANCE = 0.5
 _HEAD_OUTPUTS = 512
 """So many logits are compared: the output layer's own weights are compared whole."""
 _NUM_TIES = 3
-"""Of a layer with experts so many rows may be wrong: a near-tie of its router may send a row to another expert."""
+"""Rows of a layer with experts that may be wrong: a near-tie of its router may send a row to another expert."""
 
 _NORMS = ("attention_norm", "mlp_norm", "attended_norm", "mlp_out_norm", "query_norm", "key_norm")
 

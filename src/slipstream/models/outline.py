@@ -43,7 +43,7 @@ from slipstream.models.support import context_length
 from slipstream.models.unloaded import unloaded_model
 
 _CODE_BYTES = 2
-"""Of a weight while it is packed in groups: its code, and its part of the scale and zero of its group."""
+"""Bytes of a weight while it is packed in groups: its code, and its part of its group's scale and zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class HeldWeights:
     """Bytes of a model's weights as they are held."""
 
     linear_bytes: int
-    """Of the linear layers, in their weight format."""
+    """Bytes of the linear layers, in their weight format."""
     scale_bytes: int
     """Scales and sums of that format."""
     embedding_bytes: int
-    """Of an embedding table that is held beside the output layer."""
+    """Bytes of an embedding table that is held beside the output layer."""
     other_bytes: int
     """Norms, biases, and weights that no format packs."""
     adapter_bytes: int = 0
-    """Of an adapter that is kept apart from weights that a file holds quantised."""
+    """Bytes of an adapter that is kept apart from weights that a file holds quantised."""
 
     @property
     def total_bytes(self) -> int:
@@ -167,7 +167,7 @@ class ModelOutline(ModelIdentity):
         )
 
     def _packed_table_bytes(self) -> int:
-        """Of an embedding that the file holds quantised, where the decoder keeps it beside the output layer."""
+        """Return the bytes of an embedding that the file holds quantised, where it is kept beside the output layer."""
         table = self.model.get_input_embeddings()
         if not isinstance(table, StoredEmbedding) or self.kernels != "decoder":
             return 0
@@ -219,7 +219,7 @@ class ModelOutline(ModelIdentity):
 
     @cached_property
     def _layer_parts(self) -> list[LayerParts]:
-        """Of all layers, where the decoder packs them."""
+        """Return the parts of all layers, where the decoder packs them."""
         if not self.packs or self.kernels != "decoder":
             return []
         family = find_family(self.model)

@@ -23,7 +23,7 @@ class TrialPass:
 
     groups: list[RowGroup]
     places: list[int]
-    """Of which token of the text, near tokens before far ones, each wanted row is."""
+    """Token of the text that each wanted row belongs to, near tokens before far ones."""
 
 
 def far_position(context_length: int) -> int | None:

@@ -120,7 +120,7 @@ def _place(path: str, revision: str | None) -> Path | None:
 
 
 def _state(place: Path) -> list[Any]:
-    """Of a file, or of the files of a folder: see this module's description."""
+    """Return the state of a file, or of a folder's files: see this module's description."""
     files = [place] if place.is_file() else sorted(each for each in place.iterdir() if each.is_file())
     times = [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files]
     return [digest_of_files(str(place)), times]
@@ -128,7 +128,7 @@ def _state(place: Path) -> list[Any]:
 
 @functools.cache
 def _sources() -> str:
-    """Of the files that load, check and run models."""
+    """Return a digest of the files that load, check and run models."""
     package = Path(slipstream.__file__).parent
     state = hashlib.blake2b(digest_size=16)
     for file in sorted(each for room in ("kv", "models") for each in (package / room).rglob("*.py")):

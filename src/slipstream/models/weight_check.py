@@ -58,8 +58,8 @@ class WeightCheck:
         self.table: Expected | None = None
 
     def add_layer(self, parts: LayerParts, was_grouped: set[int]) -> None:
-        """Of a layer of the fused decoder, in floating point; `was_grouped` are the ids of linears that a file holds
-        quantised."""
+        """Add the products of a layer of the fused decoder, in floating point; `was_grouped` are ids of linears that a
+        file holds quantised."""
         found = {
             "qkv": [self._stack(parts.ordered_qkv, parts.qkv, was_grouped)],
             "output": [self._stack([parts.output], [parts.output], was_grouped)],
@@ -92,7 +92,7 @@ class WeightCheck:
                     self.compare(f"{name} of layer {number}", each, _multiply(struct))
 
     def add_table(self, embedding: Any, head: Any) -> None:
-        """Of an embedding that a file holds quantised and that is not the output layer: no pass reads all of it."""
+        """Add an embedding that a file holds quantised and that is not the output layer: no pass reads all of it."""
         if isinstance(embedding, StoredEmbedding) and embedding.linear is not head:
             table = embedding.linear
             self.table = Expected(table(sign_rows(table.in_features)), _STORED)
@@ -159,7 +159,7 @@ class WeightCheck:
         was_grouped: set[int],
         is_interleaved: bool = False,
     ) -> Expected:
-        """Of linear layers that are packed as one."""
+        """Return what is expected of linear layers that are packed as one."""
         found = [_product(linear.weight, linear.bias) for linear in ordered if isinstance(linear, nn.Linear)]
         stored = any(id(linear) in was_grouped for linear in linears)
         return Expected(
@@ -203,7 +203,7 @@ def _products(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> lis
 
 
 def _interleaved(products: Sequence[Tensor]) -> Tensor:
-    """Of gate and up, as the kernels have their outputs."""
+    """Return the products of gate and up, as the kernels have their outputs."""
     return interleave([each.T.contiguous() for each in products]).T
 
 

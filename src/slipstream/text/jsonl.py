@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.errors import RequestError
 
 Message = dict[str, Any]
-"""At least `role` and `content`."""
+"""Keys that a message has at least: `role` and `content`."""
 
 
 def read_text(file: Path) -> str:

@@ -111,7 +111,7 @@ class AutoDrafter(DrafterGroup):
 
 
 def _copy_bytes(quantization: str, context: DraftContext, target: ModelIdentity) -> int:
-    """Of a copy of the target in this weight format."""
+    """Return the bytes of a copy of the target in this weight format."""
     return target_copy(quantization, context.engine_config, target.dtype).held.total_bytes
 
 

@@ -151,7 +151,7 @@ class VersionsDrafter(Drafter):
         self._num_slots: int | None = None
         self._cache: KVCache | None = None
         self._num_failures = 0
-        """Of lanes that are gone."""
+        """Failures of lanes that are gone."""
         self.floor = self._lane(FLOOR, options.floor(), None)
         self._lanes: dict[str, DraftLane] = {FLOOR: self.floor}
         self._of: dict[int, DraftLane] = {}

@@ -28,7 +28,7 @@ class HydraConfig:
     """The shape of a set of heads."""
 
     hidden_size: int
-    """Of the target."""
+    """Hidden size of the target."""
     vocab_size: int
     """Width of the target's logits."""
     num_heads: int = 4

@@ -37,9 +37,9 @@ class Place(NamedTuple):
     """Where the expected text may go on."""
 
     offset: int
-    """Of its bytes."""
+    """Offset of its bytes."""
     score: float
-    """Of the best way to get there from the difference: more is likelier."""
+    """Score of the best way to get there from the difference: more is likelier."""
 
 
 class Alignment:
@@ -56,7 +56,7 @@ class Alignment:
         self.followed = True
         """False after a difference, until the text is found again."""
         self.offset = 0
-        """Of the bytes that come next, while it is followed; else where the difference began."""
+        """Offset of the bytes that come next while it is followed; else where the difference began."""
         self.num_read = 0
         """Tokens of the answer."""
         self._gap: list[bytes] = []

@@ -10,9 +10,9 @@ from slipstream.core.bounded import BoundedDict
 ORDERS = (4, 3, 2, 1)
 """Lengths of the n-grams, the longest first."""
 ENTRY_BYTES = 120
-"""Of an n-gram with its key, as CPython lays them out."""
+"""Bytes of an n-gram with its key, as CPython lays them out."""
 LOGIT_BYTES = 72
-"""Of a token with its logit."""
+"""Bytes of a token with its logit."""
 
 
 class NgramRow(NamedTuple):

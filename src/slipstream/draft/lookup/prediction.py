@@ -21,7 +21,7 @@ BRANCH_TOKENS = 5, 3
 FIRST_CREDIT = 16.0
 """Draft tokens that may be rejected before any was accepted."""
 RESERVE = 8
-"""Of it, what is kept for an answer that is followed: places that are only likely are not drafted with it."""
+"""Part of the credit that is kept for an answer that is followed: places that are only likely do not use it."""
 MOST_CREDIT = 192.0
 EARNED_BY_ACCEPTED = 3.0
 EARNED_BY_TEXT = 1 / 32
@@ -115,7 +115,7 @@ class PredictionDrafter(Drafter):
         return len(self._followed)
 
     def memory_bytes(self) -> int:
-        """Of the texts themselves, which belong to the requests, nothing is kept."""
+        """Return 0: the texts belong to the requests, and nothing is kept of them."""
         return sum(len(followed.alignment.expected) for followed in self._followed.values())
 
 

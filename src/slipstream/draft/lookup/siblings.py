@@ -86,7 +86,7 @@ class _Likeliest(NamedTuple):
     """Tokens of the text."""
     token: int
     order: int
-    """Of the n-gram behind which it stands."""
+    """Order of the n-gram that it follows."""
     promised: float
     """The chance of it, as the n-gram's row says."""
 

@@ -37,7 +37,7 @@ class Followed:
         self.max_ahead = min(2 * depth + 1, MAX_TAIL_TOKENS)
         """Draft tokens: those that are being verified, the target's own, and as many again."""
         self.hash = PrefixHash()
-        """Of the committed tokens."""
+        """Hash of the committed tokens."""
         self.hash.extend(sequence.token_ids)
         self.commit = 0
         """The number of the last message about it."""

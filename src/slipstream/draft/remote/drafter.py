@@ -85,7 +85,7 @@ class RemoteRequest:
         self.tail = Tail()
         self.worker: WorkerAccount | None = None
         self.generation = 0
-        """Of the connection in which it was opened."""
+        """Generation of the connection in which it was opened."""
         self.steps_to_reopen = 0
         """Before a worker that did not know it is given it again."""
         self.num_told = 0

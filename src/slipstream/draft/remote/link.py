@@ -57,11 +57,11 @@ class Link(ABC):
     """The engine's end of a connection to a worker."""
 
     name: str
-    """Of the worker, for messages and metrics."""
+    """Name of the worker, for messages and metrics."""
     generation = 0
     """Counts connections: a worker knows nothing of what was said in an earlier one."""
     kind = ProposalKind.ONE_HOT
-    """Of the worker's drafts."""
+    """Kind of the worker's drafts."""
 
     @property
     @abstractmethod
@@ -103,7 +103,7 @@ class LinkTerms:
     """Its fingerprint."""
     vocab_size: int
     kinds: frozenset[str]
-    """Of proposals that the engine's verifier can judge."""
+    """Kinds of proposals that the engine's verifier can judge."""
     depth: int
     """The most draft tokens that are asked for at once."""
     key: bytes
@@ -118,7 +118,7 @@ class SocketLink(Link):
         self._address, self._terms, self._arrived = address, terms, arrived
         self._inbox: list[Message] = []
         self._lock = threading.Lock()
-        """Of the outbox."""
+        """Guards the outbox."""
         self._socket: socket.socket | None = None
         self._outbox: Outbox | None = None
         """What waits for the socket, while there is one."""

@@ -41,7 +41,7 @@ class ServedDrafter:
     """The target's, as a fingerprint."""
     vocab_size: int
     kind: ProposalKind
-    """Of all its drafts."""
+    """Kind of all its drafts."""
     num_operator_threads: int = 1
     """Threads of PyTorch's operators while it drafts."""
 

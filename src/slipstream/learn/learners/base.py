@@ -73,7 +73,7 @@ class Learner(ABC):
         return batches(records, anchor, rows=options.batch_rows, length=options.row_length, seed=options.seed)
 
     def num_tokens(self, batch: Any) -> int:
-        """Of a batch, padding included."""
+        """Return the number of tokens of a batch, padding included."""
         return int(batch.token_ids.numel())
 
     def loss(self, model: Any, batch: Any) -> LearnLoss:

@@ -196,8 +196,8 @@ class EagleLearner(Learner):
         return int(batch.text.documents.numel())
 
     def loss(self, model: Any, batch: Any) -> LearnLoss:
-        """Of chains that begin behind every token of an answer: a row weighs as much as its chain comes that far, by
-        the head's own overlaps with the target before."""
+        """Return the loss of chains behind every token of an answer: a row weighs as much as its chain comes that far,
+        by the head's own overlaps with the target before."""
         head = self._head_of(model)
         learns, token_ids = batch.text.learns.flatten(), batch.token_ids.flatten()
         row_of = learns.cumsum(0) - 1

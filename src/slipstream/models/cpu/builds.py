@@ -53,7 +53,7 @@ class Build:
 
     @property
     def file_name(self) -> str:
-        """Of the library that a wheel has."""
+        """Return the file name of the library that a wheel has."""
         return f"{self.stem}.so"
 
     @property

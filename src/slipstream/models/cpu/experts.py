@@ -89,7 +89,7 @@ class ExpertParts:
     def of(
         cls, router: Any, experts: Any, num_chosen: int, has_whole_shares: bool, clamp: Clamp | None
     ) -> ExpertParts:
-        """Of a layer's modules; raises `AttributeError` for one without their weights, or with others."""
+        """Read the parts from a layer's modules; raises `AttributeError` where weights are missing or others."""
         shapes = ((router, "weight", 2), (experts, "gate_up_proj", 3), (experts, "down_proj", 3))
         for module, name, dimensions in shapes:
             if getattr(getattr(module, name), "ndim", 0) != dimensions:

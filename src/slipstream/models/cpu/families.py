@@ -55,7 +55,7 @@ class Family:
     input_scale: ClassVar[str | None] = None
     """What the model multiplies them with besides."""
     residual_scale: ClassVar[str | None] = None
-    """Of what attention and MLP add to the states."""
+    """Scale of what attention and MLP add to the states."""
     parallel: ClassVar[str | None] = None
     """Whether the MLP reads the states that attention read."""
     logit_divisor: ClassVar[str | None] = None
@@ -65,7 +65,7 @@ class Family:
     activation: ClassVar[str] = "hidden_act"
 
     activation_module: ClassVar[str | None] = "mlp.act_fn"
-    """Of a layer: what it calls. Where a layer has it, it must be what the configuration says; None: unknown."""
+    """Module that a layer calls. Where a layer has it, it must be what the configuration says; None: unknown."""
 
     # Of a norm.
     norm_epsilon: ClassVar[str] = "variance_epsilon"
@@ -82,13 +82,13 @@ class Family:
     has_interleaved_heads: ClassVar[bool] = False
     """Whether it has query, key and value head by head, and not one behind the other."""
     query_norm: ClassVar[str | None] = None
-    """Of each head, or of all at once: its width says which."""
+    """Norm of each head, or of all at once: its width says which."""
     key_norm: ClassVar[str | None] = None
     sinks: ClassVar[str | None] = None
     """A score for each head that takes part in attention and carries no value."""
     output: ClassVar[str] = "self_attn.o_proj"
     attended_norm: ClassVar[str | None] = None
-    """Of what attention adds to the states."""
+    """Norm of what attention adds to the states."""
     mlp_norm: ClassVar[str | None] = "post_attention_layernorm"
     gate: ClassVar[str | None] = "mlp.gate_proj"
     """None: there is no gate."""
@@ -105,11 +105,11 @@ class Family:
     has_whole_shares: ClassVar[str | None] = None
     """Whether shares add up to 1, or are of a softmax over all experts; None: they add up to 1."""
     gate_limit: ClassVar[str | None] = None
-    """Of experts, beyond which gate and up are cut off before they are made one as GPT-OSS does; None: they are not."""
+    """Limit at which experts cut off gate and up before they are made one, as GPT-OSS does; None: they do not."""
     gate_slope: ClassVar[str | None] = None
     """What such a gate is multiplied with inside the sigmoid."""
     mlp_out_norm: ClassVar[str | None] = None
-    """Of what the MLP adds to the states."""
+    """Norm of what the MLP adds to the states."""
     rotates: ClassVar[str | None] = None
     """Whether positions count in this layer; None: in all."""
     rotary_kind: ClassVar[str | None] = None

@@ -62,7 +62,7 @@ class Rotation:
 
     @property
     def scale(self) -> float:
-        """Of sines and cosines."""
+        """Scale of sines and cosines."""
         return float(self._named(self.module, "attention_scaling"))
 
     @cached_property

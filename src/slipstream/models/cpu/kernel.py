@@ -24,16 +24,16 @@ class Kernel:
     bytes_per_weight: float
     """Scales of groups included."""
     bytes_per_output: float = 0.0
-    """Of a float32 scale and an int32 sum an output, or of the float32 factor of its groups' scales; 0 where the format
+    """Bytes of a float32 scale and an int32 sum an output, or of the factor of its groups' scales; 0 where the format
     has none."""
     dtype: torch.dtype = torch.float32
-    """Of the weights that `pack` reads; others are converted."""
+    """Type of the weights that `pack` reads; others are converted."""
     group: int = 0
     """Inputs that share a scale, of the kinds that have groups."""
     has_zeros: bool = False
     """Whether groups have zeros of their own."""
     bits: int = 0
-    """Of a code, of the kinds that have groups."""
+    """Bits of a code, for the kinds that have groups."""
 
     @property
     def has_scales(self) -> bool:

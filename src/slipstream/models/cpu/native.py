@@ -222,5 +222,5 @@ def _compile(wanted: Build, compiler: list[str], folder: Path, stem: str) -> Pat
 
 
 def library_digest(file: Path) -> str:
-    """Of a kept library's contents, the last part of its name."""
+    """Return the digest of a kept library's contents, the last part of its name."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]

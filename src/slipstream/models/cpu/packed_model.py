@@ -238,7 +238,7 @@ class PackedModel:
         return kept
 
     def _addresses(self, pool: KVPool) -> list[Any]:
-        """Of the pool's keys, values, key scales and value scales: one a layer."""
+        """Return the addresses of the pool's keys, values, key scales and value scales: one a layer."""
         if pool not in self._pools:
             array = ctypes.c_void_p * self.num_layers
             kinds = (pool.keys, pool.values, pool.key_scales, pool.value_scales)

@@ -24,7 +24,7 @@ class NormParts:
 
     @classmethod
     def of(cls, norm: Any, offset: float) -> NormParts:
-        """Of a module; raises `AttributeError` for one without a weight."""
+        """Read the parts from a module; raises `AttributeError` for one without a weight."""
         if getattr(norm, "weight", None) is None:
             raise AttributeError(f"{type(norm).__name__} has no weight")
         return cls(norm.weight, getattr(norm, "bias", None), offset, isinstance(norm, nn.LayerNorm))
@@ -47,12 +47,12 @@ class LayerParts:
     down: nn.Linear | None
     """None where there are experts: then there are no gate and up either."""
     attended_norm: NormParts | None = None
-    """Of what attention adds to the states."""
+    """Norm of what attention adds to the states."""
     mlp_out_norm: NormParts | None = None
-    """Of what the MLP adds to them."""
+    """Norm of what the MLP adds to them."""
     is_gated: bool = True
     interleaved_heads: int = 0
-    """Of how many heads one layer has query, key and value head by head; 0: it has not."""
+    """Heads of which one layer has query, key and value head by head; 0: it has not."""
     experts: ExpertParts | None = None
     """In the MLP's place."""
     sinks: Tensor | None = None

@@ -72,7 +72,7 @@ class PackedChecks(Protocol):
 
     weights: WeightCheck
     layers: LayerCheck | None
-    """Of a model whose layers were tried out one by one (`Executor.layer_trial`)."""
+    """Check of a model whose layers were tried out one by one (`Executor.layer_trial`)."""
 
     def check_embedding(self, executor: Executor, is_packed: bool) -> None:
         """Compare the embeddings of a pass; `is_packed` says whether they are read out of packed weights."""

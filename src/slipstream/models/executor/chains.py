@@ -31,7 +31,7 @@ class Draw:
     temperature: float
     """0: each is the most probable token."""
     keys: Sequence[int]
-    """Of the noise at each position that the chain may reach; see `slipstream.sampling.noise`."""
+    """Keys of the noise at each position that the chain may reach; see `slipstream.sampling.noise`."""
     top_k: int = 0
     """0: no filter; the others' are 1 and 0. They are those of `SamplingParams`."""
     top_p: float = 1.0

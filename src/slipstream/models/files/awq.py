@@ -27,7 +27,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def awq_group_size(settings: Mapping[str, Any]) -> int:
-    """Of a `quantization_config`, -1 for one group of all inputs; raises `ModelError` for what cannot be read."""
+    """Return a `quantization_config`'s group size, -1 for one group; raises `ModelError` for what cannot be read."""
     bits = settings.get("bits", settings.get("w_bit"))
     group = settings.get("group_size", settings.get("q_group_size", 128))
     version = str(settings.get("version", "gemm")).lower()

@@ -27,13 +27,13 @@ class BlockFormat:
     """Weights of a block; 1 for plain numbers."""
     block_bytes: int
     dtype: torch.dtype | None = None
-    """Of plain numbers; None for quantised ones."""
+    """Type of plain numbers; None for quantised ones."""
     unpack: Callable[[Tensor], Grouped] | None = None
     """uint8 [out, blocks, block_bytes] -> the outputs; None for plain numbers."""
     bits: int = 0
-    """Of the codes of a quantised one."""
+    """Bits of the codes of a quantised one."""
     group_size: int = 32
-    """Of weights that share a scale."""
+    """Number of weights that share a scale."""
     is_symmetric: bool = False
     """See `GroupedMatrix`."""
     unpack_blocks: Callable[[Tensor], BlockedWeight] | None = None
@@ -89,7 +89,7 @@ def _fifth_bits(bytes_: Tensor) -> Tensor:
 
 
 def _grouped(codes: Tensor, scales: Tensor, minimums: Tensor, bits: int) -> Grouped:
-    """Of blocks: codes [out, blocks, ...], scales and minimums [out, blocks, ...]."""
+    """Return the groups of blocks: codes [out, blocks, ...], scales and minimums [out, blocks, ...]."""
     return Grouped(codes.flatten(1), scales.flatten(1), minimums.flatten(1), bits)
 
 

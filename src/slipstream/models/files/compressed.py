@@ -49,7 +49,7 @@ class CompressedSettings:
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> CompressedSettings:
-        """Of a `quantization_config`; raises `ModelError` for what cannot be read."""
+        """Read a `quantization_config`; raises `ModelError` for what cannot be read."""
         found = {cls._of_group(weights, form or "pack-quantized") for weights, form in _groups(settings)}
         if len(found) > 1:
             raise ModelError("compressed-tensors weights in groups of layers that differ are not read")

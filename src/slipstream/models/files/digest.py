@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 SAMPLE_BYTES = 2**20
-"""Of a weight file so much is read at each of `NUM_SAMPLES` places: whole files of many gigabytes take minutes."""
+"""Bytes of a weight file that are read at each of `NUM_SAMPLES` places: whole large files take minutes."""
 NUM_SAMPLES = 16
 _READ_WHOLE = (".json", ".txt", ".jinja", ".model")
 
@@ -17,7 +17,7 @@ def digest_of(data: bytes) -> str:
 
 
 def digest_of_files(model: str) -> str:
-    """Of a folder's or a file's contents; of a hub id its name, which the hub's own digests stand behind."""
+    """Return the digest of a folder's or a file's contents, or of a hub id, whose files the hub digests itself."""
     path = Path(model)
     if not path.exists():
         return digest_of(model.encode())
@@ -32,7 +32,7 @@ def digest_of_files(model: str) -> str:
 
 
 def digest_of_model(model: str, *parts: str | None) -> str:
-    """Of a checkpoint with a tokenizer or an adapter of its own beside it, where there is one."""
+    """Return the digest of a checkpoint, with a tokenizer or an adapter beside it where there is one."""
     together = [model, *(part for part in parts if part is not None)]
     return digest_of("".join(map(digest_of_files, together)).encode())
 

@@ -74,7 +74,7 @@ class Fp8Matrix:
 
 
 def block_size(settings: Mapping[str, object]) -> tuple[int, int] | None:
-    """Of a `quantization_config`; None where it names none. Raises `ModelError` for one that is no two sizes."""
+    """Return a `quantization_config`'s block size, or None. Raises `ModelError` for one that is no two sizes."""
     size = settings.get("weight_block_size")
     if size is None:
         return None

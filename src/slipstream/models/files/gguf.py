@@ -27,9 +27,9 @@ _MAX_HEADER = 2**28
 """Bytes: ten times what the largest vocabularies take."""
 _MAX_STRING = 2**24
 _MAX_ITEMS = 2**22
-"""Of an array; the longest are lists of merges, some hundred thousand."""
+"""Items of an array, at most; the longest are lists of merges, some hundred thousand."""
 _MAX_ITEMS_TOGETHER = 2**23
-"""Of all arrays: a number takes ten times as much in Python as in a file."""
+"""Items of all arrays, at most: a number takes ten times as much in Python as in a file."""
 _MAX_DIMENSIONS = 4
 _MAX_NAME = 128
 """Characters; llama.cpp's names of tensors have half as many."""
@@ -149,7 +149,7 @@ class _Header:
         return found
 
     def name(self) -> str:
-        """Of a key or a tensor: short, and such as can be shown in a message."""
+        """Read the name of a key or a tensor: short, and such as can be shown in a message."""
         found = self.string()
         if len(found) > _MAX_NAME or not found.isprintable():
             raise _Damaged(f"has a damaged header: a name of {len(found)} characters, {found!r:.40}")
@@ -226,7 +226,7 @@ class _Place:
     name: str
     shape: tuple[int, ...]
     number: int
-    """Of its type."""
+    """Number of its type."""
     offset: int
 
     def tensor(self, mapped: mmap.mmap, begin: int, alignment: int) -> GgufTensor:

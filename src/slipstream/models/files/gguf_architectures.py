@@ -83,7 +83,7 @@ class GgufArchitecture:
     """A family of llama.cpp's."""
 
     model_type: str
-    """Of Transformers' configuration."""
+    """Model type of Transformers' configuration."""
     layer: Mapping[str, str]
     """Names of a layer's parts: llama.cpp's to Transformers'."""
     rotates_neighbours: bool = False

@@ -13,7 +13,7 @@ from slipstream.errors import ModelError
 from slipstream.models.files.gguf import Gguf
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every Llama 3 that scales its frequencies; a file holds only what they come to."""
+"""Settings of every Llama 3 that scales its frequencies; a file holds only what they come to."""
 
 
 _MAX_FACTORS = 4096

@@ -42,7 +42,7 @@ class GptqSettings:
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> GptqSettings:
-        """Of a `quantization_config`; raises `ModelError` for what cannot be read."""
+        """Read a `quantization_config`; raises `ModelError` for what cannot be read."""
         bits, group = settings.get("bits"), settings.get("group_size", 128)
         if type(bits) is not int or bits not in (2, 4, 8) or type(group) is not int:
             raise ModelError(f"GPTQ weights of {bits} bits in groups of {group}: read are 2, 4 and 8 bits")

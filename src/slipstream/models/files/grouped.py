@@ -32,7 +32,7 @@ class Grouped:
     minimums: Tensor
     """float32 [out, groups]"""
     bits: int
-    """Of a code."""
+    """Bits of a code."""
 
     @property
     def group_size(self) -> int:
@@ -49,11 +49,11 @@ class GroupedMatrix(ABC):
     """A quantised matrix [out, in] in a file, of which some outputs at a time are read."""
 
     name: str
-    """Of its layer, as the model names it."""
+    """Name of its layer, as the model has it."""
     out_features: int
     in_features: int
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     group_size: int
     """Inputs that share a scale."""
     order: Tensor | None = None

@@ -28,7 +28,7 @@ _IGNORED = (
     *("input_scale", "activation_scale", "input_zero_point", "weight_global_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "prob_scale"),
 )
-"""Of activations and caches that other engines round by them. Ours are rounded as they come, or not at all."""
+"""Scales of activations and caches that other engines round by them. Ours are rounded as they come, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)

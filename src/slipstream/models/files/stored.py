@@ -167,7 +167,7 @@ class StoredEmbedding(nn.Module):
     """An embedding whose table is a quantised matrix of a file."""
 
     def __init__(self, linear: StoredLinear, plain: nn.Embedding) -> None:
-        """Of the rows of `linear`, in the place of `plain`; raises `ModelError` where that computes something else."""
+        """Read rows of `linear` in the place of `plain`; raises `ModelError` where that computes something else."""
         super().__init__()
         scale = getattr(plain, "embed_scale", None)
         if scale is None and type(plain) is not nn.Embedding:
@@ -196,11 +196,11 @@ class KeptWeights:
 
     num_weights: int
     num_bytes: int
-    """Of their codes, without scales."""
+    """Bytes of their codes, without scales."""
 
     @classmethod
     def of(cls, model: Any) -> KeptWeights:
-        """Of a model before it is packed."""
+        """Return the kept weights of a model before it is packed."""
         sizes = [(int(part.in_features * part.out_features), part.bits) for part in quantised_layers(model)]
         return cls(sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes))
 

@@ -39,7 +39,7 @@ class StoredStack(FileStack):
     """The weights of a layer's experts as a file holds them."""
 
     def __init__(self, experts: Sequence[Sequence[_Held]]) -> None:
-        """Of each expert the matrices [out, in] whose outputs lie one behind the other."""
+        """Take each expert's matrices [out, in], whose outputs lie one behind the other."""
         self._experts = experts
         shapes = [_shape(matrix) for matrix in experts[0]]
         self.shape = (len(experts), sum(out for out, _ in shapes), shapes[0][1])
@@ -60,7 +60,7 @@ class TakenExperts:
     stacks: Mapping[str, StoredStack]
     """By the name of the parameter in whose place they are."""
     names: frozenset[str]
-    """Of the layers that they take the place of, as the file has them."""
+    """Names of the layers that they replace, as the file has them."""
 
 
 def take_experts(

@@ -16,7 +16,7 @@ from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
 
 WIDENED_BYTES = 2**24
-"""Of a large weight so many bytes are widened at a time."""
+"""Bytes of a large weight that are widened at a time."""
 
 
 def widened_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

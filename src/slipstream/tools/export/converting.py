@@ -10,7 +10,7 @@ from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, head_facts
 from slipstream.tools.export.record import SpeculativeRecord
 
 FOLDER = "checkpoint"
-"""Of the converted checkpoints, in the folder of the setting."""
+"""Folder of the converted checkpoints, in the folder of the setting."""
 
 
 def check_destination(record: SpeculativeRecord, place: Path, overwrite: bool, flag: str) -> None:

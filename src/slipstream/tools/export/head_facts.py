@@ -69,10 +69,10 @@ class HeadFacts:
     layout: str
     """`eagle`, `eagle3`, `speculators`, `medusa` or `hydra`."""
     version: int = 0
-    """Of EAGLE, 1 or 3; 0 for others."""
+    """Version of EAGLE, 1 or 3; 0 for others."""
     num_layers: int = 1
     num_heads: int | None = None
-    """Of Medusa and Hydra."""
+    """Heads of Medusa and Hydra."""
     vocabulary: VocabularyMap | None = None
     """None: the whole of the target's."""
     aux_layers: AuxLayers | None = None
@@ -81,7 +81,7 @@ class HeadFacts:
     embedding: str | None = "shared"
     """`own` or `shared` with the target; None: the weights are in a format that is not read for this."""
     output: str | None = "shared"
-    """Of the output layer, likewise."""
+    """Form of the output layer, likewise."""
     num_positions: int | None = None
     """Longest text that its rotary embedding was made for."""
 

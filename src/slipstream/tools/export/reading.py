@@ -35,11 +35,11 @@ class SettingSource:
     where: str
     """For messages: a file's name, or 'the command'."""
     words: tuple[str, ...] | None = None
-    """Of a command."""
+    """Words of a command."""
     mapping: Mapping[str, Any] | None = None
-    """Of JSON or YAML."""
+    """Mapping of JSON or YAML."""
     calls: tuple[PythonCall, ...] | None = None
-    """Of a Python program, in order; `name = value` and `thing.name = value` are calls named '=' with one keyword."""
+    """Calls of a Python program, in order; `name = value` and `thing.name = value` are calls '=' with one keyword."""
     folder: Path | None = None
     """Where files lie that a command names; None: the working directory."""
 

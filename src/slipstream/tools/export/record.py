@@ -93,7 +93,7 @@ class SpeculativeRecord:
     model: str | None = None
     """The draft model or head: folder, file or hub id."""
     revision: str | None = None
-    """Of `model`."""
+    """Revision of `model`."""
     quantization: str | None = None
     """Weight format of the draft, in Slipstream's names."""
     depth: int | None = None
