@@ -127,7 +127,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
-        """From one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`.
+        """Make it from one flat mapping, as users write it: `{"method": "ngram", "num_speculative_tokens": 4}`.
 
         Without a `method` it is inferred from the `model`, as in vLLM. Raises `ConfigError`.
         """
@@ -141,14 +141,14 @@ class SpeculativeConfig:
         return cls(**{key: mapping[key] for key in own & set(mapping)}, options=options)
 
     def as_mapping(self) -> dict[str, Any]:
-        """As one flat mapping that `from_mapping` takes."""
+        """Return it as one flat mapping that `from_mapping` takes."""
         own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         own |= own.pop("options")
         return {name: value for name, value in own.items() if value is not None}
 
     @classmethod
     def from_text(cls, text: str) -> SpeculativeConfig:
-        """From JSON, or from the path of a JSON file; raises `ConfigError`."""
+        """Make it from JSON, or from the path of a JSON file; raises `ConfigError`."""
         source = "speculative config"
         if not text.lstrip().startswith("{"):
             path = Path(text)

@@ -172,7 +172,7 @@ def _refuse(why: str) -> None:
 
 
 def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """With the embedded draft by its name: its folder is another one on another machine."""
+    """Return it with the embedded draft by its name: its folder is another one on another machine."""
     reasoning = config.get("reasoning") or {}
     if "model" in reasoning and reasoning["model"] == EMBEDDED_DRAFTERS.get(
         str(reasoning.get("method", ReasoningConfig.method))

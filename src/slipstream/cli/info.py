@@ -60,7 +60,7 @@ class InfoFlags:
     engine: EngineValues
 
     def checked(self) -> InfoFlags:
-        """With the folders of models that are called `embedded`; raises `ConfigError` or `ModelError`."""
+        """Return it with the folders of models that are called `embedded`; raises `ConfigError` or `ModelError`."""
         if not self.measure and (self.quick or self.plot is not None):
             raise ConfigError(f"{'--quick' if self.quick else '--plot'} needs --measure; add it")
         if self.plot is not None:
@@ -95,7 +95,7 @@ class _Described:
 
     @classmethod
     def read(cls, flags: InfoFlags) -> _Described:
-        """From configuration and tokenizer."""
+        """Read it from configuration and tokenizer."""
         from slipstream.engine.description import describe
         from slipstream.engine.settings import engine_config
 

@@ -179,7 +179,7 @@ def _print(report: FitReport) -> None:
 
 
 def _count(number: int | None, limit: int | None = None) -> str:
-    """With 'or more' at the `limit` of what was looked for."""
+    """Return it with 'or more' at the `limit` of what was looked for."""
     if number is None:
         return "none"
     return f"{number:,} or more" if number == limit else f"{number:,}"

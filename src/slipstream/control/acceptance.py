@@ -281,7 +281,7 @@ class LookupYield:
         self._tasks.touch(task, lambda: _ByLength(TASK_MEMORY)).learn(length, num_accepted)
 
     def rates(self, task: str) -> list[float]:
-        """By bucket, the share of a proposal that is accepted."""
+        """Return, by bucket, the share of a proposal that is accepted."""
         levels = [
             (counts.number, counts.checked, counts.accepted)
             for counts in (self._all, self._tasks.get(task, _NOTHING_FOUND))
@@ -303,7 +303,7 @@ class LookupYield:
         return _shares(of_task.number, of_all)
 
     def lengths(self, task: str) -> list[float]:
-        """By bucket, the mean length of a proposal."""
+        """Return, by bucket, the mean length of a proposal."""
         of_task = self._tasks.get(task, _NOTHING_FOUND)
         return [
             (checked + BUCKET_PRIOR * first) / (number + BUCKET_PRIOR)

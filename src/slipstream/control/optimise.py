@@ -204,7 +204,7 @@ class Problem:
         return self.price(np.where(self._needed[:, place] > 0, places, places - draft))
 
     def nothing(self) -> Priced:
-        """Without drafts."""
+        """Return the choice without drafts."""
         return self.price(np.zeros(self.number, dtype=np.int64))
 
     # --- plans ------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Problem:
         return self._places.get(nearest) or self._places[Choice(*draft)]
 
     def tokens(self, plan: Priced) -> list[float]:
-        """By row, the tokens that a step is expected to yield."""
+        """Return, by row, the tokens that a step is expected to yield."""
         gained: list[float] = (1.0 + self._tokens[np.arange(self.number), plan.places]).tolist()
         return gained
 

@@ -219,7 +219,7 @@ def _word(state: Any) -> str:
 
 
 def address() -> str:
-    """Where the cluster's applications are reached; empty where Serve does not run."""
+    """Return where the cluster's applications are reached; empty where Serve does not run."""
     there = listens()
     return "" if there is None else f"http://{there[0]}:{there[1]}"
 

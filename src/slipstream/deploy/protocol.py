@@ -62,7 +62,7 @@ class PauseAttempt(AttemptMessage, tag="pause", frozen=True):
 
 
 class QueueShare(ReplicaMessage, tag="queue", frozen=True):
-    """For autoscaling and statistics."""
+    """What a front says for autoscaling and statistics."""
 
     share: float
     """Share of the answers that wait at the front."""
@@ -85,7 +85,7 @@ class AttemptEnded(AttemptMessage, tag="ended", frozen=True):
 
 
 class ReplicaBeat(ReplicaMessage, tag="beat", frozen=True):
-    """From the engine's thread, between two steps."""
+    """What a replica sends from the engine's thread, between two steps."""
 
     report: ReplicaReport
     """What it has counted in all."""

@@ -73,7 +73,7 @@ class DeploySettings:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> DeploySettings:
-        """From decoded YAML or JSON; raises `ConfigError` for unknown keys and bad values, in one line."""
+        """Make it from decoded YAML or JSON; raises `ConfigError` for unknown keys and bad values, in one line."""
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"deploy settings must be an object of names and values, got {mapping!r}")
         reject_unknown(mapping, [each.name for each in fields(cls)], "deploy setting")

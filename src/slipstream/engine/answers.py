@@ -55,7 +55,7 @@ class Answers:
         return self._answers[sequence.id]
 
     def arrived_s(self, sequence: Sequence) -> float:
-        """When its request came, by `perf_counter`."""
+        """Return when its request came, by `perf_counter`."""
         return self._requests[sequence.request_id].arrived_s
 
     def unfinished(self, request_id: str) -> list[Sequence]:

@@ -213,7 +213,7 @@ def check_identity(folder: LearnFolder, identity: RingIdentity) -> None:
 
 
 def ring_identity(folder: LearnFolder) -> RingIdentity | None:
-    """Whose answers a folder's ring holds; None while it is empty."""
+    """Return whose answers a folder's ring holds; None while it is empty."""
     for file in reversed(segment_files(folder.ring)):
         try:
             return read_head(file)[0]

@@ -51,7 +51,7 @@ class Frame:
     payload: bytes
 
     def encoded(self) -> bytes:
-        """With its head."""
+        """Return the frame with its head."""
         crc = zlib.crc32(self.payload, zlib.crc32(_NUMBER.pack(self.number)))
         return _FRAME.pack(_MARK, len(self.payload), crc, self.number) + self.payload
 

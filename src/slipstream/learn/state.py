@@ -38,19 +38,19 @@ class LearnLane:
         return {one for one in (self.serving, self.canary, *self.previous) if one}
 
     def promoted(self, version_id: str) -> LearnLane:
-        """With `version_id` serving everyone, and no canary."""
+        """Return it with `version_id` serving everyone, and no canary."""
         if version_id == self.serving:
             return replace(self, canary=None, canary_share=0.0)
         previous = (*self.previous, self.serving)[-NUM_PREVIOUS:]
         return replace(self, serving=version_id, previous=previous, canary=None, canary_share=0.0)
 
     def rolled_back(self) -> LearnLane:
-        """With what served before, in the end the floor, and no canary."""
+        """Return it with what served before, in the end the floor, and no canary."""
         serving = self.previous[-1] if self.previous else ""
         return replace(self, serving=serving, previous=self.previous[:-1], canary=None, canary_share=0.0)
 
     def without(self, version_ids: set[str]) -> LearnLane:
-        """With none of `version_ids`: what served before takes their place."""
+        """Return it with none of `version_ids`: what served before takes their place."""
         previous = tuple(one for one in self.previous if one not in version_ids)
         lane = replace(self, previous=previous)
         if self.canary in version_ids:
@@ -84,12 +84,12 @@ class LearnState:
         return next((one for one in self.lanes if one.key == (tenant, task)), LearnLane(tenant, task))
 
     def with_lane(self, lane: LearnLane) -> LearnState:
-        """With `lane` in place of the one of its tenant and task."""
+        """Return it with `lane` in place of the one of its tenant and task."""
         others = tuple(one for one in self.lanes if one.key != lane.key)
         return replace(self, lanes=(*others, lane))
 
     def retire(self, reasons: Mapping[str, str]) -> LearnState:
-        """Without the versions of `reasons` in any lane."""
+        """Return it without the versions of `reasons` in any lane."""
         lanes = tuple(lane.without(set(reasons)) for lane in self.lanes)
         return replace(self, lanes=lanes, retired={**self.retired, **reasons})
 
@@ -103,7 +103,7 @@ class LearnState:
 
     @classmethod
     def from_json(cls, value: Any) -> LearnState:
-        """From a file; raises `LearnError`."""
+        """Read it from a file; raises `LearnError`."""
         try:
             found = dict(value)
             if found.pop("format") != FORMAT:

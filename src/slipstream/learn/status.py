@@ -68,7 +68,7 @@ class LearnStatus:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For a message or a file."""
+        """Return it as JSON, for a message or a file."""
         plain = asdict(self)
         plain["state"] = self.state.as_json()
         plain["versions"] = [one.as_json() for one in self.versions]

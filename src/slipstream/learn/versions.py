@@ -114,12 +114,12 @@ class Version:
         return int(self.id.partition("-")[0].removeprefix("v"))
 
     def as_json(self) -> dict[str, Any]:
-        """For a file or a message."""
+        """Return it as JSON, for a file or a message."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Version:
-        """From a file; raises `LearnError`."""
+        """Read it from a file; raises `LearnError`."""
         found = dict(value)
         if found.pop("format", None) != FORMAT:
             raise LearnError("it was written by another release of slipstream")
@@ -219,7 +219,7 @@ class VersionStore:
             return True
 
     def load(self, version_id: str) -> dict[str, torch.Tensor]:
-        """Its tensors, from bytes whose sha256 is right; raises as `get` does."""
+        """Return its tensors, from bytes whose sha256 is right; raises as `get` does."""
         from safetensors.torch import load
 
         version = self.get(version_id)
@@ -234,7 +234,7 @@ class VersionStore:
         return load(data)
 
     def verify(self, version_id: str) -> Version:
-        """Its description, once the weights' sha256 has been found right; raises as `get` does."""
+        """Return its description, once the weights' sha256 has been found right; raises as `get` does."""
         version = self.get(version_id)
         try:
             with self.weights_file(version_id).open("rb") as stream:
@@ -263,7 +263,7 @@ class VersionStore:
         return found
 
     def weights_file(self, version_id: str) -> Path:
-        """Where its weights are, for those who read them another way; `verify` first."""
+        """Return where its weights are, for those who read them another way; `verify` first."""
         return self._path(version_id) / WEIGHTS
 
     def remove(self, version_id: str) -> None:

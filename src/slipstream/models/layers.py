@@ -45,7 +45,7 @@ class LayerStack:
 
 
 def tried_layers(model: Any, logits: Callable[[], Tensor]) -> LayerStack:
-    """Where the layers of `model` are, once it was tried out that leaving some out does just that.
+    """Return where the layers of `model` are, once it was tried out that leaving some out does just that.
 
     `logits` runs a pass. Raises `ConfigError` for a model whose layers are not found, or which treats a layer by its
     place among those that run (another rotary embedding for every other layer, inputs layer by layer).

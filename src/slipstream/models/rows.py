@@ -232,7 +232,7 @@ class Rows:
         self._tensors: dict[torch.device, RowTensors] = {}
 
     def addresses(self) -> list[int]:
-        """Where each array begins in memory."""
+        """Return where each array begins in memory."""
         base: int = self.buffer.__array_interface__["data"][0]
         return [base + 8 * begin for begin in accumulate(self._sizes[:-1], initial=0)]
 

@@ -76,7 +76,7 @@ def full_context_length(config: Any) -> int:
 
 
 def original_context_length(config: Any) -> int | None:
-    """Where LongRoPE's second set of frequencies begins; None for a model without them."""
+    """Return where LongRoPE's second set of frequencies begins; None for a model without them."""
     full = full_context_length(config)
     for rope in _rope_parameters(text_config(config)):
         original = rope.get("original_max_position_embeddings")

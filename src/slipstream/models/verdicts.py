@@ -47,7 +47,7 @@ class LoadVerdict:
 
     @property
     def path(self) -> Path:
-        """Its file, whether there is one or not."""
+        """Return its file, whether there is one or not."""
         text = json.dumps(self.fields, sort_keys=True)
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return cache_folder() / "verdicts" / f"{name}.json"

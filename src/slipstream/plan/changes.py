@@ -83,7 +83,7 @@ class FittingChange:
 
 
 def fitting_changes(planner: Planner, batch: int, context: int, memory_bytes: int) -> list[FittingChange]:
-    """At most `NUM_CHANGES` that make `batch` requests of `context` tokens fit, the cheapest first.
+    """Return at most `NUM_CHANGES` that make `batch` requests of `context` tokens fit, the cheapest first.
 
     Every one of them was planned again, and its plan fits. Two are made together where one alone is not enough. Empty
     where nothing helps.

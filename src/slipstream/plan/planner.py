@@ -220,7 +220,7 @@ def _loaded_as(model: ModelOutline) -> tuple[object, ...]:
 
 
 def read_bytes(model: ModelOutline) -> int:
-    """When all weights have been read.
+    """Return the bytes that are held when all weights have been read.
 
     Those that are read as they are stored stay in their file, but for one that a pass reads; else they are copies
     beside the mapped file.

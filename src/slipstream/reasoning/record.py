@@ -57,7 +57,7 @@ class StepRecord:
     """Why it is the target's own, in words; empty where the verdict says all."""
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values; keys that say nothing are left out."""
+        """Return it as plain values; keys that say nothing are left out."""
         values: dict[str, Any] = {
             "step": self.number,
             "author": self.author.value,

@@ -71,7 +71,7 @@ class Waker:
         self._far.setblocking(False)
 
     def fileno(self) -> int:
-        """For the selector."""
+        """Return the descriptor for the selector."""
         return self._far.fileno()
 
     def wake(self) -> None:

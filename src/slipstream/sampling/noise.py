@@ -94,7 +94,7 @@ class Noise:
     def draw_without_replacement(
         self, log_probs: torch.Tensor, k: int, position: int, index: int = 0
     ) -> list[int]:
-        """At most k different tokens from `log_probs` [V] on the draft stream, in sampling order.
+        """Return at most k different tokens from `log_probs` [V] on the draft stream, in sampling order.
 
         The top k of log p + Gumbel noise are such a sample (Kool et al., "Stochastic beams and where to find
         them", ICML 2019). Fewer are returned when fewer tokens have a probability above 0.

@@ -53,7 +53,7 @@ class RequestOutputKind(Enum):
 
 
 def _place_of(name: str) -> str | None:
-    """Where a name belongs that is not a sampling parameter: to the request, the engine or its speculation."""
+    """Return where a name belongs that is not a sampling parameter: to the request, the engine or its speculation."""
     if name in _names(RequestOptions):
         return f"it is a keyword of generate and chat, and a field of RequestOptions and of request bodies ({name}=…)"
     if name in _names(EngineConfig):

@@ -66,7 +66,7 @@ class StructuredOutput:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StructuredOutput:
-        """From decoded JSON; raises `RequestError`."""
+        """Make it from decoded JSON; raises `RequestError`."""
         if not isinstance(mapping, Mapping):
             raise RequestError(
                 f'structured must be a StructuredOutput or an object such as {{"json_object": true}}, '

@@ -46,7 +46,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_any(cls, value: Any) -> StructuredOutputsParams:
-        """From an instance, or a mapping with its fields; raises `RequestError`."""
+        """Make it from an instance, or a mapping with its fields; raises `RequestError`."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):

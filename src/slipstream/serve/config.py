@@ -162,7 +162,7 @@ class ServeConfig:
 
     @property
     def learns_by(self) -> LearnBy:
-        """Whose versions are learned. API keys are tenants, of which none sees by timing what another does."""
+        """Return whose versions are learned. API keys are tenants, of which none sees by timing what another does."""
         if self.learn_by is not None:
             return LearnBy(self.learn_by)
         return LearnBy.TENANT if self.api_key else LearnBy.EVERYONE

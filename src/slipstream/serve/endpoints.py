@@ -51,7 +51,7 @@ class EndpointContext:
         self._policies[path] = {"needs_key": needs_key, "is_traced": is_traced}
 
     def tenant(self, request: Request, user: str | None = None) -> str:
-        """For `RequestOptions.tenant`: whose API key came with the request, and within it the `user`."""
+        """Return a value for `RequestOptions.tenant`: whose API key came with the request, and within it the `user`."""
         return tenant_of(request.scope, user)
 
     def admit(self, num_answers: int) -> AbstractContextManager[None]:

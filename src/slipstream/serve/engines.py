@@ -48,7 +48,7 @@ class ServedEngine(Protocol):
 
     @property
     def client(self) -> EngineClient:
-        """Where requests go."""
+        """Return the client that requests go to."""
         ...
 
     @property

@@ -32,7 +32,7 @@ class PairedAccuracy:
 
     @classmethod
     def of(cls, reference: Seq[bool], other: Seq[bool]) -> PairedAccuracy:
-        """From one flag a problem, in the same order. Raises `ValueError` for lists of different lengths."""
+        """Make it from one flag a problem, in the same order. Raises `ValueError` for lists of different lengths."""
         pairs = list(zip(reference, other, strict=True))
         return cls(
             len(pairs),

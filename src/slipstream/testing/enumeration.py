@@ -86,7 +86,7 @@ class Decisions:
         return bool(self._branches)
 
     def mark(self) -> Mark:
-        """Where this run is, for `resume` in the runs that follow it."""
+        """Return where this run is, for `resume` in the runs that follow it."""
         return self._next, self.weight, frozenset(self.used)
 
     def resume(self, mark: Mark) -> bool:

@@ -20,7 +20,7 @@ _VALUES = (int, float, complex, str, bytes, bytearray, type(None), types.Ellipsi
 
 
 def remembered(drafter: Drafter, sequence_ids: Collection[int], apart: Collection[Any] = ()) -> str:
-    """Where a released sequence is still referenced, in words; empty if nowhere.
+    """Return where a released sequence is still referenced, in words; empty if nowhere.
 
     Looks for any sequence, and for the ids `sequence_ids` and their requests' ids, so these must be numbers that mean
     nothing else.

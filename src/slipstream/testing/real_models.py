@@ -35,7 +35,7 @@ class RealModel:
     licence: str
 
     def path(self) -> Path:
-        """Where the file is once it was fetched."""
+        """Return where the file is once it was fetched."""
         return models_folder() / self.file
 
 

@@ -31,7 +31,7 @@ class ByteTokens:
 
     @classmethod
     def of(cls, token_bytes: TokenBytes, num_tokens: int, ends: Seq[int]) -> ByteTokens:
-        """From the tokens' bytes; `ends` are the end tokens, at least one."""
+        """Make it from the tokens' bytes; `ends` are the end tokens, at least one."""
         ordinary, special = token_bytes.ordinary, token_bytes.special
         tokens = [ordinary.get(token, b"") for token in range(num_tokens)]
         special_token_ids = sorted({*(token for token in special if token < num_tokens), *ends})

@@ -40,7 +40,7 @@ class EvaluationFigures:
     """At temperature 1."""
 
     def as_json(self) -> dict[str, Any]:
-        """For the log."""
+        """Return it as JSON, for the log."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -101,7 +101,7 @@ def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
 
 
 def _in_package(config: SpeculativeConfig) -> SpeculativeConfig:
-    """With the folder of a draft that is called `embedded`, also of one that writes whole steps."""
+    """Return it with the folder of a draft that is called `embedded`, also of one that writes whole steps."""
     if config.options.get("model") == EMBEDDED and config.method in EMBEDDED_DRAFTERS:
         config = replace(config, options={**config.options, "model": EMBEDDED_DRAFTERS[config.method]})
     return replace(config, reasoning=writer_in_package(config.reasoning))

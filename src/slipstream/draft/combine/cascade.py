@@ -93,7 +93,7 @@ class CascadeOptions(GrowthOptions):
 
     @property
     def copy_format(self) -> str | None:
-        """Without `model`: the weight format of the target's copy, None for the target itself."""
+        """Return the format without `model`: the weight format of the target's copy, None for the target itself."""
         return self.quantization if self.names_layers else self.quantization or DRAFT_FORMAT
 
 

@@ -98,7 +98,7 @@ class DraftLane:
     """Mean seconds of the last calls, in the same order."""
 
     def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """Its proposals; the call is timed."""
+        """Return its proposals; the call is timed."""
         began_s = time.perf_counter()
         proposals = self.guard.ask(sequences, budgets)
         taken_s, number = time.perf_counter() - began_s, min(len(sequences), _MOST_TIMED)

@@ -94,7 +94,7 @@ class EagleDrafter(CachedDrafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """Its own weights as the header of the file has them, and entries of its one layer.
+        """Return its own weights as the header of the file has them, and entries of its one layer.
 
         An embedding table in the file is counted where it cannot be a copy of the target's.
         """

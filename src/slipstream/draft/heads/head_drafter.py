@@ -95,7 +95,7 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """Their weights, as the header of the file has them, and the hidden state that they read."""
+        """Return their weights, as the header of the file has them, and the hidden state that they read."""
         target = context.target_outline
         if target is None:
             raise ConfigError("heads read the target's hidden states; give the target with them")
@@ -129,7 +129,7 @@ class HeadDrafter(Drafter):
         return self.shape.kinds
 
     def ends_early(self) -> bool:
-        """With a `confidence_threshold`."""
+        """Whether chains end early, as with a `confidence_threshold`."""
         return bool(self.options.confidence_threshold > 0)
 
     def max_nodes(self) -> int:

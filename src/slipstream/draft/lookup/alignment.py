@@ -86,7 +86,7 @@ class Alignment:
         return sum(self._covered)
 
     def places(self) -> list[Place]:
-        """Where the expected text may go on, the likeliest first; one place while it is followed."""
+        """Return where the expected text may go on, the likeliest first; one place while it is followed."""
         if self.followed:
             at_end = self.offset >= len(self.expected.data)
             return [] if at_end else [Place(self.offset, math.inf)]

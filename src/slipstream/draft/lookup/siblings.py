@@ -165,7 +165,7 @@ class SiblingsDrafter(Drafter):
         return True
 
     def _key(self, sequence: Sequence) -> tuple[str, str | None] | None:
-        """Whose n-grams serve the sequence; None for a lone answer, which has no siblings."""
+        """Return whose n-grams serve the sequence; None for a lone answer, which has no siblings."""
         if self.options.share == "tenant":
             return sequence.tenant, None
         return (sequence.tenant, sequence.request_id) if sequence.params.n > 1 else None

@@ -61,7 +61,7 @@ class Correction:
 
     @classmethod
     def read(cls, file: str, vocab_size: int) -> Correction:
-        """From a safetensors file; raises `ModelError`."""
+        """Read it from a safetensors file; raises `ModelError`."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

@@ -445,7 +445,7 @@ class Growth:
 
 
 def whole_chains(growths: Iterable[Growth]) -> dict[int, Draw]:
-    """By sequence, how the kernels draw its whole chain; for the growths that need no level of their own.
+    """Return, by sequence, how the kernels draw its whole chain; for the growths that need no level of their own.
 
     These are computed apart from the others, so that no sequence's draft depends on who else is in the batch.
     """

@@ -26,7 +26,7 @@ class ShapedDrafter(Drafter):
         return self.shape.kinds
 
     def ends_early(self) -> bool:
-        """With a `confidence_threshold`."""
+        """Whether chains end early, as with a `confidence_threshold`."""
         return bool(self.options.confidence_threshold > 0)
 
     def max_nodes(self) -> int:

@@ -36,7 +36,7 @@ class Corrective(nn.Module):
 
     @classmethod
     def of(cls, tensors: Tensors) -> Corrective:
-        """From a version's tensors; raises `LearnError` for others."""
+        """Make it from a version's tensors; raises `LearnError` for others."""
         try:
             made = cls(*tensors["left"].shape)
             made.load_state_dict({name: one.float() for name, one in tensors.items()})

@@ -80,7 +80,7 @@ class HeadExample:
 
     @classmethod
     def of(cls, record: ServedRecord, length: int) -> HeadExample | None:
-        """At most `length` tokens, the latest; None for a record without hidden states or rows."""
+        """Return at most `length` tokens, the latest; None for a record without hidden states or rows."""
         rows, prompt = record.rows, len(record.prompt_ids)
         text = record.text_ids[:-1].astype(np.int64)  # the last one is never read
         features = record.features.get(TAPS)

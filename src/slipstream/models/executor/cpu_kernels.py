@@ -181,6 +181,6 @@ def _shares_its_weight(head: Any, embedding: Any) -> bool:
 
 
 def _shared_weights(layers: Sequence[nn.Module], family: Family) -> frozenset[int]:
-    """Where weights begin that several linear layers or experts of a model read."""
+    """Return where weights begin that several linear layers or experts of a model read."""
     users = Counter(matrix.data_ptr() for layer in layers for matrix in family.layer_parts(layer).matrices)
     return frozenset(address for address, count in users.items() if count > 1)

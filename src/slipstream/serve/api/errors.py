@@ -57,7 +57,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """As JSON, in a response or in an event of a stream."""
+        """Return it as JSON, in a response or in an event of a stream."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 

@@ -63,7 +63,7 @@ class Snapshot:
     """The index of the bucket that was incomplete."""
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON: series of buckets, oldest first, the newest left out; and sums over all of them."""
+        """Return it as JSON: series of buckets, oldest first, the newest left out; and sums over all of them."""
         kept = [bucket for bucket in self.buckets if bucket.index >= self.newest - NUM_BUCKETS]
         by_index = {bucket.index: bucket for bucket in kept}
         series = [by_index.get(index) for index in range(min(by_index, default=self.newest), self.newest)]

@@ -34,7 +34,7 @@ class BucketCounts:
 
     @classmethod
     def of(cls, values: Mapping[float, float]) -> BucketCounts:
-        """From bound to cumulative count."""
+        """Make it from a mapping of bound to cumulative count."""
         return cls(tuple(sorted(values)), tuple(values[bound] for bound in sorted(values)))
 
     @property

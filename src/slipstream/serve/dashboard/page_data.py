@@ -69,7 +69,7 @@ class PageData:
     """What a reader must know of where the figures come from."""
 
     def as_json(self) -> Json:
-        """As the page reads it."""
+        """Return it as the page reads it."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 

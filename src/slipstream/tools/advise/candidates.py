@@ -66,7 +66,7 @@ class Candidate:
         return self.speculative.method in LOOKUPS
 
     def at(self, depth: int) -> SpeculativeConfig:
-        """Its configuration with this depth; 0 leaves it as it is."""
+        """Return its configuration with this depth; 0 leaves it as it is."""
         if not depth:
             return self.speculative
         options = {**self.speculative.options, "num_speculative_tokens": depth}
@@ -185,7 +185,7 @@ def _name(config: SpeculativeConfig) -> str:
 
 
 def _renamed(candidate: Candidate, others: Seq[Candidate]) -> Candidate:
-    """With the model's name, then a number, where another one has its name."""
+    """Return it with the model's name, then a number, where another one has its name."""
     taken = {other.name for other in others}
     name = candidate.name
     if name in taken and "model" in candidate.speculative.options:

@@ -101,7 +101,7 @@ class CheckedSetting:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CheckedSetting:
-        """From what `as_json` gave."""
+        """Read it from what `as_json` gave."""
         interval = values["interval"]
         return cls(**{**values, "interval": None if interval is None else Interval(**interval)})
 

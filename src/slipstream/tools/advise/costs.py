@@ -94,7 +94,7 @@ class StepCosts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StepCosts:
-        """From what `as_json` gave, keys of JSON being texts."""
+        """Read it from what `as_json` gave, keys of JSON being texts."""
         drafters = {
             name: DrafterCost(_by_batch(cost["levels"]), cost["prompt_row_s"])
             for name, cost in values["drafters"].items()

@@ -101,7 +101,7 @@ class Rates:
         return number * self.counts(setting, task).tokens_per_step / self.step_s(setting, task, number)
 
     def gain(self, setting: Setting, task: str | None, number: float) -> float:
-        """Over off."""
+        """Return the gain over off."""
         return self.rate(setting, task, number) / self.rate(OFF, task, number)
 
     def ranked(self, task: str | None, number: float) -> list[Setting]:

@@ -60,7 +60,7 @@ class Recorded:
 
     @property
     def tasks(self) -> list[str]:
-        """In the order of the requests."""
+        """Return the tasks in the order of the requests."""
         return list(dict.fromkeys(request.task for request in self.requests))
 
     def of(self, task: str | None) -> list[int]:
@@ -73,7 +73,7 @@ class Recorded:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Recorded:
-        """From what `as_json` gave."""
+        """Read it from what `as_json` gave."""
         requests = [
             RecordedRequest(
                 **{

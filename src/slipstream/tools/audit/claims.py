@@ -55,7 +55,7 @@ class SmallestDeviations:
                 self._sentences.append(f"the test {test.name!r} had too few answers to find anything")
 
     def claim(self, certified: bool, compared_with: str) -> str:
-        """In words."""
+        """Return the claim in words."""
         if not certified:
             return "Nothing is certified."
         found = "; ".join(self._sentences)

@@ -114,7 +114,7 @@ def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
 
 @dataclass
 class _Judging:
-    """From answers to the certificate."""
+    """Judges answers, up to the certificate."""
 
     audit: LocalAudit
     on: Engine

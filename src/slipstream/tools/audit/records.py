@@ -97,7 +97,7 @@ class AuditReply:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> AuditReply:
-        """From what `as_json` gave, after it went through JSON."""
+        """Read it from what `as_json` gave, after it went through JSON."""
         answers = [
             AuditAnswer(**{**one, "tops": one["tops"] and [_top(top) for top in one["tops"]]})
             for one in found["answers"]

@@ -45,7 +45,7 @@ class Rounding:
 
     @property
     def unknown_chance(self) -> float:
-        """At most the chance that rounding turns a draw around at a token; 0 where results are exact.
+        """Return a bound of the chance that rounding turns a draw around at a token; 0 where results are exact.
 
         A draw from two distributions with one random number differs with about the distance of the distributions, and
         at most a small multiple of it: half the mean difference of a log-probability, here times eight.
@@ -91,7 +91,7 @@ class Rounding:
         )
 
     def report(self, num_ties: int, test: AuditTest | None) -> dict[str, Any]:
-        """For the certificate."""
+        """Return what the certificate says."""
         return {
             "tie_margin_nats": self.tie_margin,
             "measured_differences": len(self.noise),

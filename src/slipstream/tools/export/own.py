@@ -103,7 +103,7 @@ def _from_plan(
 
 
 def _with_depth(config: SpeculativeConfig) -> SpeculativeConfig:
-    """With the default of a depth that is left out."""
+    """Return it with the default of a depth that is left out."""
     _, options = validate(config)
     depth = getattr(options, DEPTH, None)
     return config if depth is None else dataclasses.replace(config, options={DEPTH: depth, **config.options})

@@ -84,7 +84,7 @@ class ServerHistory:
 
 
 def _without_tail(counts: Seq[int]) -> list[int]:
-    """Without the zeros at the end."""
+    """Return it without the zeros at the end."""
     kept = list(counts)
     while kept and not kept[-1]:
         kept.pop()

@@ -108,7 +108,7 @@ def check_extra(extra: Seq[str]) -> None:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a server that listens on `host` is reached from this machine."""
+    """Return where a server that listens on `host` is reached from this machine."""
     host = _REACHED.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

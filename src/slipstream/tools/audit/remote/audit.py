@@ -233,7 +233,7 @@ class _Run:
             return await check(client, side, exact if repeats.is_exact else [], replies)
 
     def _shares_noise(self) -> bool:
-        """With a reference: whether the server draws with the noise that the reference computes."""
+        """Return, with a reference, whether the server draws with the noise that the reference computes."""
         if self._replayer is None or not self._sides[0].facts.keeps_seed:
             return False
         replies = self._audit.journal.side(self._sides[0].name)

@@ -67,7 +67,7 @@ def write_folder(file: GgufFile, folder: Path) -> None:
 
 
 def _tensors(file: GgufFile, config: Any) -> dict[str, Tensor]:
-    """Under Transformers' names, vectors in the dtype of the matrices."""
+    """Return the tensors under Transformers' names, vectors in the dtype of the matrices."""
     gguf = gguf_package()
     kind = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == file.arch)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)

@@ -121,7 +121,7 @@ class LlamaCppSettings(SettingsFormat):
         )
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """From a command of `llama-server` or `llama-cli`."""
+        """Read it from a command of `llama-server` or `llama-cli`."""
         self.check_version(version)
         if source.words is None:
             raise ConfigError(f"llama.cpp is set by a command; {source.where} is none")

@@ -62,7 +62,7 @@ class OpenvinoSettings(SettingsFormat):
         )
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """From the JSON, or from a program that makes an `LLMPipeline`."""
+        """Read it from the JSON, or from a program that makes an `LLMPipeline`."""
         self.check_version(version)
         if source.words is not None:
             raise ConfigError("OpenVINO GenAI is set in Python; give the program or its JSON")

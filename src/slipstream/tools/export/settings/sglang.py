@@ -92,7 +92,7 @@ class SglangSettings(SettingsFormat):
         )
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """From a command, a configuration file of the server, or a program that calls `Engine`."""
+        """Read it from a command, a configuration file of the server, or a program that calls `Engine`."""
         self.check_version(version)
         given, target = _found(source)
         check_keys(given, FLAGS, "SGLang")

@@ -107,7 +107,7 @@ class TensorrtLlmSettings(SettingsFormat):
         )
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """From the YAML, the server's command beside it, or a program with a `…DecodingConfig`."""
+        """Read it from the YAML, the server's command beside it, or a program with a `…DecodingConfig`."""
         self.check_version(version)
         given, target = _found(source)
         if given is None:

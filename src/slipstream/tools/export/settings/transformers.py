@@ -79,7 +79,7 @@ class TransformersSettings(SettingsFormat):
         )
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """From the JSON, a `generation_config.json`, or a program that calls `generate`."""
+        """Read it from the JSON, a `generation_config.json`, or a program that calls `generate`."""
         self.check_version(version)
         if source.words is not None:
             raise ConfigError(

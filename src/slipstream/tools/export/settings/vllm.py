@@ -118,7 +118,7 @@ class VllmSettings(SettingsFormat):
         )
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """From a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
+        """Read it from a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
         version = self.check_version(version)
         target, given = _found(source)
         if given is None:
@@ -289,7 +289,7 @@ def _in_file(
 
 
 def _with_short(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """With what vLLM's flags of single keys say."""
+    """Return it with what vLLM's flags of single keys say."""
     short = {key: given[name] for name, key in SHORT.items() if given.get(name) is not None}
     return {**(config or {}), **short} if short else config
 
