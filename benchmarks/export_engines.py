@@ -13,15 +13,10 @@ engine that is not named stays as it was in the result, one that does not run a 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import os
-import shlex
-import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +26,9 @@ import httpx2
 
 from benchmarks.export_page import page
 from benchmarks.export_parsers import VERSIONS, llama_version
-from benchmarks.kept import Kept
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept
+from benchmarks.harness.processes import Server, answer_of
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, sample_prompts
 from slipstream.profiling.provenance import provenance
@@ -41,10 +38,9 @@ from slipstream.tools.export.contract import ExportedSetting, ExportError
 from slipstream.tools.export.converting import converted
 
 HERE = Path(__file__).parent
-RESULT = HERE.parent / "docs/benchmarks/export_engines.json"
+RESULT = DOCS / "export_engines.json"
 NUM_TOKENS = 4
 DRAFTS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
-START_TIMEOUT_S = 300.0
 
 Request = dict[str, Any]
 """`prompts` as token ids, the target's `texts` as token ids without the end, and their `lengths`."""
@@ -55,9 +51,7 @@ Engine = Callable[[str, ExportedSetting, Path, Request], Answers]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     for engine in ("vllm", "openvino", "transformers"):
         parser.add_argument(f"--{engine}-python", help=f"Python of an environment with {engine}")
     parser.add_argument("--llama-server", help="the binary")
@@ -94,8 +88,7 @@ def main() -> None:
             else:
                 cells.append({**cell, **there})
             print(json.dumps(cells[-1]), flush=True)
-    kept.finish({"provenance": origin, **settings, "cells": cells})
-    RESULT.with_suffix(".md").write_text(page(json.loads(RESULT.read_text())), encoding="utf-8")
+    kept.finish({"provenance": origin, **settings, "cells": cells}, page)
 
 
 def earlier(settings: dict[str, Any], measured: list[str]) -> list[dict[str, Any]]:
@@ -235,82 +228,40 @@ def transformers(python: str, setting: ExportedSetting, place: Path, request: Re
 
 def _values(setting: ExportedSetting) -> dict[str, Any]:
     [text] = [file.text for file in setting.files if file.name.endswith(".json")]
-    values: dict[str, Any] = json.loads(text)
-    return values
+    return json.loads(text)
 
 
 def _worker(python: str, engine: str, request: Request) -> Answers:
     script = HERE / "export_workers" / f"{engine}_generate.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [python, str(script)],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    if done.returncode:
-        raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-3:]))
-    answers: Answers = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    return answer_of([python, script], request, environment=environment)
+
+
+class LlamaServer(Server):
+    """llama.cpp's own server."""
+
+    ready = "/health"
 
 
 def llama_cpp(server: str, setting: ExportedSetting, place: Path, request: Request) -> Answers:
     """The command that was exported, with caches in float32 and one slot."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     caches = [f"--{whose}type-{kind}" for whose in ("cache-", "spec-draft-") for kind in "kv"]
-    more = [
-        *(word for flag in caches for word in (flag, "f32")),
-        "--parallel",
-        "1",
-        "--ctx-size",
-        "2048",
-        "--threads",
-        "1",
-    ]
-    log = place / "llama-server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [server, *setting.argv[1:], *more, "--port", port], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        answers = _served(f"http://127.0.0.1:{port}", process, request)
-    except RuntimeError as error:
-        lines = [
-            line for line in log.read_text(errors="replace").splitlines() if " E " in line or "error" in line
+    flags = [word for flag in caches for word in (flag, "f32")]
+    sizes = ["--parallel", "1", "--ctx-size", "2048", "--threads", "1"]
+    with LlamaServer([server, *setting.argv[1:], *flags, *sizes], place / "llama-server.log") as running:
+        answers = [
+            _served(running.url, *each) for each in zip(request["prompts"], request["lengths"], strict=True)
         ]
-        raise RuntimeError(f"{error}: {' / '.join(lines[-4:])}") from None
-    finally:
-        process.kill()
-        process.wait()
     return {"version": llama_version(server), "answers": answers}
 
 
-def _served(url: str, process: subprocess.Popen[bytes], request: Request) -> list[Any]:
-    until = time.monotonic() + START_TIMEOUT_S
-    while not _healthy(url):
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"{shlex.join(map(str, process.args[:1]))} does not start")  # type: ignore[index]
-        time.sleep(0.2)
-    answers = []
-    for prompt, length in zip(request["prompts"], request["lengths"], strict=True):
-        body = {"prompt": prompt, "n_predict": length, "temperature": 0, "samplers": ["temperature"]}
-        reply = httpx2.post(
-            f"{url}/completion", json={**body, "return_tokens": True, "cache_prompt": False}, timeout=600
-        ).json()
-        # it drafts no token that the length would cut, so every pass ends with a token of the target's own
-        accepted = reply["timings"].get("draft_n_accepted", 0)
-        answers.append([reply["tokens"], 1, len(reply["tokens"]) - accepted - 1])
-    return answers
-
-
-def _healthy(url: str) -> bool:
-    with contextlib.suppress(httpx2.HTTPError):
-        return httpx2.get(f"{url}/health").status_code == 200
-    return False
+def _served(url: str, prompt: list[int], length: int) -> list[Any]:
+    body = {"prompt": prompt, "n_predict": length, "temperature": 0, "samplers": ["temperature"]}
+    body |= {"return_tokens": True, "cache_prompt": False}
+    reply = httpx2.post(f"{url}/completion", json=body, timeout=600).json()
+    # it drafts no token that the length would cut, so every pass ends with a token of the target's own
+    accepted = reply["timings"].get("draft_n_accepted", 0)
+    return [reply["tokens"], 1, len(reply["tokens"]) - accepted - 1]
 
 
 if __name__ == "__main__":

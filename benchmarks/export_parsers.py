@@ -10,7 +10,6 @@ exported programs are run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 from collections.abc import Callable, Mapping
@@ -18,6 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import write_result
+from benchmarks.harness.processes import answer_of
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.profiling.provenance import provenance
 from slipstream.tools.export import ENGINES, SpeculativeRecord
@@ -27,7 +29,7 @@ from slipstream.tools.export.settings.openvino import OPTIONS
 from slipstream.tools.export.settings.vllm import KEYS
 
 HERE = Path(__file__).parent
-RESULT = HERE.parent / "docs/benchmarks/export.json"
+RESULT = DOCS / "export.json"
 TIMEOUT_S = 500.0
 VERSIONS = {"vllm": "0.32", "llama-cpp": "2026-09"}
 """Versions of the environments, where they are not the newest that is known; llama.cpp is that of llama-cpp-python."""
@@ -94,13 +96,10 @@ UNCHECKED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     for engine in ("vllm", "openvino", "transformers"):
         parser.add_argument(f"--{engine}-python", help=f"Python of an environment with {engine}")
     parser.add_argument("--llama-server", help="the binary")
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     engines = json.loads(options.output.read_text())["engines"] if options.output.exists() else {}
     runs: dict[str, tuple[str | None, Callable[[str, Mapping[str, Any]], dict[str, Any]]]] = {
@@ -114,8 +113,7 @@ def main() -> None:
             engines[engine] = judged(engine, program, run)
             print(f"{engine}: {json.dumps(engines[engine]['summary'])}", flush=True)
     origin = {key: value for key, value in provenance().items() if key != "command"}
-    whole = {"provenance": origin, "engines": engines}
-    options.output.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_result(options.output, {"provenance": origin, "engines": engines})
 
 
 def judged(
@@ -175,18 +173,7 @@ def cases(engine: str, version: str | None) -> tuple[dict[str, Any], dict[str, s
 
 def _worker(name: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
     def run(python: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        done = subprocess.run(
-            [python, str(HERE / "export_workers" / f"{name}_parser.py")],
-            input=json.dumps(given),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            cwd=HERE,
-        )
-        if done.returncode:
-            raise SystemExit(f"{name} failed: {done.stderr[-2000:]}")
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return found
+        return answer_of([python, HERE / "export_workers" / f"{name}_parser.py"], given, timeout_s=TIMEOUT_S)
 
     return run
 

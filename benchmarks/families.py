@@ -11,7 +11,6 @@ Keeps finished families; writes docs/benchmarks/families.json, its page families
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import statistics
@@ -21,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import transformers as tf
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from benchmarks.kept import Kept
-from benchmarks.quantization import names
+from benchmarks.harness.command import DOCS, command, names
+from benchmarks.harness.kept import Kept
+from benchmarks.harness.pictures import drawing
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt
 from slipstream.models.cpu.native import instructions
@@ -36,10 +35,7 @@ from slipstream.models.cpu.threads import operators
 from slipstream.models.linear.formats import OF_DTYPE, WEIGHT_FORMATS
 from slipstream.profiling.provenance import provenance
 
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
-
-RESULT = Path(__file__).parent.parent / "docs/benchmarks/families.json"
+RESULT = DOCS / "families.json"
 NUM_PARAMETERS = 300_000_000
 CONTEXT, NUM_PASSES = 128, 4
 ROW_COUNTS = (1, 8)
@@ -85,9 +81,7 @@ CONFIGURATIONS: dict[str, Callable[[int], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--families", type=names(CONFIGURATIONS), default=list(CONFIGURATIONS))
     parser.add_argument("--weights", choices=sorted(WEIGHT_FORMATS.names()), default="bfloat16")
@@ -117,9 +111,7 @@ def main() -> None:
     }
     where = provenance(num_threads=options.threads)
     result = {"provenance": where, "settings": {**settings, **about}, "rows": rows}
-    kept.finish(result)
-    RESULT.with_suffix(".md").write_text(page(result), encoding="utf-8")
-    draw(rows, RESULT.with_suffix(".svg"))
+    kept.finish(result, page, lambda written, file: draw(written["rows"], file))
 
 
 def _lines(row: dict[str, Any]) -> list[str]:
@@ -275,21 +267,22 @@ def page(result: dict[str, Any]) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """A bar a family and number of rows: how many times faster whole passes are."""
-    figure, axes = plt.subplots(figsize=(6.4, 0.34 * len(rows) + 1.2), layout="constrained")
-    for place, row in enumerate(rows):
-        for shift, colour, cell in zip((-0.2, 0.2), ("#0969da", "#8c959f"), row["passes"], strict=True):
-            low, high = cell["quartiles"]
-            spread = [[max(cell["ratio"] - low, 0.0)], [max(high - cell["ratio"], 0.0)]]
-            axes.barh(place + shift, cell["ratio"], height=0.38, color=colour, xerr=spread, ecolor="#24292f")
-    for colour, num_rows in zip(("#0969da", "#8c959f"), ROW_COUNTS, strict=True):
-        axes.barh(0, 0, color=colour, label=f"{num_rows} row{'s' * (num_rows > 1)}")
-    axes.set_yticks(range(len(rows)), [row["family"] for row in rows])
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="#24292f", linewidth=0.8)
-    axes.set_xlabel("times as fast as layer by layer")
-    axes.legend(loc="lower right")
-    figure.savefig(file, metadata={"Date": None})
-    plt.close(figure)
+    with drawing(file, 6.4, 0.34 * len(rows) + 1.2) as figure:
+        axes = figure.subplots()
+        for place, row in enumerate(rows):
+            for shift, colour, cell in zip((-0.2, 0.2), ("#0969da", "#8c959f"), row["passes"], strict=True):
+                low, high = cell["quartiles"]
+                spread = [[max(cell["ratio"] - low, 0.0)], [max(high - cell["ratio"], 0.0)]]
+                axes.barh(
+                    place + shift, cell["ratio"], height=0.38, color=colour, xerr=spread, ecolor="#24292f"
+                )
+        for colour, num_rows in zip(("#0969da", "#8c959f"), ROW_COUNTS, strict=True):
+            axes.barh(0, 0, color=colour, label=f"{num_rows} row{'s' * (num_rows > 1)}")
+        axes.set_yticks(range(len(rows)), [row["family"] for row in rows])
+        axes.invert_yaxis()
+        axes.axvline(1.0, color="#24292f", linewidth=0.8)
+        axes.set_xlabel("times as fast as layer by layer")
+        axes.legend(loc="lower right")
 
 
 if __name__ == "__main__":

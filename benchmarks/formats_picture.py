@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from benchmarks.harness.command import DOCS
+from benchmarks.harness.pictures import drawing
 
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
-
-FOLDER = Path(__file__).parent.parent / "docs/benchmarks"
 CALIBRATED = " calibrated"
 STORED = "bfloat16"
 """What checkpoints hold: kept so, nothing is rounded, and nothing lost."""
@@ -58,30 +55,29 @@ def points(quality: dict[str, Any], speed: dict[str, Any]) -> list[Point]:
 
 def draw(found: list[Point], model: str, file: Path) -> None:
     """A point a format; down and left is better."""
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for point in found:
-        calibrated = point.name.endswith(CALIBRATED)
-        axes.plot(point.step_ms, point.lost, "o", color="#1a7f37" if calibrated else "#57606a")
-        axes.annotate(
-            point.name, (point.step_ms, point.lost), xytext=(6, 4), textcoords="offset points", fontsize=9
-        )
-    axes.set_xlabel(f"ms a token, one row ({model})")
-    axes.set_ylabel("perplexity over float32 (%)")
-    axes.set_xlim(left=0)
-    axes.margins(x=0.2, y=0.15)
-    axes.grid(alpha=0.3)
-    figure.savefig(file, metadata={"Date": None})
-    plt.close(figure)
+    with drawing(file, 6.4, 3.6) as figure:
+        axes = figure.subplots()
+        for point in found:
+            calibrated = point.name.endswith(CALIBRATED)
+            axes.plot(point.step_ms, point.lost, "o", color="#1a7f37" if calibrated else "#57606a")
+            axes.annotate(
+                point.name, (point.step_ms, point.lost), xytext=(6, 4), textcoords="offset points", fontsize=9
+            )
+        axes.set_xlabel(f"ms a token, one row ({model})")
+        axes.set_ylabel("perplexity over float32 (%)")
+        axes.set_xlim(left=0)
+        axes.margins(x=0.2, y=0.15)
+        axes.grid(alpha=0.3)
 
 
 def main() -> int:
-    files = [FOLDER / "quantization.json", FOLDER / "context_cost.json"]
+    files = [DOCS / "quantization.json", DOCS / "context_cost.json"]
     if missing := [file.name for file in files if not file.is_file()]:
         print(f"error: there is no {missing[0]}; run its benchmark first", file=sys.stderr)
         return 2
     quality, speed = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     found = points(quality, speed)
-    draw(found, speed["rows"][0]["model"], FOLDER / "formats.svg")
+    draw(found, speed["rows"][0]["model"], DOCS / "formats.svg")
     for point in found:
         print(f"{point.name}: {point.step_ms:.2f} ms, {point.lost:+.2f} %")
     return 0

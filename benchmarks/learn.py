@@ -30,11 +30,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.pictures import drawing
 from slipstream.assets import EMBEDDED_NAME
 from slipstream.engine.factory import make_engine
 from slipstream.learn.anchor import anchor_of, split
@@ -50,10 +51,9 @@ from slipstream.learn.tracing import asked_trace
 from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-RESULT = DOCS / "benchmarks/learn.json"
+RESULT = DOCS / "learn.json"
 QUICK_RESULT = RESULT.with_name("learn_quick.json")
-PICTURE = DOCS / "images/learning.svg"
+PICTURE = DOCS.parent / "images/learning.svg"
 DEPTH = 4
 NUM_BAD = 50
 OFFLINE_FACTOR = 3
@@ -103,9 +103,7 @@ def main() -> None:
 
 def options_of(given: list[str] | None = None) -> argparse.Namespace:
     """The command line, with `output` and `picture`, which is None where none is drawn."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="conversations: task and messages")
     parser.add_argument("--floor", type=Path, required=True, help="a draft that never saw the topic")
     parser.add_argument("--about-floor", default="", help="how the floor was trained, for the result")
@@ -289,25 +287,28 @@ def summary(loop: dict[str, Any], offline: dict[str, Any], topic: str, shift: in
 def draw(result: dict[str, Any], topic: str, picture: Path) -> None:
     """Tokens a pass over the requests, with the shift and the swaps."""
     rounds = result["loop"]["rounds"]
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    at = [one["after"] for one in rounds]
-    axes.step(at, [one["served"]["all"] for one in rounds], where="post", label="learning, all")
-    axes.step(
-        at, [one["floor"]["all"] for one in rounds], where="post", label="static draft, all", color="grey"
-    )
-    late = [one for one in rounds if topic in one["served"]]
-    places = [one["after"] for one in late]
-    axes.step(places, [one["served"][topic] for one in late], where="post", label=f"learning, {topic}")
-    axes.step(
-        places, [one["floor"][topic] for one in late], where="post", label=f"static draft, {topic}", ls="--"
-    )
-    axes.axvline(result["shift_after"], color="black", lw=1, label=f"{topic} appears")
-    for number, one in enumerate(one for one in rounds if one["promoted"]):
-        axes.axvline(one["after"], color="green", lw=0.6, ls=":", label=None if number else "swap")
-    axes.set(xlabel="requests", ylabel="tokens a pass", ylim=(1, None))
-    axes.legend(fontsize=8)
-    figure.savefig(picture, metadata={"Date": None})
-    plt.close(figure)
+    with drawing(picture, 8, 3.6) as figure:
+        axes = figure.subplots()
+        at = [one["after"] for one in rounds]
+        axes.step(at, [one["served"]["all"] for one in rounds], where="post", label="learning, all")
+        axes.step(
+            at, [one["floor"]["all"] for one in rounds], where="post", label="static draft, all", color="grey"
+        )
+        late = [one for one in rounds if topic in one["served"]]
+        places = [one["after"] for one in late]
+        axes.step(places, [one["served"][topic] for one in late], where="post", label=f"learning, {topic}")
+        axes.step(
+            places,
+            [one["floor"][topic] for one in late],
+            where="post",
+            label=f"static draft, {topic}",
+            ls="--",
+        )
+        axes.axvline(result["shift_after"], color="black", lw=1, label=f"{topic} appears")
+        for number, one in enumerate(one for one in rounds if one["promoted"]):
+            axes.axvline(one["after"], color="green", lw=0.6, ls=":", label=None if number else "swap")
+        axes.set(xlabel="requests", ylabel="tokens a pass", ylim=(1, None))
+        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

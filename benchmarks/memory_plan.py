@@ -11,10 +11,8 @@ embedded target enlarged to 0.3 G, in float32 and in bfloat16, and to 1 G in bfl
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,16 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, ROOT, command
+from benchmarks.harness.kept import Kept, write_result
+from benchmarks.harness.models import expanded
+from benchmarks.harness.processes import answer_of
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import USUAL, ProcessMemory, process_memory
 from slipstream.profiling.provenance import commit, provenance
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "docs/benchmarks/memory_plan.json"
-PAGE = ROOT / "docs/benchmarks/memory_plan.md"
+RESULT = DOCS / "memory_plan.json"
 LIMITS = (-0.02, 0.05)
 """A planned peak may be this much under and over the measured one."""
 
@@ -112,6 +111,7 @@ LOADING_LIMIT = 1.15
 LOADER = """
 import json, sys
 import psutil
+from benchmarks.harness.models import expanded
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.models import load_model
 
@@ -154,9 +154,7 @@ print(json.dumps({"peak_bytes": peak, "num_slots": plan.num_slots, "engine_plan"
 
 def main() -> None:
     """Measure every case, write the result and its table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument(
         "--only", nargs="*", choices=[*CASES, *LOADS], help="some of the cases; nothing is written"
     )
@@ -194,10 +192,9 @@ def main() -> None:
     if options.only:
         return
     if options.replan:
-        RESULT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_result(RESULT, found, page)
     else:
-        kept.finish(found)
-    PAGE.write_text(page(found), encoding="utf-8")
+        kept.finish(found, page)
 
 
 def _of(
@@ -274,22 +271,12 @@ def loaded(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _run(name: str, program: str, work: object) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(work)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr.strip()}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return answer_of([sys.executable, "-c", program, json.dumps(work)], environment=environment)
 
 
 def _spec(name: str) -> dict[str, Any]:
-    spec: dict[str, Any] = CASES[name].get("spec") or {"method": "off"}
-    return spec
+    return CASES[name].get("spec") or {"method": "off"}
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -357,17 +344,7 @@ def _model(name: str, folder: Path) -> str:
     if name == "embedded":
         return EMBEDDED_TARGET
     size, dtype = name.split() if " " in name else ("0.3G", name)
-    target = folder / f"{size}-{dtype}"
-    if not target.is_dir():
-        say(f"making the {size} target in {dtype} …")
-        command = [sys.executable, "-m", "slipstream.testing.expand", EMBEDDED_TARGET, str(target)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        subprocess.run(
-            [*command, "--parameters", {"0.3G": "300M"}.get(size, size), "--dtype", dtype],
-            check=True,
-            env=environment,
-        )
-    return str(target)
+    return expanded(folder / f"{size}-{dtype}", {"0.3G": "300M"}.get(size, size), dtype=dtype)
 
 
 if __name__ == "__main__":

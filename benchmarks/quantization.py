@@ -11,7 +11,6 @@ docs/benchmarks/quantization.json and the table beside it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -26,7 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, command, names
+from benchmarks.harness.kept import Kept, say
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import CausalLM, RowGroup, load_model, load_plain, load_tokenizer
@@ -38,7 +38,7 @@ from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
 from slipstream.tools.quantize.rounding import rounded
 from slipstream.tools.quantize.texts import as_rows, read_texts
 
-RESULT = Path(__file__).parent.parent / "docs/benchmarks/quantization.json"
+RESULT = DOCS / "quantization.json"
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -56,9 +56,7 @@ EXACT = ("float32", "float32")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("models", nargs="*", help="checkpoint folders; the embedded target unless given")
     parser.add_argument("--prompts", type=int, default=175, help="that are scored; the rest is calibrated on")
     parser.add_argument("--packed", type=int, default=1536, help="tokens of the longer sequences")
@@ -80,28 +78,14 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     result = {"provenance": {**provenance(), "instructions": instructions()}, "rows": rows}
-    kept.finish(result)
-    page = table(result)
-    RESULT.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)
+    kept.finish(result, table)
+    print(table(result))
     return 0
 
 
 def types(weights: str, cache_type: str) -> dict[str, Any]:
     """What `load_model` is asked for."""
     return {**WEIGHTS[weights], "kv_cache_dtype": cache_type}
-
-
-def names(valid: Sequence[str] | dict[str, Any]) -> Any:
-    """An argument's type: some of `valid`, with commas."""
-
-    def read(text: str) -> list[str]:
-        chosen = [word.strip() for word in text.split(",")]
-        if wrong := [name for name in chosen if name not in valid]:
-            raise argparse.ArgumentTypeError(f"unknown {wrong[0]!r}; there are {', '.join(valid)}")
-        return chosen
-
-    return read
 
 
 def measure(path: str, weights: str, cache_type: str, num_prompts: int, packed: int) -> dict[str, Any]:

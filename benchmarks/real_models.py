@@ -21,13 +21,15 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.processes import Worker, WorkerRefused
 from benchmarks.peers import machine
-from benchmarks.peers.environments import ROOT, process_environment
-from benchmarks.peers.protocol import Worker, WorkerRefused
+from benchmarks.peers.environments import process_environment
 from benchmarks.real_models_page import draw, page
 from slipstream.errors import SlipstreamError
 from slipstream.models import load_tokenizer
@@ -37,7 +39,7 @@ from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
 from slipstream.text.jsonl import read_rows
 from slipstream.text.prompts import encode_chat
 
-RESULT = ROOT / "docs/benchmarks/real_models.json"
+RESULT = DOCS / "real_models.json"
 MODELS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 MAX_MODEL_LEN = 2048
 LOAD_TIMEOUT_S = 600.0
@@ -99,7 +101,7 @@ def start(way: Way, model: Path, options: argparse.Namespace, logs: Path) -> tup
     python = options.environments[way.peer] / "bin/python" if way.peer != "slipstream" else sys.executable
     variables = process_environment(way.peer, Path(), options.threads)
     command = [str(python), "-m", f"benchmarks.peers.workers.{way.peer}"]
-    worker = Worker(command, variables, ROOT, logs / f"{way.key.replace('/', '-')}.log")
+    worker = Worker(command, logs / f"{way.key.replace('/', '-')}.log", variables)
     request = {
         "op": "load",
         "target": str(model),
@@ -233,9 +235,7 @@ def environments(text: str) -> dict[str, Path]:
 
 
 def arguments(given: Seq[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("--prompts", type=Path, required=True, help="MT-bench's questions, JSON lines")
     parser.add_argument("--models", default=",".join(MODELS), help="smollm2, gemma3 or both, with a comma")
     parser.add_argument("--ways", help="only these, such as slipstream/off,openvino/off")
@@ -246,7 +246,6 @@ def arguments(given: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(given)
     options.models = options.models.split(",")
     if unknown := set(options.models) - set(MODELS):
@@ -270,8 +269,8 @@ def main(given: Seq[str] | None = None) -> int:
         share = machine.others_share()
         if share > machine.BUSY_SHARE:
             say(f"the machine is BUSY ({share:.2f} cores in use): these figures will not be right")
-        settings = {name: value for name, value in vars(options).items() if name not in ("out", "prompts")}
-        kept = Kept(options.out, {**settings, "num_prompts": len(asked)})
+        settings = {name: value for name, value in vars(options).items() if name not in ("output", "prompts")}
+        kept = Kept(options.output, {**settings, "num_prompts": len(asked)})
         models = {
             name: measure(name, ways_of(name, options), asked, options, kept) for name in options.models
         }
@@ -289,9 +288,7 @@ def main(given: Seq[str] | None = None) -> int:
         "num_prompts": len(asked),
         "models": models,
     }
-    kept.finish(result)
-    options.out.with_suffix(".md").write_text(page(result, options.out), encoding="utf-8")
-    draw(result, options.out.with_suffix(".svg"))
+    kept.finish(result, partial(page, raw=options.output), draw)
     return 0
 
 

@@ -7,13 +7,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
-
+from benchmarks.harness.page import refusals, wrapped
+from benchmarks.harness.pictures import drawing
 from benchmarks.peers.figures import Ratio, over_tasks, paired_ratios
-from benchmarks.peers.markdown import refusals, wrapped
 from benchmarks.peers.results import Sample
 
 OFF = "slipstream/off"
@@ -143,10 +139,8 @@ def _versions(model: dict[str, Any]) -> str:
 def draw(result: dict[str, Any], file: Path) -> None:
     """Tokens a second of each way, the median and the quartiles over prompts; a panel a model."""
     models = result["models"]
-    with plt.rc_context({"svg.hashsalt": "slipstream", "svg.fonttype": "none"}):
-        figure, panels = plt.subplots(
-            1, len(models), figsize=(5.2 * len(models), 3.8), layout="constrained", squeeze=False
-        )
+    with drawing(file, 5.2 * len(models), 3.8) as figure:
+        panels = figure.subplots(1, len(models), squeeze=False)
         for axes, (name, model) in zip(panels[0], models.items(), strict=True):
             found = samples(name, model)
             for place, (way, rows) in enumerate(found.items()):
@@ -160,5 +154,3 @@ def draw(result: dict[str, Any], file: Path) -> None:
             axes.invert_yaxis()
             axes.set_title(TITLES.get(name, name).partition(" (")[0], fontsize=10)
             axes.set_xlabel("tokens a second, median and quartiles")
-        figure.savefig(file, metadata={"Date": None})
-        plt.close(figure)

@@ -13,9 +13,6 @@ judge and threshold. Writes docs/benchmarks/reasoning.json, .md and .svg.
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +22,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import binomtest
 
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.models import expanded
 from benchmarks.reasoning_page import draw, page
 from recipes.reasoning_pair.problems import QUESTION, SEPARATOR, THINK_END, Problem, held_out_problems
 from slipstream import LLM, SamplingParams
@@ -33,7 +32,7 @@ from slipstream.engine.outputs import RequestOutput
 from slipstream.profiling.provenance import provenance
 from slipstream.stats.paired import PairedAccuracy
 
-RESULT = Path(__file__).parent.parent / "docs/benchmarks/reasoning.json"
+RESULT = DOCS / "reasoning.json"
 THRESHOLDS = {
     "score": (0.0, 5.0, 7.0, 8.0, 8.5),
     "logprob": (-9.0, -1.1, -0.9, -0.75, -0.6),
@@ -199,30 +198,17 @@ def row_of(
     return row
 
 
-def expanded(pair: Path, parameters: str) -> Path:
-    """The cost-expanded target, made if need be."""
-    target = pair / f"target-{parameters}"
-    if not target.exists():
-        say(f"making the cost-expanded target {target.name} …")
-        command = [sys.executable, "-m", "slipstream.testing.expand", str(pair / "target"), str(target)]
-        subprocess.run([*command, "--parameters", parameters], check=True)
-    return target
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("--pair", type=Path, required=True, help="what recipes.reasoning_pair has written")
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--timed", type=int, default=20, help="problems that are timed, by every way in turn")
     parser.add_argument("--parameters", default="300M", help="of the target that is timed")
-    parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
     problems = held_out_problems(options.problems)
     all_ways = ways()
     settings = {"problems": options.problems, "parameters": options.parameters, "timed": options.timed}
-    kept = Kept(options.result, settings)
+    kept = Kept(options.output, settings)
     small = Engines(options.pair / "target", options.pair / "draft", None)
     cells = {
         way.name: kept.cell(f"accuracy: {way.name}", partial(answered, small, way, problems))
@@ -233,7 +219,10 @@ def main() -> None:
             say(f"{way.name}: other answers than the target's; that is a fault")
     times: list[dict[str, float]] = []
     if options.timed:
-        large = Engines(expanded(options.pair, options.parameters), options.pair / "draft", "int8")
+        copy = expanded(
+            options.pair / f"target-{options.parameters}", options.parameters, source=options.pair / "target"
+        )
+        large = Engines(Path(copy), options.pair / "draft", "int8")
         if not kept.has(f"time: problem {options.timed}"):
             timed(large, all_ways, problems[0], 0)  # warms up
         times = [
@@ -246,9 +235,7 @@ def main() -> None:
     result = {
         "provenance": provenance(), "settings": settings, "fastest_lossless": fastest, "bar": BAR, "rows": rows
     }  # fmt: skip
-    kept.finish(result | {"cells": cells, "times": times})
-    options.result.with_suffix(".md").write_text(page(result, options.result), encoding="utf-8")
-    draw(result, options.result.with_suffix(".svg"))
+    kept.finish(result | {"cells": cells, "times": times}, partial(page, raw=options.output), draw)
     for row in rows:
         speed = f", {row['over_lossless']['ratio']:.2f} times lossless" if times else ""
         print(f"{row['name']}: {row['accuracy']:.1%} right, {row['passes']:.0f} passes{speed}")

@@ -7,10 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
+from benchmarks.harness.pictures import drawing
 
 SIGNIFICANT = 0.05
 
@@ -104,8 +101,8 @@ def _table(rows: Seq[dict[str, Any]]) -> list[str]:
 def draw(result: dict[str, Any], file: Path) -> None:
     """Accuracy against speed: a curve for each judge, a point for each alternative."""
     rows = [row for row in result["rows"] if "seconds" in row]
-    with plt.rc_context({"svg.hashsalt": "slipstream", "svg.fonttype": "none"}):
-        figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    with drawing(file, 7.5, 4.5) as figure:
+        axes = figure.subplots()
         for judge in ("score", "logprob"):
             for kind, style in (("steps", "--"), ("both", "-")):
                 curve = [row for row in rows if (row["judge"], row["kind"]) == (judge, kind)]
@@ -127,5 +124,3 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.grid(alpha=0.3)
         if rows:
             axes.legend(fontsize=8)
-        figure.savefig(file, metadata={"Date": None})
-        plt.close(figure)

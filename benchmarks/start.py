@@ -12,10 +12,8 @@ the run is stopped, and the same command goes on from them. Writes docs/benchmar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.models import expanded
+from benchmarks.harness.processes import answer_of
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ModelError
 from slipstream.profiling.provenance import provenance
-from slipstream.testing.expand import expand
 from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
 
-DOCS = Path(__file__).parent.parent / "docs/benchmarks"
 MODELS = {
     "embedded": "the embedded target, float16",
     "smollm2": "SmolLM2-135M-Instruct, Q4_1, GGUF",
@@ -109,7 +108,7 @@ def main() -> None:
     if unknown := sorted(set(names) - set(MODELS)):
         raise SystemExit(f"there is no model {unknown[0]!r}; choose among {', '.join(MODELS)}")
     settings = {"repeats": options.repeats, "models": names, "peer": options.xllamacpp_python is not None}
-    kept = Kept(options.result, settings)
+    kept = Kept(options.output, settings)
     with tempfile.TemporaryDirectory() as scratch:
         places = {name: place_of(name, Path(scratch)) for name in names}
         cells = []
@@ -117,19 +116,14 @@ def main() -> None:
             measure = partial(start, cell, places, options, Path(scratch))
             cells.append({**cell, **kept.cell(cell_name(cell), measure)})
     result = {"provenance": provenance(), "settings": settings, "starts": cells, "summary": summary(cells)}
-    kept.finish(result)
-    options.result.with_suffix(".md").write_text(page(result), encoding="utf-8")
-    say(f"wrote {options.result.with_suffix('.md').name}")
+    kept.finish(result, page)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, DOCS / "start.json")
     parser.add_argument("--repeats", type=int, default=7, help="second starts of each model; 2 first ones")
     parser.add_argument("--models", default=",".join(MODELS), help=", ".join(MODELS))
     parser.add_argument("--xllamacpp-python", help="Python of an environment with xllamacpp")
-    parser.add_argument("--result", type=Path, default=DOCS / "start.json")
     return parser.parse_args()
 
 
@@ -139,8 +133,7 @@ def place_of(name: str, scratch: Path) -> str:
         return str(EMBEDDED_TARGET)
     if name == "1g":
         say("writing the checkpoint of 1 GiB …")
-        expand(EMBEDDED_TARGET, scratch / "large", target_parameters=LARGE_PARAMETERS, dtype="bfloat16")
-        return str(scratch / "large")
+        return expanded(scratch / "large", LARGE_PARAMETERS, dtype="bfloat16")
     try:
         return str(fetch(SMOLLM2 if name == "smollm2" else GEMMA3))
     except ModelError as error:
@@ -179,16 +172,10 @@ def start(
         start({**cell, "kind": "first"}, places, options, scratch)
     environment = {**os.environ, "SLIPSTREAM_CACHE": str(kept_between)}
     began_s = time.monotonic()
-    done = subprocess.run(
-        [python, "-c", program, places[cell["model"]]],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-    told = json.loads(done.stdout.splitlines()[-1])
+    try:
+        told = answer_of([python, "-c", program, places[cell["model"]]], environment=environment)
+    except RuntimeError as error:
+        return {"failed": str(error).splitlines()[-1]}
     return {"phases": phases(began_s, told), "modules": told["modules"]}
 
 

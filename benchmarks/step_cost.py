@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kept import Kept
-from benchmarks.quantization import CACHES, WEIGHTS, names, types
+from benchmarks.harness.command import DOCS, command, names, numbers
+from benchmarks.harness.kept import Kept
+from benchmarks.quantization import CACHES, WEIGHTS, types
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.models import load_model
@@ -36,7 +37,7 @@ from slipstream.profiling.floors import Survey
 from slipstream.profiling.floors import measure as profile
 from slipstream.profiling.provenance import provenance
 
-RESULT = Path(__file__).parent.parent / "docs/benchmarks/step_cost.json"
+RESULT = DOCS / "step_cost.json"
 CONTEXT_RESULT = RESULT.with_name("context_cost.json")
 SAVED = "saved"
 """Weights of a checkpoint that was saved quantised, its output layer in 8 bits."""
@@ -45,12 +46,10 @@ ROW_COUNTS = (1, 2, 4, 5, 8, 16)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("models", nargs="*", help="checkpoint folders beside the embedded target")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--contexts", type=_counts, help="measure passes behind so many tokens: 128,1536")
+    parser.add_argument("--contexts", type=numbers, help="measure passes behind so many tokens: 128,1536")
     parser.add_argument("--weights", type=names([*WEIGHTS, SAVED]), default=["float32", "bfloat16", "int8"])
     parser.add_argument("--caches", type=names(CACHES), default=["bfloat16"])
     parser.add_argument(
@@ -75,10 +74,6 @@ def main() -> None:
             f"{row['pass_ms']:.3f} ms; linears alone {row['linears_ms']:.3f} ms; outside {row['outside_ms']:.3f} ms, "
             f"{row['outside_share']:.1%}"
         )
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({int(word) for word in text.split(",")})
 
 
 def measure_contexts(options: argparse.Namespace) -> None:

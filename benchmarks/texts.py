@@ -9,7 +9,6 @@ no text tells of it. The CPU kernels are held to AVX2 instructions: then a recor
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 os.environ.setdefault("SLIPSTREAM_CPU_ISA", "avx2")
 
 from benchmarks.drafters.lineup import DRAFT, UNTRAINED
-from benchmarks.kept import say, write_result
+from benchmarks.harness.command import command
+from benchmarks.harness.kept import say, write_result
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_EAGLE3, sample_prompts
 from slipstream.profiling.provenance import provenance
@@ -64,9 +64,7 @@ def texts_of(name: str, spec: dict[str, Any], prompts: list[dict[str, Any]]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--record", type=Path, help="write the texts of this commit")
     kind.add_argument("--compare", type=Path, help="compare this commit's texts with a record")

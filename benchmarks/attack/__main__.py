@@ -20,17 +20,15 @@ from typing import Any
 from benchmarks.attack.run import Bounds, attack
 from benchmarks.attack.scenarios import SCENARIOS
 from benchmarks.attack.table import table
+from benchmarks.harness.command import DOCS, ROOT, command
 from slipstream.profiling.provenance import provenance
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs/benchmarks/attack.json"
+RESULT = DOCS / "attack.json"
 
 
 def main() -> None:
     default = Bounds()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), help="scenarios; all unless given")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of attacking requests")
     parser.add_argument(
@@ -49,7 +47,6 @@ def main() -> None:
         help="the `src` folder of the checkout whose server is attacked",
     )
     parser.add_argument("--before", type=Path, help="an earlier result to set beside this one")
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     if not (options.server_python_path / "slipstream").is_dir():
         parser.error(f"there is no package slipstream in {options.server_python_path}")

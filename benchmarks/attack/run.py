@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.attack.bystander import SMALL, Bystander
 from benchmarks.attack.scenarios import FORGED, SCENARIOS, Scenario
 from benchmarks.attack.server import AttackedServer
 from benchmarks.attack.target import Target
+from benchmarks.harness.kept import say
 
 _BASELINE_S = 2.0
 _SETTLE_S = 3.0
@@ -39,21 +40,20 @@ class Bounds:
 def attack(source: Path, names: Seq[str], bounds: Bounds) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and figures of each scenario, as they are complete; `source` holds the package that serves."""
     for number, name in enumerate(names, 1):
-        _say(f"{number}/{len(names)} {name}: {SCENARIOS[name].what}")
+        say(f"{number}/{len(names)} {name}: {SCENARIOS[name].what}")
         figures = _one(source, SCENARIOS[name], bounds)
         told = {key: figures[key] for key in ("survived", "statuses")}
         delays = f"longest delay {figures['small_requests']['longest_s']} s"
-        _say(f"    {figures['attack_s']} s, {delays}, {told}")
+        say(f"    {figures['attack_s']} s, {delays}, {told}")
         yield name, figures
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _one(source: Path, scenario: Scenario, bounds: Bounds) -> dict[str, Any]:
-    server = AttackedServer(source, scenario.arguments, bounds.memory_bytes, scenario.max_descriptors)
-    with server:
+    limits = bounds.memory_bytes, scenario.max_descriptors
+    with (
+        TemporaryDirectory() as folder,
+        AttackedServer(source, scenario.arguments, *limits, Path(folder) / "log") as server,
+    ):
         asking = Bystander(server.port, "/v1/completions", SMALL, scenario.key)
         looking = Bystander(server.port, "/health", None)
         with asking, looking:
@@ -65,8 +65,10 @@ def _one(source: Path, scenario: Scenario, bounds: Bounds) -> dict[str, Any]:
                 scenario.attack(target)
             attack_s = time.monotonic() - began_s
             time.sleep(_SETTLE_S)
-        survived, exit_code = server.is_alive, server.exit_code
-    lines = _LINE_ENDS.split(server.log_text.strip())
+        survived, exit_code = server.is_alive, server.process.poll()
+        server.stop()
+        log = server.log_text().strip()
+    lines = _LINE_ENDS.split(log)
     return {
         "what": scenario.what,
         "attack_s": round(attack_s, 1),
@@ -82,7 +84,7 @@ def _one(source: Path, scenario: Scenario, bounds: Bounds) -> dict[str, Any]:
         "rss_growth_bytes": server.rss_bytes - rss_bytes,
         "num_log_lines": len(lines),
         "num_warning_lines": sum(bool(re.search(r'"level": "warning"| WARNING ', line)) for line in lines),
-        "num_forged_lines": count_forged(server.log_text),
+        "num_forged_lines": count_forged(log),
         **target.extra,
     }
 

@@ -26,11 +26,12 @@ from benchmarks.audit.page import write_page
 from benchmarks.audit.reference import Reference
 from benchmarks.audit.service import GREEDY, NUCLEUS, PLAIN, Service, chunks, prompts
 from benchmarks.audit.verb import Auditor, trials
-from benchmarks.kept import Kept, say, write_result
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept, say, write_result
 from slipstream.profiling.provenance import commit, provenance
 from slipstream.sampling.params import SamplingParams
 
-RESULT = Path(__file__).parents[2] / "docs/benchmarks/audit_power.json"
+RESULT = DOCS / "audit_power.json"
 NUM_PROMPTS = 25
 NUM_ANSWERS, NUM_CUT_ANSWERS, NUM_PAIRS = 300, 3000, 1000
 USAGE, SEEDS, REFERENCE = "usage", "shared seeds", "reference"
@@ -300,9 +301,7 @@ def _missing(found: dict[str, Any], num_audits: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("--audits", type=int, default=3, help="of each fault and kind")
     parser.add_argument("--honest", type=int, default=200, help="honest audits of each kind")
     parser.add_argument("--pool", type=int, default=10_000, help="honest answers of either side to draw from")
@@ -310,7 +309,6 @@ def main() -> None:
     parser.add_argument(
         "--merge", action="store_true", help="take the kept cells, of any commit; measure nothing"
     )
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     bench = Bench()
     if options.part is not None:

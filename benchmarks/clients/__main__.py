@@ -7,25 +7,21 @@ of the others are kept as they were. Exit code 1 unless all that was driven met 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from pathlib import Path
 
 from benchmarks.clients.driving import clients, drive, interpreters, variable
 from benchmarks.clients.server import serving
+from benchmarks.harness.command import DOCS, command
 from slipstream.profiling.provenance import provenance
 
-RESULT = Path(__file__).parents[2] / "docs/benchmarks/clients.json"
+RESULT = DOCS / "clients.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("clients", nargs="*", metavar="NAME", help=", ".join(clients()))
     parser.add_argument("--python", action="append", default=[], metavar="NAME=INTERPRETER")
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     given = dict(item.partition("=")[::2] for item in options.python)
     for name in [*options.clients, *given]:

@@ -37,12 +37,12 @@ from benchmarks.control.traffic import (
     make_engines,
     questions,
 )
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept, say
 from slipstream.engine.engine import Engine
 from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
-RESULTS = Path(__file__).parents[2] / "docs/benchmarks"
 MIXED = "mixed"
 UNPAYING = {"task": "creative", "temperature": 1.2, "concurrency": 32}
 """Where speculation cannot pay."""
@@ -58,9 +58,7 @@ QUICK = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--models", default=",".join(TARGETS), help="of them")
     parser.add_argument("--eagle3", metavar="HEAD", help="trained for the embedded target")
     parser.add_argument("--folder", type=Path, default=Path("build/control"), help="for cost-expanded copies")
@@ -86,7 +84,6 @@ def main() -> None:
 def measure_model(name: str, options: argparse.Namespace) -> None:
     """All cells of one model, into a result file of its own."""
     target = TARGETS[name]
-    options.folder.mkdir(parents=True, exist_ok=True)
     model, head = checkpoints(name, options.eagle3, options.folder)
     engines = make_engines(model, target.quantization, configs(head), options.threads, options.kv_cache_mib)
     by_task = questions(engines["off"])
@@ -100,7 +97,7 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
     }
     settings = ("pick_rounds", "rounds", "requests", "max_tokens", "threads")
     result |= {key: getattr(options, key) for key in settings}
-    file = RESULTS / f"control_{name}{'_quick' if options.quick else ''}.json"
+    file = DOCS / f"control_{name}{'_quick' if options.quick else ''}.json"
     kept = Kept(file, {**vars(options), "models": name})
     sizes = options.pick_rounds, options.rounds, options.requests
     fixed = {key: setting for key, setting in SETTINGS.items() if setting.engine in engines}

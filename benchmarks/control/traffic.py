@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness.models import expanded
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
@@ -16,7 +17,6 @@ from slipstream.core.types import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.expand import expand
 from slipstream.testing.expand_head import expand_head
 from slipstream.text.prompts import encode_chat
 
@@ -86,15 +86,13 @@ def checkpoints(name: str, head: str | None, folder: Path) -> tuple[str, str | N
     size = TARGETS[name].num_parameters
     if size is None:
         return EMBEDDED_TARGET, head
-    model = folder / f"expanded-{size // 10**6}m"
-    if not model.is_dir():
-        expand(EMBEDDED_TARGET, model, target_parameters=size)
+    model = expanded(folder / f"expanded-{size // 10**6}m", size)
     if head is None:
-        return str(model), None
+        return model, None
     expanded_head = folder / f"eagle3-{size // 10**6}m"
     if not expanded_head.is_dir():
-        expand_head(head, EMBEDDED_TARGET, str(model), expanded_head)
-    return str(model), str(expanded_head)
+        expand_head(head, EMBEDDED_TARGET, model, expanded_head)
+    return model, str(expanded_head)
 
 
 def configs(head: str | None) -> dict[str, dict[str, Any]]:

@@ -11,20 +11,19 @@ docs/benchmarks/deploy_affinity.json and the page.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.deploy.fleet import ROOM, greedy
 from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import command
+from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.relay import Relay
@@ -181,17 +180,14 @@ def compare(num: int, cache_mib: int, traffic: Traffic) -> dict[str, Any]:
 
 def main(arguments: Seq[str] | None = None) -> None:
     """One cell for each number of replicas and size of their caches."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, FOLDER / "deploy_affinity.json")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--cache-mib", type=int, nargs="+", default=[16, 64], help="of each replica")
     for each in fields(Traffic):
         parser.add_argument("--" + each.name.replace("_", "-"), type=int, default=each.default)
-    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_affinity.json")
     options = parser.parse_args(arguments)
     traffic = Traffic(**{each.name: getattr(options, each.name) for each in fields(Traffic)})
-    kept = Kept(options.out, asdict(traffic))
+    kept = Kept(options.output, asdict(traffic))
     cells = {}
     for num, cache_mib in itertools.product(options.replicas, options.cache_mib):
         name = f"{num} replicas, {cache_mib} MiB each"
@@ -199,7 +195,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     kept.finish({"provenance": provenance(), "traffic": asdict(traffic), "cells": cells})
     for name, cell in cells.items():
         say(f"{name}: {cell['share_of_one_cache']:.3f} of what one cache finds; {cell}")
-    if options.out.parent == FOLDER:
+    if options.output.parent == FOLDER:
         write_page()
 
 

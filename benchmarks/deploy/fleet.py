@@ -16,9 +16,9 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from benchmarks.deploy.local_replicas import LocalReplicas
+from benchmarks.harness.models import expanded
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.testing.expand import expand, parse_count
 
 ROOM: dict[str, Any] = {"kv_cache_bytes": 256 * 2**20, "max_num_seqs": 8, "num_threads": 1}
 
@@ -38,12 +38,8 @@ def model_settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[st
 @contextmanager
 def target(size: str | None) -> Iterator[str]:
     """The embedded target, or one that is enlarged to so many parameters (`300M`) and costs as much."""
-    if size is None:
-        yield EMBEDDED_TARGET
-        return
     with tempfile.TemporaryDirectory() as folder:
-        expand(EMBEDDED_TARGET, Path(folder) / "target", target_parameters=parse_count(size))
-        yield str(Path(folder) / "target")
+        yield EMBEDDED_TARGET if size is None else expanded(Path(folder) / "target", size)
 
 
 @asynccontextmanager

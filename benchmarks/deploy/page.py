@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent.parent.parent / "docs/benchmarks"
+from benchmarks.harness.command import DOCS
+
+FOLDER = DOCS
 RESULTS = ("soak", "routing", "scaling", "affinity", "simulation")
 SOAK_BAR = 2000, 40
 """Requests and disruptions."""

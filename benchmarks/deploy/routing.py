@@ -10,14 +10,12 @@ kept for a move, and the whole output on top. Writes docs/benchmarks/deploy_rout
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.deploy.fleet import (
@@ -30,7 +28,8 @@ from benchmarks.deploy.fleet import (
     target,
 )
 from benchmarks.deploy.page import FOLDER, write_page
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import command
+from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.connection import ReplicaConnection
@@ -165,17 +164,14 @@ def compared(pairs: Seq[tuple[Timed, Timed]]) -> dict[str, Any]:
 
 def main() -> None:
     """One cell for each number of streams."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, FOLDER / "deploy_routing.json")
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     add_model_arguments(parser)
-    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_routing.json")
     options = parser.parse_args()
     asked, engine = model_settings(options)
     settings = {"pairs": options.pairs, **asked}
-    kept = Kept(options.out, settings)
+    kept = Kept(options.output, settings)
     with target(options.expand) as model:
         cells = {}
         for num in options.streams:
@@ -187,7 +183,7 @@ def main() -> None:
     kept.finish({"provenance": provenance(), **settings, "cells": cells})
     for name, cell in cells.items():
         say(f"{name} streams: {cell}")
-    if options.out.parent == FOLDER:
+    if options.output.parent == FOLDER:
         write_page()
 
 

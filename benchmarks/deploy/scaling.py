@@ -10,14 +10,12 @@ the machine has a third one. Writes docs/benchmarks/deploy_scaling.json and the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import time
 from collections.abc import Sequence as Seq
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.deploy.fleet import (
@@ -32,7 +30,8 @@ from benchmarks.deploy.fleet import (
 )
 from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import command
+from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.relay import Address, Relay
@@ -105,21 +104,18 @@ async def measure(num_rounds: int, model: str, options: dict[str, Any], kept: Ke
 
 def main() -> None:
     """One cell."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, FOLDER / "deploy_scaling.json")
     parser.add_argument("--rounds", type=int, default=10)
     add_model_arguments(parser)
-    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_scaling.json")
     options = parser.parse_args()
     asked, engine = model_settings(options)
     settings = {"rounds": options.rounds, **asked}
-    kept = Kept(options.out, settings)
+    kept = Kept(options.output, settings)
     with target(options.expand) as model:
         cell = kept.cell("two over one", lambda: asyncio.run(measure(options.rounds, model, engine, kept)))
     kept.finish({"provenance": provenance(), **settings, "cell": cell})
     say(f"two over one: {cell}")
-    if options.out.parent == FOLDER:
+    if options.output.parent == FOLDER:
         write_page()
 
 

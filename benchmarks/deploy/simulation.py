@@ -10,7 +10,6 @@ every decision. Writes docs/benchmarks/deploy_simulation.json and .svg.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import random
@@ -21,11 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
 from benchmarks.deploy.page import FOLDER, write_page
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import command
+from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.pictures import drawing
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
@@ -34,9 +34,6 @@ from slipstream.deploy.router import Cancel, Order, Router, Start
 from slipstream.deploy.work import Work
 from slipstream.errors import OverloadedError
 from slipstream.profiling.provenance import provenance
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
 
 PRINT = Fingerprint("model", "bits")
 BLOCK_TOKENS = 32
@@ -431,41 +428,39 @@ def simulate(world: World) -> dict[str, Any]:
 
 def draw(cells: dict[str, Any], path: Path) -> None:
     """What of one big cache is found, and how uneven the load is, over the load and the bound on imbalance."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-    for imbalance in sorted({cell["world"]["max_imbalance"] for cell in cells.values()}):
-        own = sorted(
-            (cell for name, cell in cells.items() if name.startswith("sweep") and cell["world"]["affine"]
-             and cell["world"]["max_imbalance"] == imbalance),
-            key=lambda cell: cell["world"]["utilisation"],
-        )  # fmt: skip
-        if own:
-            loads = [cell["world"]["utilisation"] for cell in own]
-            label = f"max_imbalance {imbalance:g}"
-            left.plot(loads, [100 * cell["share_of_one_cache"] for cell in own], "o-", label=label)
-            right.plot(loads, [cell["load_max_over_mean"]["median"] for cell in own], "o-", label=label)
-    left.axhline(90, color="grey", linewidth=0.8, linestyle=":")
-    left.set(
-        xlabel="share of the capacity asked for", ylabel="% of what one big cache would find", ylim=(0, 101)
-    )
-    right.set(
-        xlabel="share of the capacity asked for", ylabel="fullest replica over the mean", ylim=(0.9, None)
-    )
-    left.legend(fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    with drawing(path, 9, 3.4) as figure:
+        left, right = figure.subplots(1, 2)
+        for imbalance in sorted({cell["world"]["max_imbalance"] for cell in cells.values()}):
+            own = sorted(
+                (cell for name, cell in cells.items() if name.startswith("sweep") and cell["world"]["affine"]
+                 and cell["world"]["max_imbalance"] == imbalance),
+                key=lambda cell: cell["world"]["utilisation"],
+            )  # fmt: skip
+            if own:
+                loads = [cell["world"]["utilisation"] for cell in own]
+                label = f"max_imbalance {imbalance:g}"
+                left.plot(loads, [100 * cell["share_of_one_cache"] for cell in own], "o-", label=label)
+                right.plot(loads, [cell["load_max_over_mean"]["median"] for cell in own], "o-", label=label)
+        left.axhline(90, color="grey", linewidth=0.8, linestyle=":")
+        left.set(
+            xlabel="share of the capacity asked for",
+            ylabel="% of what one big cache would find",
+            ylim=(0, 101),
+        )
+        right.set(
+            xlabel="share of the capacity asked for", ylabel="fullest replica over the mean", ylim=(0.9, None)
+        )
+        left.legend(fontsize=8)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
     """The million, then the sweep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, FOLDER / "deploy_simulation.json")
     parser.add_argument(
         "--quick", action="store_true", help="a fiftieth of it, to try the code; nothing is kept"
     )
-    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_simulation.json")
     options = parser.parse_args()
     worlds = {"million": World()}
     small = World(num_replicas=100, num_requests=60_000, kills=20, hangs=10, drains=10, outage=False)
@@ -478,11 +473,11 @@ def main() -> None:
         quick = World(num_replicas=50, num_requests=20_000, kills=20, hangs=10, drains=10)
         print(json.dumps(Simulation(quick).run(), indent=1))
         return
-    kept = Kept(options.out, {name: asdict(world) for name, world in worlds.items()})
+    kept = Kept(options.output, {name: asdict(world) for name, world in worlds.items()})
     cells = {name: kept.cell(name, partial(simulate, world)) for name, world in worlds.items()}
-    draw(cells, options.out.with_suffix(".svg"))
-    kept.finish({"provenance": provenance(), "cells": cells})
-    if options.out.parent == FOLDER:
+    result = {"provenance": provenance(), "cells": cells}
+    kept.finish(result, draw=lambda written, file: draw(written["cells"], file))
+    if options.output.parent == FOLDER:
         write_page()
     say(f"the million: {json.dumps({k: v for k, v in cells['million'].items() if k != 'world'}, indent=1)}")
 

@@ -10,7 +10,6 @@ request: tokens, text, log-probabilities, ends, counts. Writes docs/benchmarks/d
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -18,7 +17,6 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,8 @@ import numpy as np
 from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.deploy.requests import ROOM, Case, cases, differences
-from benchmarks.kept import Kept, say
+from benchmarks.harness.command import command
+from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.deploy.config import RouterConfig
@@ -175,15 +174,12 @@ async def disrupt(
 
 def main() -> None:
     """One cell for each number of replicas."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, FOLDER / "deploy_soak.json")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--disruptions", type=int, default=40)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--out", type=Path, default=FOLDER / "deploy_soak.json")
     options = parser.parse_args()
-    kept = Kept(options.out, {"requests": options.requests, "disruptions": options.disruptions})
+    kept = Kept(options.output, {"requests": options.requests, "disruptions": options.disruptions})
     all_cases: list[Case] = []
     cells = {}
     for num in options.replicas:
@@ -196,7 +192,7 @@ def main() -> None:
 
         cells[f"{num} replicas"] = kept.cell(f"{num} replicas", measure)
     kept.finish({"provenance": provenance(), "cells": cells})
-    if options.out.parent == FOLDER:
+    if options.output.parent == FOLDER:
         write_page()
     for name, cell in cells.items():
         say(f"{name}: {cell}")

@@ -20,19 +20,17 @@ from typing import Any
 
 from benchmarks.drafters import acceptance, page, plots, speed
 from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
-from benchmarks.kept import Kept
+from benchmarks.harness.command import DOCS, ROOT, command
+from benchmarks.harness.kept import Kept
 from slipstream.profiling.provenance import provenance
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs/benchmarks/drafters.json"
+RESULT = DOCS / "drafters.json"
 GUIDE = ROOT / "docs/guides/choose-a-drafter.md"
 PARTS = ("acceptance", "speed", "page")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--trained", type=Path, help="what the recipe made")
     parser.add_argument("--expanded", help="a cost-expanded target, timed beside the embedded one")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
@@ -80,30 +78,16 @@ def main() -> None:
 
 
 def _speeds(entries: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    asked = {"max_tokens": 64, "threads": options.threads}
-    found = [
-        speed.measure(
-            entries,
-            None,
-            prompts_per_task=options.timed_prompts,
-            repeats=options.repeats,
-            kv_cache_bytes=64 << 20,
-            **asked,
-        )
-    ]
+    engine = {"num_threads": options.threads, "kv_cache_bytes": 64 << 20}
+    sizes = {"prompts_per_task": options.timed_prompts, "repeats": options.repeats, "max_tokens": 64}
+    found = [speed.measure(entries, None, engine, **sizes)]
     if options.expanded is not None:
+        engine["kv_cache_bytes"] = 160 << 20
+        sizes["prompts_per_task"] = max(1, options.timed_prompts // 2)
+        sizes["repeats"] = max(1, options.repeats - 1)
         with tempfile.TemporaryDirectory() as folder:
             larger = speed.expanded(entries, options.expanded, Path(folder))
-            found.append(
-                speed.measure(
-                    larger,
-                    options.expanded,
-                    prompts_per_task=max(1, options.timed_prompts // 2),
-                    repeats=max(1, options.repeats - 1),
-                    kv_cache_bytes=160 << 20,
-                    **asked,
-                )
-            )
+            found.append(speed.measure(larger, options.expanded, engine, **sizes))
     return [{"provenance": _provenance(), **one} for one in found]
 
 

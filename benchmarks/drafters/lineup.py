@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.config import SpeculativeConfig
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 _TREE = {"num_speculative_tokens": 4, "tree_top_k": 3, "num_draft_nodes": 12}
@@ -27,10 +26,6 @@ class Entry:
     """False for what is there for its acceptance alone."""
     trained: str = ""
     """The folder of what was trained for it, in the output of `recipes.drafters`."""
-
-    @property
-    def config(self) -> SpeculativeConfig:
-        return SpeculativeConfig.from_mapping(self.spec)
 
     @property
     def is_greedy_only(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import Any
 
+from benchmarks.harness.page import table
+
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 RATIOS = (
@@ -36,14 +38,7 @@ def measured(results: Mapping[str, Any]) -> str:
     return "\n".join([*parts, END])
 
 
-def _table(head: Seq[str], rows: Seq[Seq[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-
-
-def _costs(results: Mapping[str, Any]) -> Iterator[str]:
+def _costs(results: Mapping[str, Any]) -> list[str]:
     """A line a drafter: what it saves and what it costs."""
     tau = {
         temperature: _pooled(results["acceptance"]["rows"], temperature)
@@ -65,7 +60,7 @@ def _costs(results: Mapping[str, Any]) -> Iterator[str]:
                 _training(results["training"].get(results["trained"].get(name, ""))),
             ]
         )
-    return _table([*head, "memory", "training"], rows)
+    return table([*head, "memory", "training"], rows)
 
 
 def _training(cost: Mapping[str, Any] | None) -> str:
@@ -90,7 +85,7 @@ def _pooled(rows: Seq[Mapping[str, Any]], temperature: float) -> dict[str, float
     return {name: tokens / steps for name, (tokens, steps) in sums.items()}
 
 
-def _speeds(speed: Mapping[str, Any]) -> Iterator[str]:
+def _speeds(speed: Mapping[str, Any]) -> list[str]:
     rows = speed["rows"]
     tasks = list(rows[0]["speedup_by_task"])
     lines = []
@@ -99,14 +94,14 @@ def _speeds(speed: Mapping[str, Any]) -> Iterator[str]:
         spread = "–" if interval is None else f"{interval['low']:.2f} to {interval['high']:.2f}"
         by_task = [_number(row["speedup_by_task"][task]) for task in tasks]
         lines.append([row["drafter"], *by_task, f"**{_number(row['speedup'])}**", spread])
-    return _table(["drafter", *tasks, "all", "95 % interval"], lines)
+    return table(["drafter", *tasks, "all", "95 % interval"], lines)
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _acceptance(rows: Seq[Mapping[str, Any]], temperature: float, tasks: Seq[str]) -> Iterator[str]:
+def _acceptance(rows: Seq[Mapping[str, Any]], temperature: float, tasks: Seq[str]) -> list[str]:
     """A cell is α / τ / steps saved."""
     chosen = [row for row in rows if row["temperature"] == temperature]
     lines = []
@@ -119,7 +114,7 @@ def _acceptance(rows: Seq[Mapping[str, Any]], temperature: float, tasks: Seq[str
         total = sum(row["texts"] for row in cells.values())
         same = f"{equal} of {total}" if "verifier" not in name else "same distribution, other draws"
         lines.append([name, *figures, same])
-    return _table(["drafter", *tasks, "texts equal"], lines)
+    return table(["drafter", *tasks, "texts equal"], lines)
 
 
 def ratios(
@@ -138,7 +133,7 @@ def ratios(
             yield title, temperature, by_task, prod(by_task.values()) ** (1 / len(by_task))
 
 
-def _ratios(rows: Seq[Mapping[str, Any]], tasks: Seq[str]) -> Iterator[str]:
+def _ratios(rows: Seq[Mapping[str, Any]], tasks: Seq[str]) -> list[str]:
     lines = [
         [
             f"{title}, {temperature or 'greedy'}",
@@ -147,4 +142,4 @@ def _ratios(rows: Seq[Mapping[str, Any]], tasks: Seq[str]) -> Iterator[str]:
         ]
         for title, temperature, by_task, mean in ratios(rows, tasks)
     ]
-    return _table(["", *tasks, "geometric mean"], lines)
+    return table(["", *tasks, "geometric mean"], lines)

@@ -6,28 +6,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
-_STYLE: dict[str, Any] = {"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "drafters"}
+from benchmarks.harness.pictures import drawing
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
     """Write `drafter_tau.svg` and `drafter_speedup.svg`."""
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
-        _save(_tau(results), folder / "drafter_tau.svg")
-        if results["speed"]:
-            _save(_speedup(results), folder / "drafter_speedup.svg")
+    height = 0.9 + 0.25 * len({row["drafter"] for row in _rows(results)})
+    with drawing(folder / "drafter_tau.svg", 9.5, height, **_STYLE) as figure:
+        _tau(results, figure)
+    if results["speed"]:
+        height = 0.9 + 0.3 * len(_timed(results))
+        with drawing(folder / "drafter_speedup.svg", 7.5, height, **_STYLE) as figure:
+            _speedup(results, figure)
 
 
-def _tau(results: Mapping[str, Any]) -> Figure:
+_STYLE: dict[str, Any] = {"font_size": 9, "svg_hashsalt": "drafters"}
+
+
+def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in results["acceptance"]["rows"] if "verifier" not in row["drafter"]]
+
+
+def _timed(results: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["drafter"] for speed in results["speed"] for row in speed["rows"][1:]))
+
+
+def _tau(results: Mapping[str, Any], figure: Figure) -> None:
     """A square a drafter and task, for each temperature."""
-    rows = [row for row in results["acceptance"]["rows"] if "verifier" not in row["drafter"]]
+    rows = _rows(results)
     tasks = sorted({row["task"] for row in rows})
     temperatures = sorted({row["temperature"] for row in rows})
     names = list(dict.fromkeys(row["drafter"] for row in rows))
     tau = {(row["drafter"], row["temperature"], row["task"]): row["tau"] for row in rows}
-    figure = Figure(figsize=(9.5, 0.9 + 0.25 * len(names)), layout="constrained")
     for axes, temperature in zip(
         figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0], temperatures, strict=True
     ):
@@ -47,14 +59,12 @@ def _tau(results: Mapping[str, Any]) -> Figure:
         axes.set_xticks(range(len(tasks)), tasks, rotation=40, ha="right")
         axes.set_yticks(range(len(names)), names)
         axes.set_title("τ, greedy" if temperature == 0 else f"τ, temperature {temperature}")
-    return figure
 
 
-def _speedup(results: Mapping[str, Any]) -> Figure:
+def _speedup(results: Mapping[str, Any], figure: Figure) -> None:
     """A point with its interval a drafter and target; left of 1 a drafter costs more than it gains."""
     speeds = results["speed"]
-    names = list(dict.fromkeys(row["drafter"] for speed in speeds for row in speed["rows"][1:]))
-    figure = Figure(figsize=(7.5, 0.9 + 0.3 * len(names)), layout="constrained")
+    names = _timed(results)
     axes = figure.subplots()
     axes.axvline(1.0, color="gray", linewidth=1)
     for number, speed in enumerate(speeds):
@@ -79,8 +89,3 @@ def _speedup(results: Mapping[str, Any]) -> Figure:
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("tokens/s over speculation off, 95 % interval")
     axes.legend(loc="lower right")
-    return figure
-
-
-def _save(figure: Figure, file: Path) -> None:
-    figure.savefig(file, format="svg", facecolor="white", metadata={"Date": None})

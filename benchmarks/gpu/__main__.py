@@ -13,8 +13,6 @@ Without `--output` the result is docs/benchmarks/gpu.json, and docs/benchmarks/g
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -27,21 +25,17 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.gpu import page
-from benchmarks.kept import Kept
+from benchmarks.harness.command import DOCS, ROOT, command
+from benchmarks.harness.kept import Kept
+from benchmarks.harness.models import expanded
 from slipstream.profiling.provenance import provenance
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs/benchmarks"
 SECTIONS = ("device", "tests", "speed", "step", "transfers")
 NO_DEVICE = "no CUDA device; this agenda needs one"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer cells, fewer repeats; needs --output")
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}")
     parser.add_argument("--output", type=Path, help="folder for gpu.json and gpu.md")
@@ -54,7 +48,7 @@ def main() -> None:
         parser.error("--quick and --sections need --output FOLDER; the page is of one whole run")
     if not torch.cuda.is_available():
         sys.exit(NO_DEVICE)
-    folder: Path = options.output or FOLDER
+    folder: Path = options.output or DOCS
     result = measure(folder / "gpu.json", sections, quick=options.quick)
     page.write(result, folder / "gpu.md")
     print(page.tables(result))
@@ -77,15 +71,14 @@ def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
     result["device"] = kept.cell("device", lambda: {**device.facts(), **device.rates()})
     if "tests" in sections:
         result["tests"] = kept.cell("tests", run_tests)
-    larger = _Larger()
-    with larger:
+    with tempfile.TemporaryDirectory() as folder:
+        # 4,096 positions are for the times at long contexts; no text here is as long
+        larger = partial(expanded, Path(folder) / "1G", 10**9, dtype="bfloat16", positions=4096)
         if "step" in sections:
             rate = result["device"]["copy_gb_per_s"]
-            result["step"] = kept.cell(
-                "step", lambda: step.by_rows(larger.path(), "bfloat16", rate, quick=quick)
-            )
+            result["step"] = kept.cell("step", lambda: step.by_rows(larger(), "bfloat16", rate, quick=quick))
         if "transfers" in sections:
-            result["transfers"] = kept.cell("transfers", lambda: step.transfers(larger.path(), "bfloat16"))
+            result["transfers"] = kept.cell("transfers", lambda: step.transfers(larger(), "bfloat16"))
         if "speed" in sections:
             result["self"] = kept.cell("self", speed.refusal)
             result["speed"] = []
@@ -94,7 +87,7 @@ def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
                 for concurrency in speed.CONCURRENCIES:
                     cell = f"speed, {name} {dtype}, {concurrency} at once"
                     row = kept.cell(cell, partial(_speed, model, dtype, concurrency, lengths))
-                    result["speed"].append({"model": name, **row})
+                    result["speed"].append({**row, "model": name})
     kept.finish(result)
     return result
 
@@ -121,36 +114,10 @@ def run_tests() -> dict[str, Any]:
     }
 
 
-class _Larger:
-    """The embedded target cost-expanded to 1G in bfloat16, made when it is first asked for."""
-
-    def __enter__(self) -> _Larger:
-        self._folder = tempfile.TemporaryDirectory()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._folder.cleanup()
-
-    def path(self) -> str:
-        from slipstream.assets import EMBEDDED_TARGET
-        from slipstream.testing.expand import expand
-
-        folder = Path(self._folder.name) / "1G"
-        if not folder.exists():
-            expand(EMBEDDED_TARGET, folder, target_parameters=10**9, dtype="bfloat16")
-            config = folder / "config.json"
-            values = json.loads(config.read_text())
-            values["max_position_embeddings"] = (
-                4096  # for the times at long contexts; no text here is as long
-            )
-            config.write_text(json.dumps(values))
-        return str(folder)
-
-
-def _targets(larger: _Larger, quick: bool) -> list[tuple[str, str, Callable[[], str | None]]]:
+def _targets(larger: Callable[[], str], quick: bool) -> list[tuple[str, str, Callable[[], str | None]]]:
     """Name, dtype and where the checkpoint is, None being the embedded one."""
     embedded = [("embedded target", dtype, lambda: None) for dtype in ("float16", "bfloat16", "float32")]
-    return [("cost-expanded to 1G", "bfloat16", larger.path), *embedded[: 1 if quick else None]]
+    return [("cost-expanded to 1G", "bfloat16", larger), *embedded[: 1 if quick else None]]
 
 
 def _provenance() -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.page import table, wrapped
 
 BEGIN = "<!-- measured: python -m benchmarks.gpu -->"
 END = "<!-- end of what was measured -->"
@@ -36,18 +37,7 @@ def tables(result: dict[str, Any]) -> str:
         parts.append(
             f"{ran['date']}, commit {ran['commit']}: `{ran['command']}`. Raw result: [gpu.json](gpu.json)."
         )
-    return "\n\n".join(map(_wrapped, parts))
-
-
-def _wrapped(part: str) -> str:
-    """Prose of at most 118 characters a line; tables stay as they are."""
-    lines = (
-        line
-        if line.startswith("|")
-        else textwrap.fill(line, 118, break_long_words=False, break_on_hyphens=False)
-        for line in part.split("\n")
-    )
-    return "\n".join(lines)
+    return "\n\n".join(map(wrapped, parts))
 
 
 def _device(found: dict[str, Any]) -> str:
@@ -86,7 +76,7 @@ def _speed(found: Seq[dict[str, Any]]) -> str:
                     "" if row["num_compared"] is None else f"{row['num_identical']} of {row['num_compared']}",
                 )
             )
-    return f"## Speed\n\n{_table(head, rows)}"
+    return f"## Speed\n\n{chr(10).join(table(head, rows))}"
 
 
 def _step(found: dict[str, Any]) -> str:
@@ -112,7 +102,7 @@ def _step(found: dict[str, Any]) -> str:
         for cell in found["cells"]
     ]
     size = f"{found['num_parameters'] / 1e9:.2f} G parameters, {found['dtype']}"
-    return f"## A target step ({size})\n\n{_table(head, rows)}"
+    return f"## A target step ({size})\n\n{chr(10).join(table(head, rows))}"
 
 
 def _transfers(found: Seq[dict[str, Any]]) -> str:
@@ -129,9 +119,4 @@ def _transfers(found: Seq[dict[str, Any]]) -> str:
         )
         for cell in found
     ]
-    return f"## What a step asks of the GPU\n\n{_table(head, rows)}"
-
-
-def _table(head: Seq[str], rows: Iterable[Seq[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"## What a step asks of the GPU\n\n{chr(10).join(table(head, rows))}"

@@ -9,7 +9,6 @@ acceptance falls, audited on against off, and stopped. Times depend on what else
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -33,18 +32,17 @@ from benchmarks.handoff.steps import (
     unreachable,
     wait_for,
 )
+from benchmarks.harness.command import DOCS, command
 from slipstream.profiling.provenance import provenance, without_folders
 
-RESULT = Path(__file__).parents[2] / "docs/benchmarks/handoff.json"
+RESULT = DOCS / "handoff.json"
 PORTS = {"--port": 8410, "--watch-port": 8411, "--off-port": 8412}
 EXTRA = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8")
 START_TIMEOUT_S = 1200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("environment", type=Path)
     parser.add_argument(
         "--quick", action="store_true", help="a few requests a step, written to standard output only"
@@ -53,8 +51,8 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=300, help="that the audit compares at most")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = write_command(options.environment.resolve(), Path(folder))
-        result = {"provenance": provenance(), **run(command, Path(folder), options.quick, options.answers)}
+        vllm = write_command(options.environment.resolve(), Path(folder))
+        result = {"provenance": provenance(), **run(vllm, Path(folder), options.quick, options.answers)}
     result["remark"] = f"{options.remark} ".lstrip()
     text = without_folders(json.dumps(result, indent=1, ensure_ascii=False)) + "\n"
     if options.quick:

@@ -17,7 +17,6 @@ again. With --quick it is a tenth of the requests, in learn_serving_quick.json a
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import say, write_result
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import say, write_result
 from benchmarks.learn_serving.answers import answers
 from benchmarks.learn_serving.broken import broken
 from benchmarks.learn_serving.kills import kills
@@ -33,16 +33,12 @@ from benchmarks.learn_serving.load import latency
 from benchmarks.learn_serving.page import page
 from slipstream.profiling.provenance import commit, provenance
 
-RESULT = Path(__file__).parent.parent.parent / "docs/benchmarks/learn_serving.json"
+RESULT = DOCS / "learn_serving.json"
 PARTS = ("answers", "kills", "broken", "latency")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.learn_serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(__doc__)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all unless given")
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
     parser.add_argument("--seed", type=int, default=1)

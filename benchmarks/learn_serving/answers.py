@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.kept import say
+from benchmarks.harness.kept import say
 from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
 from benchmarks.learn_serving.server import (
     CLOSED_KEY,
     OPEN_KEY,
     SILENT,
     STEPS_PATH,
-    Server,
+    LearningServer,
     ServerOptions,
 )
 from benchmarks.learn_serving.traffic import KEPT_WORDS, OUT_WORDS, Answered, answer_all, asked, open_client
@@ -156,7 +156,7 @@ def answers(place: Path, number: int) -> dict[str, Any]:
     options = ServerOptions(floor, str(folder.path), max_num_seqs=2 * AT_ONCE, worker=WORKER, step_times=True)
     samples: list[dict[str, float]] = []
     began_s = time.monotonic()
-    with Server(options, place / "home") as server:
+    with LearningServer(options, place / "home") as server:
         found, operator = asyncio.run(_swapped(server, Operator(folder, floor), number, samples))
         metrics, steps = _learned(server), _steps(server)
         running = looked_for(place / "home", folder, found)
@@ -209,7 +209,7 @@ def _keep(found: dict[int, Answered], one: Answered, number: int) -> None:
 
 
 async def _swapped(
-    server: Server, operator: Operator, number: int, samples: list[dict[str, float]]
+    server: LearningServer, operator: Operator, number: int, samples: list[dict[str, float]]
 ) -> tuple[dict[int, Answered], Operator]:
     found: dict[int, Answered] = {}
     acting: list[Future[None]] = []
@@ -231,7 +231,7 @@ async def _swapped(
     return found, operator
 
 
-def _learned(server: Server) -> dict[str, float]:
+def _learned(server: LearningServer) -> dict[str, float]:
     """The server's own counts."""
     import httpx2
 
@@ -244,7 +244,7 @@ def _learned(server: Server) -> dict[str, float]:
     return found
 
 
-def _steps(server: Server) -> dict[str, Any]:
+def _steps(server: LearningServer) -> dict[str, Any]:
     """What the server's steps took; see `StepTimes.facts`."""
     import httpx2
 
@@ -269,7 +269,7 @@ def drafted_for(answered: Iterable[Answered], owners: Mapping[str, str]) -> dict
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _sample(server: Server, number: int) -> dict[str, float]:
+def _sample(server: LearningServer, number: int) -> dict[str, float]:
     learner = server.learner()
     try:
         own = 0 if learner is None else learner.memory_info().rss

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import say
+from benchmarks.harness.kept import say
 from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
 from benchmarks.learn_serving.server import DEPTH
 from benchmarks.learn_serving.traffic import Asked, asked

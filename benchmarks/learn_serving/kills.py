@@ -1,4 +1,4 @@
-"""Server and learner are killed at random instants, again and again, over one folder."""
+"""LearningServer and learner are killed at random instants, again and again, over one folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.kept import say
+from benchmarks.harness.kept import say
 from benchmarks.learn_serving.drafts import add_version, make_floor
-from benchmarks.learn_serving.server import Server, ServerOptions
+from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import Answered, answer, answer_all, asked, open_client
 from slipstream.learn import by_hand
 from slipstream.learn.disk_ring import read_ring, ring_identity
@@ -47,13 +47,13 @@ class Crashes:
         self.last_record = -1
         self.versions: set[str] = set()
         """All that were ever seen whole."""
-        with Server(ServerOptions(""), place / "off") as server:
+        with LearningServer(ServerOptions(""), place / "off") as server:
             found = asyncio.run(_ask(server, range(NUM_ASKED)))
         self.expected = {one.asked.number: one.token_ids for one in found}
 
     def run(self, number: int) -> None:
         """Kill `number` times."""
-        server: Server | None = None
+        server: LearningServer | None = None
         deaths = 0
         try:
             for instant in range(number):
@@ -76,15 +76,15 @@ class Crashes:
                     say(f"  {instant + 1} of {number}: {dict(self.counts)}, {len(self.faults)} faults")
             if server is not None:
                 server.stop()
-            with Server(self.options, self.place / "home") as last:
+            with LearningServer(self.options, self.place / "home") as last:
                 self._compare(asyncio.run(_ask(last, range(NUM_ASKED))))
         finally:
             if server is not None and server.process.poll() is None:
                 server.kill()
 
-    def _start(self) -> Server | None:
+    def _start(self) -> LearningServer | None:
         """A server that serves, or None where it was killed while it started: one of eight."""
-        server = Server(self.options, self.place / "home")
+        server = LearningServer(self.options, self.place / "home")
         if self.rng.random() < 1 / 8:
             time.sleep(self.rng.uniform(0.0, 6.0))
             server.kill()
@@ -95,7 +95,7 @@ class Crashes:
         self.counts["restarts that served"] += 1
         return server
 
-    def _one(self, server: Server, target: str, instant: int) -> None:
+    def _one(self, server: LearningServer, target: str, instant: int) -> None:
         """Wait for a random instant, look at what is there, and kill."""
         deadline_s = time.monotonic() + self.rng.uniform(0.05, MAX_WAIT_S)
         learner = server.wait_for_learner() if target != "server" else None
@@ -159,7 +159,7 @@ class Crashes:
 class Traffic:
     """Requests from a thread of its own until the server is gone or the context ends."""
 
-    def __init__(self, server: Server, crashes: Crashes) -> None:
+    def __init__(self, server: LearningServer, crashes: Crashes) -> None:
         self._server, self._crashes = server, crashes
         self._ended = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -188,7 +188,7 @@ class Traffic:
             self._crashes.faults += map(str, errors.exceptions)
 
 
-async def _ask(server: Server, numbers: Any) -> list[Answered]:
+async def _ask(server: LearningServer, numbers: Any) -> list[Answered]:
     found: list[Answered] = []
     async with open_client(server.url) as client:
         await answer_all(client, map(asked, numbers), 4, found.append)

@@ -14,9 +14,9 @@ import httpx2
 import numpy as np
 import psutil
 
-from benchmarks.kept import say
+from benchmarks.harness.kept import say
 from benchmarks.learn_serving.drafts import make_floor
-from benchmarks.learn_serving.server import Server, ServerOptions
+from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import answer, answer_all, asked, open_client
 
 NUM_TOKENS = 32
@@ -32,8 +32,8 @@ def latency(place: Path, rounds: int, window_s: float, seed: int) -> dict[str, A
     floor = make_floor(place / "floor")
     learning = ServerOptions(floor, str(place / "learning/learn"), worker=WORKER)
     with (
-        Server(learning, place / "learning") as on,
-        Server(ServerOptions(floor), place / "off") as off,
+        LearningServer(learning, place / "learning") as on,
+        LearningServer(ServerOptions(floor), place / "off") as off,
     ):
         learner = on.wait_for_learner()
         with _Stopped(learner):
@@ -70,7 +70,7 @@ class _Stopped:
         self._process.resume()
 
 
-async def _capacity(server: Server) -> float:
+async def _capacity(server: LearningServer) -> float:
     """Answers a second with all places taken."""
     num, began_s = 0, time.monotonic()
 
@@ -85,7 +85,7 @@ async def _capacity(server: Server) -> float:
     return num / (time.monotonic() - began_s)
 
 
-async def _window(server: Server, rate: float, seconds: float, seed: int) -> list[float]:
+async def _window(server: LearningServer, rate: float, seconds: float, seed: int) -> list[float]:
     """Latencies of requests that come at random instants, whether or not others have ended."""
     rng = random.Random(seed)
     found: list[float] = []
@@ -103,7 +103,7 @@ async def _window(server: Server, rate: float, seconds: float, seed: int) -> lis
 
 
 def _round(
-    on: Server, off: Server, learner: psutil.Process, rate: float, seconds: float, seed: int
+    on: LearningServer, off: LearningServer, learner: psutil.Process, rate: float, seconds: float, seed: int
 ) -> dict[str, Any]:
     """The same requests at the same instants, with learning and without, in an order that changes."""
     cell: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _round(
     return cell
 
 
-async def _full(server: Server, learner: psutil.Process) -> dict[str, float]:
+async def _full(server: LearningServer, learner: psutil.Process) -> dict[str, float]:
     """What the learner takes while all places are taken; its first two seconds, until it has seen that, apart."""
     num, marks = 0, [(0.0, 0.0)]
     began_s, before_s = time.monotonic(), _cpu_s(learner)

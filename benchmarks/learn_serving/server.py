@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import psutil
 
+from benchmarks.harness.processes import Server
 from benchmarks.learn_serving.steps import watched
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.async_engine import AsyncEngine
@@ -54,47 +52,23 @@ class ServerOptions:
     """Whether steps are timed and told at `STEPS_PATH`."""
 
 
-class Server:
+class LearningServer(Server):
     """A running server. All that it might write outside of its folder it writes below `home`."""
 
     def __init__(self, options: ServerOptions, home: Path) -> None:
-        """Starts it, and waits until it takes requests unless it is killed before."""
+        """Starts it; `wait` until it takes requests unless it is killed before."""
         home.mkdir(parents=True, exist_ok=True)
         names = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-        environment = {**os.environ, **dict.fromkeys(names, str(home)), "HF_HUB_OFFLINE": "1"}
-        given = json.dumps(asdict(options))
-        self._log: IO[bytes] = (home / "server.log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.learn_serving.server", given],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            cwd=Path(__file__).parent.parent.parent,
-        )
-        self.port = 0
-
-    def wait(self) -> Server:
-        """Until it takes requests; raises `RuntimeError` where it ends before."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the server ended with {self.process.wait()}; see its log")
-        self.port = int(json.loads(line)["port"])
-        return self
-
-    @property
-    def url(self) -> str:
-        """URL of the server."""
-        return f"http://127.0.0.1:{self.port}"
+        environment = {**dict.fromkeys(names, str(home)), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "benchmarks.learn_serving.server", json.dumps(asdict(options))]
+        super().__init__(command, home / "server.log", environment)
 
     def learner(self) -> psutil.Process | None:
         """The learner's process, None while there is none."""
-        try:
+        with suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children():
                 if "slipstream.learn.worker" in child.cmdline():
                     return child
-        except psutil.Error:
-            pass
         return None
 
     def wait_for_learner(self, other_than: int = 0) -> psutil.Process:
@@ -107,39 +81,16 @@ class Server:
             time.sleep(0.02)
         raise RuntimeError("no learner was started")
 
-    def kill(self) -> None:
-        """SIGKILL, as a machine does that runs out of memory."""
-        self.process.kill()
-        self._end()
-
-    def stop(self) -> None:
-        """SIGTERM, and wait."""
-        self.process.terminate()
-        self._end()
-
-    def _end(self) -> None:
-        self.process.wait(60)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        self._log.close()
-
-    def __enter__(self) -> Server:
-        return self.wait()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.process.poll() is None:
-            self.stop()
-
 
 def main() -> None:
-    """Serve until SIGTERM; the port is told on standard output."""
+    """Serve until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("options")
-    options = ServerOptions(**json.loads(parser.parse_args().options))
+    parser.add_argument("--port", type=int)
+    given = parser.parse_args()
+    options = ServerOptions(**json.loads(given.options))
     config = ServeConfig(
-        port=0,
+        port=given.port,
         log_format="text",
         per_request_metrics=True,
         api_key=[OPEN_KEY, CLOSED_KEY],
@@ -159,7 +110,6 @@ def main() -> None:
             app = create_app(AsyncEngine(engine=engine), config, "embedded-pair")
         if times is not None:
             app.add_api_route(STEPS_PATH, times.facts)
-        print(json.dumps({"port": bound.getsockname()[1]}), flush=True)
         DrainingServer(app).run(sockets=[bound])
 
 

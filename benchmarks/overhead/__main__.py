@@ -12,19 +12,18 @@ Exit code 1 where some text is not the same on both sides.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.kept import Kept
+from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import Kept
+from benchmarks.harness.models import expanded
 from benchmarks.overhead.rounds import Plan, facts, measure
-from slipstream.assets import EMBEDDED_TARGET
 from slipstream.profiling.provenance import provenance
-from slipstream.testing.expand import expand, parse_count
 
-RESULT = Path(__file__).parents[2] / "docs/benchmarks/overhead.json"
+RESULT = DOCS / "overhead.json"
 BARS = {"the embedded pair's target": 0.05}
 BAR = 0.03
 """For a model whose steps take some 10 ms."""
@@ -32,9 +31,7 @@ BAR = 0.03
 
 def main() -> None:
     default = Plan()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("--model", help="the embedded pair's target unless given")
     parser.add_argument("--spec", default=",".join(default.specs), help="drafters in short, with commas")
     parser.add_argument("--streams", type=int, default=default.streams)
@@ -47,14 +44,12 @@ def main() -> None:
     parser.add_argument("--processes", default="1,2", help="of the servers, with commas")
     parser.add_argument("--expand", help="parameters of the enlarged target, as in 300M")
     parser.add_argument("--quantization", help="of the target")
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = vars(parser.parse_args())
     output: Path = options.pop("output")
     size, numbers = options.pop("expand"), options.pop("processes").split(",")
     with TemporaryDirectory() as folder:
         if size is not None:
-            options["model"] = f"{folder}/{size}"
-            expand(EMBEDDED_TARGET, options["model"], target_parameters=parse_count(size))
+            options["model"] = expanded(Path(folder) / size, size)
             options["name"] = f"the embedded pair's target at the cost of {size} parameters"
         specs = options.pop("spec").split(",")
         run(Plan(specs=specs, processes=tuple(map(int, numbers)), **options), output)

@@ -8,7 +8,6 @@ came of them goes to standard output.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.harness.command import command
 from slipstream import AsyncEngine, SamplingParams
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.serve import PROBE_SHARE
@@ -52,9 +52,7 @@ async def closed_loop(engine: AsyncEngine, bodies: Seq[dict[str, Any]], streams:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--model")
     parser.add_argument("--spec", required=True)
     parser.add_argument("--threads", type=int, required=True)

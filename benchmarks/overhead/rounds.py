@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.kept import say
+from benchmarks.harness.kept import say
+from benchmarks.harness.processes import SLIPSTREAM, Server, Worker, cpu_s
 from slipstream.assets import sample_prompts
 from slipstream.serve.process.spawn import WORKER
 from slipstream.tools.bench.statistics import PairedTimes, speedup_interval
 
 WARM_UP = 1
 """Rounds that are not counted."""
-START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +69,22 @@ class Side:
         return self.num_tokens / self.seconds
 
 
-@dataclass(slots=True)
-class Worker:
-    """A process that answers a JSON line with a JSON line."""
-
-    process: subprocess.Popen[str]
-
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(asked), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("a process ended under way; its own words are above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def cpu_s(self) -> float:
-        return cpu_s(self.process.pid)
-
-
 def measure(plan: Plan, spec: str) -> dict[str, Any]:
     """The cell of one drafter: `servers` has a summary for each number of processes."""
     rows = sample_prompts()
     with ExitStack() as stack:
+        flags = _flags(plan, spec)
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        side = (sys.executable, "-m", "benchmarks.overhead.alone")
         model = [] if plan.model is None else ["--model", plan.model]
-        alone = stack.enter_context(_worker("alone", *model, *_flags(plan, spec)))
+        alone = stack.enter_context(Worker([*side, *model, *flags]))
         servers: list[tuple[Worker, int]] = []
         for number in plan.processes:
-            port, pid = stack.enter_context(_server(plan, spec, number))
-            servers.append((stack.enter_context(_worker("client", str(port))), pid))
+            kind = "--one-process" if number == 1 else "--no-one-process"
+            serve = [*SLIPSTREAM, "serve", *model[1:], *flags, kind]
+            server = stack.enter_context(Server(serve, logs / f"{number}.log"))
+            client = Worker([sys.executable, "-m", "benchmarks.overhead.client", str(server.port)])
+            servers.append((stack.enter_context(client), server.process.pid))
         pairs: list[list[tuple[Side, Side]]] = [[] for _ in servers]
         for turn in range(WARM_UP + plan.rounds):
             say(f"  round {turn + 1} of {WARM_UP + plan.rounds}")
@@ -150,11 +131,14 @@ def _alone_round(alone: Worker, asked: dict[str, Any]) -> Side:
 
 
 def _serve_round(client: Worker, server_pid: int, asked: dict[str, Any]) -> Side:
-    engine_pid = _engine_pid(server_pid)
-    pids = [server_pid] if engine_pid is None else [engine_pid, server_pid]
-    before_s, client_before_s = [cpu_s(pid) for pid in pids], client.cpu_s()
+    server = psutil.Process(server_pid)
+    engines = [
+        child for child in server.children() if WORKER in child.cmdline()
+    ]  # of a server with two processes
+    processes = [*engines, server]
+    before_s, client_before_s = list(map(cpu_s, processes)), client.cpu_s()
     answer = client.ask(asked)
-    used_s = [cpu_s(pid) - before for pid, before in zip(pids, before_s, strict=True)]
+    used_s = [cpu_s(process) - before for process, before in zip(processes, before_s, strict=True)]
     return Side(
         answer["num_tokens"],
         answer["seconds"],
@@ -164,14 +148,6 @@ def _serve_round(client: Worker, server_pid: int, asked: dict[str, Any]) -> Side
         front_cpu_s=sum(used_s[1:]),
         gaps_s=answer["gaps_s"],
     )
-
-
-def _engine_pid(server_pid: int) -> int | None:
-    """The engine's process of a server with two."""
-    for child in psutil.Process(server_pid).children():
-        if WORKER in child.cmdline():
-            return int(child.pid)
-    return None
 
 
 def summary(pairs: Seq[tuple[Side, Side]]) -> dict[str, Any]:
@@ -236,12 +212,6 @@ def _us_per_token(used: Seq[tuple[float, int]]) -> float:
     return round(1e6 * sum(cpu for cpu, _ in used) / sum(num for _, num in used), 1)
 
 
-def cpu_s(pid: int) -> float:
-    """What a process has used so far, all its threads together."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
 def facts(plan: Plan) -> dict[str, Any]:
     """The plan as the result tells it."""
     named = "the embedded pair's target" if plan.model is None else Path(plan.model).name
@@ -254,43 +224,3 @@ def _flags(plan: Plan, spec: str) -> list[str]:
     sizes = ["--threads", str(plan.threads), "--kv-cache-bytes", str(plan.kv_cache_bytes)]
     quantization = [] if plan.quantization is None else ["--quantization", plan.quantization]
     return ["--spec", spec, *sizes, *quantization]
-
-
-@contextmanager
-def _worker(module: str, *arguments: str) -> Iterator[Worker]:
-    command = [sys.executable, "-m", f"benchmarks.overhead.{module}", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            yield Worker(process)
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-        finally:
-            process.kill()
-
-
-@contextmanager
-def _server(plan: Plan, spec: str, processes: int) -> Iterator[tuple[int, int]]:
-    """Port and process id of `slipstream serve`, which logs into a file."""
-    model = [] if plan.model is None else [plan.model]
-    flags = [*_flags(plan, spec), "--one-process" if processes == 1 else "--no-one-process"]
-    command = [sys.executable, "-m", "slipstream.cli.main", "serve", *model, "--port", "0", *flags]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log, text=True) as process:
-        try:
-            yield _port(log, process), process.pid
-            process.terminate()
-            process.wait(60)
-        finally:
-            process.kill()
-
-
-def _port(log: Any, process: subprocess.Popen[str]) -> int:
-    end_s = time.monotonic() + START_S
-    while time.monotonic() < end_s and process.poll() is None:
-        log.seek(0)
-        if found := re.search(r'"listening".*"port": (\d+)', log.read()):
-            return int(found[1])
-        time.sleep(0.1)
-    log.seek(0)
-    raise RuntimeError(f"the server did not start: {log.read()[-2000:]}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
 
+from benchmarks.harness.models import expanded
 from benchmarks.peers.catalog import Mode, Model
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.testing.expand import expand, parse_count
 
 DRAFT = "embedded-draft"
 CONVERTED = {"openvino": "", "llamacpp": ".gguf"}
@@ -34,29 +32,8 @@ def target_path(model: Model, folder: Path) -> Path:
     """The checkpoint of the target; written where it is missing."""
     if model.expand is None and model.positions is None:
         return Path(EMBEDDED_TARGET)
-    target = folder / model.folder
-    if not (target / "config.json").is_file():
-        partial = target.with_name(target.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped
-        if model.expand is None:
-            shutil.copytree(EMBEDDED_TARGET, partial)
-        else:
-            count = parse_count(model.expand)
-            expand(EMBEDDED_TARGET, partial, target_parameters=count, dtype=model.stored)
-        if model.positions is not None:
-            allow(partial, model.positions)
-        partial.rename(target)
-    return target
-
-
-def allow(checkpoint: Path, positions: int) -> None:
-    """Let the checkpoint's configuration allow so many tokens; rotary positions need no weights for them.
-
-    It was trained on fewer: what it writes behind more is no measure of quality or of acceptance.
-    """
-    file = checkpoint / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"max_position_embeddings": positions}, indent=2) + "\n")
+    made = expanded(folder / model.folder, model.expand, dtype=model.stored, positions=model.positions)
+    return Path(made)
 
 
 def num_parameters(checkpoint: Path) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.page import refusals, wrapped
 from benchmarks.peers.catalog import PRECISIONS
 from benchmarks.peers.cells import (
     Cells,
@@ -25,7 +26,7 @@ from benchmarks.peers.cells import (
     step_ms,
 )
 from benchmarks.peers.figures import equal_texts
-from benchmarks.peers.markdown import refusals, versions, wrapped
+from benchmarks.peers.markdown import versions
 from benchmarks.peers.report import OURS
 from benchmarks.peers.results import Results
 

@@ -12,17 +12,16 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from benchmarks.harness.processes import Worker, WorkerRefused
 from benchmarks.peers import conditions, environments, machine
 from benchmarks.peers.catalog import Catalog, Mode, Model
 from benchmarks.peers.checkpoints import num_parameters, paths_for, target_path, weight_bytes
 from benchmarks.peers.groups import grouped
-from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import Results
 from benchmarks.peers.workload import Question, questions
 from slipstream.models.cpu.native import instructions
 from slipstream.profiling.provenance import provenance, without_folders
 
-ROOT = Path(__file__).parents[2]
 CONVERT_TIMEOUT_S = 1800.0
 STARTS_S = {"slipstream": 6.0, "transformers": 8.0, "vllm": 30.0, "openvino": 3.0, "llamacpp": 2.0}
 """Estimated start times of each peer's process (imports, loading, warm-up), until one has been measured."""
@@ -70,7 +69,7 @@ class Driver:
         variables = environments.process_environment(
             peer, self.options.venvs, self.options.threads, self.options.elsewhere
         )
-        return Worker(command, variables, ROOT, logs / f"{name.replace('/', '-').replace(' ', '_')}.log")
+        return Worker(command, logs / f"{name.replace('/', '-').replace(' ', '_')}.log", variables)
 
     def paths(self, mode: Mode, model: Model) -> tuple[str, str]:
         def convert(source: Path, target: Path, weights: str) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.harness.command import ROOT
 from benchmarks.peers.catalog import PEERS
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
-ROOT = Path(__file__).parents[2]
 
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",

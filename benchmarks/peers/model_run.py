@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 
+from benchmarks.harness.processes import Worker, WorkerRefused
 from benchmarks.peers import machine
 from benchmarks.peers.catalog import Mode, Model, fill_in
 from benchmarks.peers.checkpoints import weight_bytes
 from benchmarks.peers.conditions import tidy
 from benchmarks.peers.driver import Driver, console
 from benchmarks.peers.groups import Group, grouped
-from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Sample
 from benchmarks.peers.workload import BATCH_SIZE, Question, context_length, questions
 

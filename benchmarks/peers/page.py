@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from benchmarks.harness.command import DOCS
 from benchmarks.peers import contexts_picture, contexts_report
 from benchmarks.peers.picture import MODEL, picture
 from benchmarks.peers.report import page
 from benchmarks.peers.results import Results, load
 from slipstream.errors import SlipstreamError
 
-ROOT = Path(__file__).parents[2]
 PAGES = {"cpu_peers.json": "cpu.md", "cpu_contexts.json": "cpu_contexts.md"}
 """What lies in docs/benchmarks, and its page beside it."""
 
@@ -40,8 +40,7 @@ def write(results: Results, source: Path, target: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    folder = ROOT / "docs/benchmarks"
-    pages = {folder / source: folder / name for source, name in PAGES.items() if (folder / source).is_file()}
+    pages = {DOCS / source: DOCS / name for source, name in PAGES.items() if (DOCS / source).is_file()}
     if arguments:
         source = Path(arguments[0])
         target = (

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from benchmarks.harness.page import refusals, wrapped
 from benchmarks.peers.figures import (
     Ratio,
     best_by_task,
@@ -18,7 +19,7 @@ from benchmarks.peers.figures import (
     quartiles,
     task_mean,
 )
-from benchmarks.peers.markdown import refusals, versions, wrapped
+from benchmarks.peers.markdown import versions
 from benchmarks.peers.results import BATCH, Results, Sample
 
 NAMES = {

@@ -22,8 +22,9 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.harness.command import DOCS, ROOT, command
 from benchmarks.peers.catalog import CATALOG, CONTEXTS, PEERS, Catalog, load_catalog
-from benchmarks.peers.driver import ROOT, Driver, console
+from benchmarks.peers.driver import Driver, console
 from benchmarks.peers.environments import Elsewhere
 from benchmarks.peers.model_run import run_models
 from benchmarks.peers.page import PAGES, write
@@ -33,8 +34,8 @@ from slipstream.config import check_at_least
 from slipstream.errors import ConfigError, SlipstreamError
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slipstream-peers"
-RESULTS = ROOT / "docs/benchmarks/cpu_peers.json"
-CONTEXT_RESULTS = ROOT / "docs/benchmarks/cpu_contexts.json"
+RESULTS = DOCS / "cpu_peers.json"
+CONTEXT_RESULTS = DOCS / "cpu_contexts.json"
 
 
 def code_fingerprint() -> str:
@@ -63,11 +64,7 @@ def check_definitions(results: Results, catalog: Catalog) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers.run",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(__doc__)
     parser.add_argument("--quick", action="store_true", help="one round, one prompt a task, 24 tokens")
     parser.add_argument("--prepare", action="store_true", help="make what is missing, measure nothing")
     parser.add_argument("--models", help="names of models, with commas; all unless given")
@@ -97,7 +94,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--llama-binaries", type=Path, help="folder of llama-server and llama-quantize, built already"
     )
     parser.add_argument("--models-dir", type=Path, default=CACHE / "models", help="where larger models are")
-    parser.add_argument("--out", type=Path, help="results; in docs/benchmarks unless --quick")
+    parser.add_argument(
+        "--out", "--output", dest="out", type=Path, help="results; in docs/benchmarks unless --quick"
+    )
     parser.add_argument("--fresh", action="store_true", help="replace earlier results instead of going on")
     options = parser.parse_args(arguments)
     if options.out is None:

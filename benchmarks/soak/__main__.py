@@ -8,29 +8,26 @@ Exit code 1 unless every demand is met.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+from benchmarks.harness.command import DOCS, command
 from benchmarks.soak.run import Plan, soak
 from slipstream.profiling.provenance import provenance
 
-RESULT = Path(__file__).parents[2] / "docs/benchmarks/soak.json"
+RESULT = DOCS / "soak.json"
 
 
 def main() -> None:
     default = Plan()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__, RESULT)
     parser.add_argument("--num-requests", type=int, default=default.num_requests)
     parser.add_argument("--num-clients", type=int, default=default.num_clients)
     parser.add_argument("--num-cases", type=int, default=default.num_cases, help="different requests")
     parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of the longest answer")
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--spec", help="the server's drafter in short; the embedded draft unless given")
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = vars(parser.parse_args())
     output: Path = options.pop("output")
     result = {"provenance": provenance()} | soak(Plan(**options))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
 import psutil
 
+from benchmarks.harness.processes import Server
 from benchmarks.soak.cases import SCHEMAS, Answered, Rules, lone_engine, make_cases
 from benchmarks.soak.client import (
     Received,
@@ -52,49 +52,16 @@ class Plan:
 
 def soak(plan: Plan) -> dict[str, Any]:
     """Everything that was found out, as JSON; `passed` says whether every demand was met."""
-    with server_process(plan.spec) as (url, process):
-        with_schemas = takes_schemas(url)
-        context = httpx2.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["max_model_len"]
-        rules = Rules(plan.max_tokens, context, with_schemas)
+    command = [sys.executable, "-m", "benchmarks.soak.server", *(["--spec", plan.spec] if plan.spec else [])]
+    with TemporaryDirectory() as folder, Server(command, Path(folder) / "log") as server:
+        with_schemas = takes_schemas(server.url)
+        models = httpx2.get(f"{server.url}/v1/models", timeout=TIMEOUT_S).json()["data"]
+        rules = Rules(plan.max_tokens, models[0]["max_model_len"], with_schemas)
         cases = make_cases(plan.num_cases, plan.seed, lone_engine(), rules)
-        return asyncio.run(_Soak(plan, cases, url, psutil.Process(process.pid)).run()) | {
-            "json_schemas": with_schemas
-        }
-
-
-@contextmanager
-def server_process(spec: str | None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server of the embedded pair, which must exit by itself when asked to stop."""
-    command = [sys.executable, "-m", "benchmarks.soak.server", *(["--spec", spec] if spec else [])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError("the server did not start; its own words are above")
-        url = f"http://127.0.0.1:{json.loads(line)['port']}"
-        wait_until_ready(url)
-        yield url, process
-        process.terminate()
-        process.wait(60)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def wait_until_ready(url: str, seconds: float = 120.0) -> None:
-    """Returns when the server takes requests."""
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        try:
-            if httpx2.get(f"{url}/ready", timeout=5).status_code == 200:
-                return
-        except httpx2.HTTPError:
-            pass
-        time.sleep(0.05)
-    raise RuntimeError("the server did not get ready in time")
+        found = asyncio.run(_Soak(plan, cases, server.url, psutil.Process(server.process.pid)).run())
+        if not server.stop():
+            raise RuntimeError(f"the server did not end when it was asked to:\n{server.log_text()[-2000:]}")
+    return found | {"json_schemas": with_schemas}
 
 
 def takes_schemas(url: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import sys
 from dataclasses import replace
 from typing import Any
@@ -94,8 +93,9 @@ def main() -> None:
     parser.add_argument("--spec", help="the drafter in short; the embedded draft unless given")
     parser.add_argument("--kv-cache-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--max-num-seqs", type=int, default=24)
+    parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
-    config = ServeConfig(port=0, log_level="warning", per_request_metrics=True)
+    config = ServeConfig(port=options.port, log_level="warning", per_request_metrics=True)
     logs.configure(config)
     bound = bind(config.host, config.port)
     speculation = with_small_cache(speculative_config(SpeculationFlags(spec=options.spec), None))
@@ -113,7 +113,6 @@ def main() -> None:
     async def integrity() -> dict[str, Any]:
         return await engine.ask(books)
 
-    print(json.dumps({"port": bound.getsockname()[1]}), flush=True)
     DrainingServer(app).run(sockets=[bound])
 
 

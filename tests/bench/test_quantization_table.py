@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import quantization
+from benchmarks.harness.command import names
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.models import RowGroup, load_model
 
@@ -23,7 +24,7 @@ def test_packed_texts_are_all_tokens_in_order() -> None:
 
 
 def test_types_are_checked_before_any_work() -> None:
-    read = quantization.names(quantization.CACHES)
+    read = names(quantization.CACHES)
     assert read("float32, int8") == ["float32", "int8"]
     with pytest.raises(argparse.ArgumentTypeError, match="unknown 'int9'; there are float32, bfloat16"):
         read("int9")

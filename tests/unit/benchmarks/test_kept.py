@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kept import Kept
+from benchmarks.harness.kept import Kept
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -54,7 +54,7 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
     "name",
     [
         *("control/__main__", "drafters/__main__", "gpu/__main__", "overhead/__main__"),
-        *("drift_alarm", "families", "quantization", "step_cost"),
+        *("families", "quantization", "step_cost"),
     ],
 )
 def test_no_long_benchmark_writes_its_result_at_the_end_alone(name: str) -> None:

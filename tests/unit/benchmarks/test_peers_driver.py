@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.processes import Worker, WorkerRefused
 from benchmarks.peers import driver as driving
 from benchmarks.peers import environments, machine, model_run, run
 from benchmarks.peers.catalog import Catalog, Mode, Model, fill_in, load_catalog
@@ -18,7 +19,6 @@ from benchmarks.peers.driver import Driver
 from benchmarks.peers.environments import Elsewhere
 from benchmarks.peers.groups import grouped
 from benchmarks.peers.model_run import run_models
-from benchmarks.peers.protocol import Worker, WorkerRefused
 from benchmarks.peers.results import BATCH, Results, Sample, load, resume
 from benchmarks.peers.selection import selected
 from benchmarks.peers.workers import slipstream as ours
@@ -32,7 +32,7 @@ LOAD: dict[str, Any] = {"op": "load", "target": "t", "draft": "d", "threads": 2,
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
-    worker = Worker(COMMAND, {}, ROOT, tmp_path / "log")
+    worker = Worker(COMMAND, tmp_path / "log")
     yield worker
     worker.close()
 
@@ -71,7 +71,7 @@ def test_a_worker_that_dies_says_its_last_words(worker: Worker) -> None:
 
 
 def test_a_late_worker_is_ended(tmp_path: Path) -> None:
-    worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], {}, ROOT, tmp_path / "log")
+    worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
     with pytest.raises(WorkerRefused, match="no answer within 0 s"):
         worker.ask(LOAD, timeout_s=0.1)
     assert worker.process.wait(timeout=120) != 0
@@ -153,7 +153,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         elsewhere=Elsewhere(),
     )
     driver = Driver(options, Catalog([MODEL], MODES), Results({"models": {"embedded": {}}}, "code"))
-    monkeypatch.setattr(driver, "start", lambda peer, name: Worker(COMMAND, {}, ROOT, tmp_path / "log"))
+    monkeypatch.setattr(driver, "start", lambda peer, name: Worker(COMMAND, tmp_path / "log"))
     return driver
 
 

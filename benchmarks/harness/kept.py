@@ -15,6 +15,9 @@ from typing import Any
 
 from slipstream.profiling.provenance import commit
 
+Page = Callable[[Any], str]
+Draw = Callable[[Any, Path], None]
+
 
 class Kept:
     """The cells of one result file."""
@@ -56,9 +59,9 @@ class Kept:
         write_result(self.partial, {"settings": self._settings, "cells": self._cells})
         return self._cells[name]
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def finish(self, result: Mapping[str, Any], page: Page | None = None, draw: Draw | None = None) -> None:
         """Write the whole result; the cells are in it and need not be kept any more."""
-        write_result(self.result, result)
+        write_result(self.result, result, page, draw)
         self.partial.unlink(missing_ok=True)
         say(f"wrote {self.result.name}")
 
@@ -68,9 +71,19 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def write_result(file: Path, value: Mapping[str, Any]) -> None:
-    """In one move: a run that is killed leaves the file before or the file after."""
+def write_result(
+    file: Path, value: Mapping[str, Any], page: Page | None = None, draw: Draw | None = None
+) -> None:
+    """In one move: a run that is killed leaves the file before or the file after.
+
+    What `page` and `draw` make of it, as JSON gives it back, is written beside it: Markdown and a picture.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.writing")
-    unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)
+    if page is not None:
+        file.with_suffix(".md").write_text(page(json.loads(text)), encoding="utf-8")
+    if draw is not None:
+        draw(json.loads(text), file.with_suffix(".svg"))

@@ -1,0 +1,1 @@
+"""What benchmarks have in common: command line, kept cells, other processes, turns, larger models, pages, pictures."""

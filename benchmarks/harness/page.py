@@ -1,0 +1,35 @@
+"""What the pages of results have in common: tables, wrapped prose, and the table of refusals."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+
+def table(head: Seq[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table."""
+    return [row(head), f"|{'---|' * len(head)}", *map(row, rows)]
+
+
+def row(cells: Iterable[object]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def wrapped(text: str) -> str:
+    """Prose of at most 118 characters a line; tables and pictures stay as they are."""
+    return "\n".join(map(_wrapped, text.split("\n")))
+
+
+def _wrapped(line: str) -> str:
+    if line.startswith(("|", "!")):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def refusals(reasons: Iterable[tuple[str, str]]) -> str:
+    """The table of what cannot run, label and reason; empty where all can."""
+    rows = [(label, why.replace("|", "\\|").replace("<", "&lt;")) for label, why in reasons]
+    return "\n".join([*table(("cannot run", "why"), rows), ""]) if rows else ""
