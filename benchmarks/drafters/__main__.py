@@ -1,12 +1,12 @@
 """Every drafter on one target, by task: acceptance, speed, memory and training cost.
 
-    python -m benchmarks.drafters --trained OUT --expanded FOLDER      # all of docs/guides/choose-a-drafter.md
+    python -m benchmarks.drafters --trained OUT --expanded FOLDER      # all of docs/benchmarks/drafters.md
     python -m benchmarks.drafters --prompts 2 --repeats 1 --no-page    # a quick look
 
 `OUT` is what `python -m recipes.drafters` made; without it, what needs more than the embedded pair is left out.
 `FOLDER` is a cost-expanded target (`python -m slipstream.testing.expand`). Acceptance is counted on 7 tasks x 50
 held-out prompts, greedy and at temperature 0.8, and needs no quiet machine; speed does, so it is a part of its own.
-Each part that is measured replaces its part of docs/benchmarks/drafters.json, from which the guide's tables and
+Each part that is measured replaces its part of docs/benchmarks/drafters.json, from which the page's tables and
 pictures are drawn.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 
 from benchmarks.drafters import acceptance, page, plots, speed
 from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
-from benchmarks.harness.command import DOCS, ROOT, command
+from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept
 from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "drafters.json"
-GUIDE = ROOT / "docs/guides/choose-a-drafter.md"
+PAGE = DOCS / "drafters.md"
 PARTS = ("acceptance", "speed", "page")
 
 
@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--timed-prompts", type=int, default=4, help="prompts a task, speed")
     parser.add_argument("--repeats", type=int, default=3, help="speed")
     parser.add_argument("--threads", type=int, default=2, help="speed")
-    parser.add_argument("--no-page", action="store_true", help="leave result and guide as they are; print")
+    parser.add_argument("--no-page", action="store_true", help="leave result and page as they are; print")
     options = parser.parse_args()
     if options.only and not options.no_page:
-        parser.error("--only is for a look with --no-page; the guide is of one run of all")
+        parser.error("--only is for a look with --no-page; the page is of one run of all")
 
     entries = UNTRAINED + ([] if options.trained is None else trained(options.trained))
     chosen = [entry for entry in entries if options.only in entry.name]
@@ -72,8 +72,8 @@ def main() -> None:
         return
     kept.finish(results)
     if "page" in asked:
-        before, _, rest = GUIDE.read_text().partition(page.BEGIN)
-        GUIDE.write_text(before + page.measured(results) + rest.partition(page.END)[2])
+        before, _, rest = PAGE.read_text().partition(page.BEGIN)
+        PAGE.write_text(before + page.measured(results) + rest.partition(page.END)[2])
         plots.draw(results, RESULT.parent)
 
 

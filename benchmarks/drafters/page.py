@@ -1,4 +1,4 @@
-"""The measured part of docs/guides/choose-a-drafter.md, made of what was measured alone."""
+"""The measured part of docs/benchmarks/drafters.md, made of what was measured alone."""
 
 from __future__ import annotations
 

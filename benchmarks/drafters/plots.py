@@ -1,4 +1,4 @@
-"""The guide's two plots: acceptance by task, and speedup by task."""
+"""The page's two plots: acceptance by task, and speedup by task."""
 
 from __future__ import annotations
 
