@@ -165,7 +165,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_short(cls, spec: str) -> SpeculativeConfig:
-        """From the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `remote:HOST:PORT`, or any `NAME:MODEL`."""
+        """Read the short form: `off`, `ngram`, `draft:PATH`, `self:int8`, `remote:HOST:PORT`, or any `NAME:MODEL`."""
         name, _, value = spec.partition(":")
         known = methods.spec_of(name)
         key = "model" if known is None else known.short_value

@@ -109,7 +109,7 @@ class HandoffFlags:
     speculation: SpeculationValues
 
     def in_place(self) -> HandoffFlags:
-        """With `model` and `extra` as they are meant: without a model vLLM's first flag comes in its place."""
+        """Return `model` and `extra` as they are meant: without a model vLLM's first flag is in its place."""
         from slipstream.tools.handoff.plan import check_extra
 
         words, model = list(self.extra or []), self.model

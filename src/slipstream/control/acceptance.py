@@ -297,7 +297,7 @@ class LookupYield:
         return rates
 
     def shares(self, task: str) -> list[float]:
-        """By bucket, how often a proposal falls into it; a task of which little is known borrows from the others."""
+        """Return how often a proposal falls into each bucket; a task that is little known borrows from the others."""
         of_task = self._tasks.get(task, _NOTHING_FOUND)
         of_all = _shares(self._all.number, [1 / len(BUCKETS)] * len(BUCKETS))
         return _shares(of_task.number, of_all)

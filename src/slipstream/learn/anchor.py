@@ -14,7 +14,7 @@ from slipstream.learn.records import Purpose, ServedRecord
 def anchor_of(
     records: Iterable[ServedRecord], purpose: Purpose, num_records: int, seed: int = 0
 ) -> list[ServedRecord]:
-    """At most `num_records` of a purpose, as evenly from each task as there are records. Deterministic for the seed.
+    """Return at most `num_records` of a purpose, evenly from each task as far as there are. The seed decides which.
 
     A task that is not served any more keeps its share: that is what an anchor is for.
     """

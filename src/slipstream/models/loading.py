@@ -111,7 +111,7 @@ class _Choice:
     native: bool
     """Whether the native CPU kernels may compute."""
     dtype: torch.dtype
-    """That it computes in."""
+    """Type that it computes in."""
     weights: str | None
     """The weight format that is asked for."""
     format: WeightFormat

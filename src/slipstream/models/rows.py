@@ -244,7 +244,7 @@ class Rows:
         return self._tensors[device]
 
     def slots_on(self, device: torch.device) -> range | Tensor:
-        """Where the rows are stored: a `range` for a single group whose slots are consecutive, else int64 [N]."""
+        """Return where rows are stored: a `range` for a single group whose slots are consecutive, else int64 [N]."""
         if len(self.groups) == 1:
             (group,) = self.groups
             own = group.slots[group.num_before : group.num_entries]

@@ -34,7 +34,7 @@ class Outbox:
         self._max_bytes = max_bytes
         self._waiting: deque[memoryview] = deque()
         self.num_bytes = 0
-        """That wait to be written."""
+        """Number of bytes that wait to be written."""
 
     @property
     def is_full(self) -> bool:

@@ -218,7 +218,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
-        """From decoded JSON; the token ids of `logit_bias` may be strings such as "50256". Raises `RequestError`."""
+        """Read decoded JSON; the token ids of `logit_bias` may be strings such as "50256". Raises `RequestError`."""
         if not isinstance(mapping, Mapping):
             raise RequestError(f"sampling parameters must be an object of names and values, got {mapping!r}")
         values = dict(mapping)

@@ -69,8 +69,8 @@ class ExpectedText:
         return BlockIndex(self.data)
 
     def find(self, passage: bytes, begin: int) -> int:
-        """Where a passage of at least `block_index.LEAST_BYTES` is: at `begin` of the bytes or behind it, else the
-        first place before; -1 where it is nowhere. Only the first search of a long text takes the longer the longer
+        """Return where a passage of at least `block_index.LEAST_BYTES` is: at `begin` of the bytes or behind it, else
+        the first place before; -1 where it is nowhere. Only the first search of a long text takes the longer the longer
         it is."""
         near = self.data.find(passage, begin, begin + SCANNED_BYTES)
         if near >= 0 or (begin == 0 and len(self.data) <= SCANNED_BYTES):

@@ -147,8 +147,8 @@ class Alignment:
         self._scores, self._runs = scores, new_runs
 
     def _found(self) -> tuple[int, int]:
-        """Where the text certainly goes on, and how many bytes before it are the answer's; no bytes where it is not
-        certain."""
+        """Return where the text certainly goes on, and how many bytes before it are the answer's; no bytes where it
+        is not certain."""
         starts = self.expected.starts
         if 1 < len(self._gap) <= LOST_TOKENS:
             best = max(range(len(self._scores)), key=self._scores.__getitem__)

@@ -59,7 +59,7 @@ def new_nonce() -> bytes:
 
 
 def proof(key: bytes, who: str, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:
-    """That `who`, `engine` or `worker`, knows the key; the key itself does not travel."""
+    """Return a proof that `who`, `engine` or `worker`, knows the key; the key itself does not travel."""
     return hmac.new(key, b"\0".join((who.encode(), hello_nonce, challenge_nonce)), hashlib.sha256).digest()
 
 

@@ -81,7 +81,7 @@ def _ranks_of_panels(
 
 
 def _first_ranks(changes: Sequence[LowRankChange | None]) -> dict[int, int]:
-    """Where the numbers of each `down` begin among those of all, by its identity: parts of one layer share theirs."""
+    """Return where the numbers of each `down` begin, by its identity: parts of one layer share theirs."""
     firsts: dict[int, int] = {}
     total = 0
     for change in changes:

@@ -57,7 +57,7 @@ class ProbedModel:
     probed: Probed
     weight_format: WeightFormat
     dtype: torch.dtype
-    """That rows are computed in."""
+    """Type that rows are computed in."""
     native: bool
     """Whether the native CPU kernels may compute."""
 

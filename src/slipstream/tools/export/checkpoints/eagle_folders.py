@@ -87,7 +87,7 @@ def _tensors(tensors: Mapping[str, Tensor], head: EagleHead, dialect: EagleDiale
 
 
 def _filled(tensors: Mapping[str, Tensor], head: EagleHead, target: TargetFiles) -> dict[str, Tensor]:
-    """With the tensors that EAGLE's layout may leave out: the target's embedding, a map of the whole vocabulary."""
+    """Add the tensors that EAGLE's layout may leave out: the target's embedding, a map of the whole vocabulary."""
     size = head.config.vocab_size
     whole = {
         "embed_tokens.weight": target.embed(torch.arange(size)).to(head.fc.weight.dtype),
