@@ -17,8 +17,9 @@ import torch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core.types import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads import head_drafter
 from slipstream.draft.heads.head_drafter import HeadDrafter
+from slipstream.draft.heads.head_eager import pack_beside
+from slipstream.draft.heads.heads_native import NativeHeads
 from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
 from slipstream.draft.heads.medusa import MedusaDrafter
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
@@ -45,7 +46,7 @@ CONFORMS: list[tuple[dict[str, Any], str]] = [
 def force(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have heads computed by the CPU kernels (`native`) or as PyTorch modules (`torch`)."""
     if kernels == "torch":
-        monkeypatch.setattr(head_drafter, "fuse_heads", lambda *_: None)
+        monkeypatch.setattr(NativeHeads, "refusal", lambda *_: "PyTorch is asked for")
 
 
 @functools.cache
@@ -79,7 +80,7 @@ def reference(drafter: HeadDrafter) -> Any:
     """The drafter's heads, read anew, as PyTorch modules over layers of its weight format."""
     load = load_medusa if isinstance(drafter, MedusaDrafter) else load_hydra
     heads = load(drafter.options.model, target().project)
-    target().pack_beside(heads, drafter.options.quantization)
+    pack_beside(heads, target(), target().format_beside(drafter.options.quantization))
     return heads
 
 

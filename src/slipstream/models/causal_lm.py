@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
@@ -18,7 +18,6 @@ from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
-from slipstream.models.linear.packing import pack_linears
 from slipstream.models.rows import RowGroup, Rows
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
@@ -183,16 +182,6 @@ class CausalLM(ModelIdentity):
         """
         own = None if self.weight_format.name == UNCHANGED else self.weight_format.name
         return checked_format(quantization or own, self.device, self.dtype)
-
-    def pack_beside(self, module: nn.Module, quantization: str | None) -> None:
-        """Pack the linear layers of a head that runs beside this model, for the same kernels.
-
-        None takes this model's weight format. Raises `ConfigError` where the format cannot be used.
-        """
-        fmt = self.format_beside(quantization)
-        native = self.kernels != "torch"
-        if native or fmt.name != UNCHANGED:
-            pack_linears(module, fmt, native)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: the embeddings, as the model itself reads them."""

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads import eagle
 from slipstream.draft.heads.eagle import Eagle1Drafter, Eagle3Drafter, EagleDrafter, EagleOptions
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from slipstream.draft.heads.eagle_native import NativeEagle
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
@@ -131,7 +131,7 @@ def test_drafting_computes_what_training_trained(
 ) -> None:
     """Greedy chains of the engine's drafter against the training-time test on the text plus those very guesses."""
     if kernels == "torch":
-        monkeypatch.setattr(eagle, "fuse_eagle", lambda *_: None)
+        monkeypatch.setattr(NativeEagle, "refusal", lambda *_: "PyTorch is asked for")
     head = random_head(**HEADS[kind])
     depth = 1 if head.config.version == 1 else 4
     folder = save(head, tmp_path)
@@ -290,5 +290,4 @@ def first_guesses(drafter: EagleDrafter) -> torch.Tensor:
     features = torch.randn(64, 3 * 320, generator=torch.Generator().manual_seed(0))
     rows = Rows([RowGroup(range(row, row + 1), 0, [row + 9], [0]) for row in range(64)])
     pool = KVPool([LayerShape(5, 64, 64)], 64, torch.float32, torch.device("cpu"))
-    assert drafter.native is not None
-    return drafter.native.forward(rows, pool, features, from_target=True)[1].argmax(-1)
+    return drafter.executor.forward(rows, pool, features, from_target=True)[1].argmax(-1)

@@ -14,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.eagle_native import NativeEagle, fuse_eagle
-from slipstream.draft.heads.heads_native import fuse_heads
+from slipstream.draft.heads.eagle_native import NativeEagle
+from slipstream.draft.heads.head_eager import pack_beside
+from slipstream.draft.heads.head_executor import eagle_executor, heads_executor
+from slipstream.draft.heads.heads_native import NativeHeads
 from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from slipstream.kv.pool import KVPool, LayerShape
@@ -150,8 +152,8 @@ def some_features(head: EagleHead) -> Tensor:
 
 @functools.cache
 def fused(path: str, lm: CausalLM, quantization: str | None = None) -> NativeEagle:
-    native = fuse_eagle(load_eagle(path, lm), lm, quantization)
-    assert native is not None
+    native = eagle_executor(load_eagle(path, lm), lm, quantization)
+    assert isinstance(native, NativeEagle)
     return native
 
 
@@ -162,7 +164,7 @@ def test_a_level_is_the_modules(kind: str, quantization: str | None, lm: CausalL
     head = load_eagle(path, lm)
     features = some_features(head)
     if quantization is not None:
-        lm.pack_beside(head, quantization)
+        pack_beside(head, lm, lm.format_beside(quantization))
     expected = passes(Reference(head, lm), features)
     for made, wanted in zip(passes(fused(path, lm, quantization), features), expected, strict=True):
         for ours, theirs in zip(made, wanted, strict=True):
@@ -263,7 +265,7 @@ def test_a_heads_chains_are_those_of_its_levels(kind: str, lm: CausalLM, tmp_pat
     texts = [[(number * 101 + 7 * i * i) % VOCAB for i in range(12)] for number in range(len(CHAINS))]
     first = [sequence_rows(0, 12, number, text) for number, text in enumerate(texts)]
     pool = KVPool(shape, 20 * len(CHAINS), torch.float32, torch.device("cpu"))
-    chains = native.draft(Rows(first), pool, features.flatten(0, 1), Chains(draws(), VOCAB))
+    chains = native.draft_chain(Rows(first), pool, features.flatten(0, 1), Chains(draws(), VOCAB))
     for number, (length, temperature) in enumerate(CHAINS):
         text, begin, given = list(texts[number]), 0, features[number]
         for level in range(length):
@@ -296,7 +298,7 @@ def test_chains_that_have_no_room_are_refused(
     if kind == "head":
         native = fused(saved_head(tmp_path, **HEADS["eagle-3"]), lm)
         features = torch.zeros(len(group.token_ids), LAYERS * HIDDEN)
-        draft = partial(native.draft, Rows([group]), new_pool(), features)
+        draft = partial(native.draft_chain, Rows([group]), new_pool(), features)
     with pytest.raises(ValueError, match=message):
         draft(chains)
 
@@ -363,7 +365,7 @@ def test_a_chain_ends_where_logits_are_not_finite(lm: CausalLM, tmp_path: Path) 
     features[1] = float("nan")
     pool = KVPool([LayerShape(3, 24, 24)], SLOTS, torch.float32, torch.device("cpu"))
     rows = Rows([RowGroup(range(30), 0, [1], [0]), RowGroup(range(30, 60), 0, [1], [0])])
-    healthy, damaged = native.draft(rows, pool, features, Chains([Draw(0.0, [0] * 3)] * 2, VOCAB))
+    healthy, damaged = native.draft_chain(rows, pool, features, Chains([Draw(0.0, [0] * 3)] * 2, VOCAB))
     assert min(healthy) >= 0
     assert damaged == [-1, -1, -1]
 
@@ -394,10 +396,10 @@ def test_heads_compute_what_the_modules_do(
     method: str, num_layers: int, shares: bool, quantization: str | None, lm: CausalLM
 ) -> None:
     heads = random_heads(method, lm, num_layers, shares)
-    native = fuse_heads(random_heads(method, lm, num_layers, shares), lm, quantization)
-    assert native is not None
+    native = heads_executor(random_heads(method, lm, num_layers, shares), lm, quantization)
+    assert isinstance(native, NativeHeads)
     if quantization is not None:
-        lm.pack_beside(heads, quantization)
+        pack_beside(heads, lm, lm.format_beside(quantization))
     for number in range(4):
         rows = head_rows(method, number)
         if isinstance(heads, HydraHeads):
@@ -413,8 +415,8 @@ def test_heads_compute_what_the_modules_do(
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_chains_of_heads_are_those_of_their_levels(method: str, lm: CausalLM) -> None:
-    native = fuse_heads(random_heads(method, lm, 2, shares=False), lm, None)
-    assert native is not None
+    native = heads_executor(random_heads(method, lm, 2, shares=False), lm, None)
+    assert isinstance(native, NativeHeads)
     chains = [(min(length, 4), temperature) for length, temperature in CHAINS]
     states = torch.randn(len(chains), HIDDEN, generator=torch.Generator().manual_seed(5))
     last = [3 + 7 * number for number in range(len(chains))]
@@ -425,9 +427,7 @@ def test_chains_of_heads_are_those_of_their_levels(method: str, lm: CausalLM) ->
         ],
         VOCAB,
     )
-    drawn = (
-        native.draft_medusa(states, draws) if method == "medusa" else native.draft_hydra(states, last, draws)
-    )
+    drawn = native.draft_chain(states, last, draws)
     for number, (length, temperature) in enumerate(chains):
         rows, token_ids = states[number : number + 1], [last[number]]
         for level in range(length):

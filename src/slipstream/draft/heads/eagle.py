@@ -18,7 +18,7 @@ from slipstream.config import check_types
 from slipstream.core.types import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
-from slipstream.draft.heads.eagle_native import fuse_eagle
+from slipstream.draft.heads.head_executor import eagle_executor
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.model.cached import CachedDrafter
 from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
@@ -28,12 +28,8 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.attention.base import Variant
-from slipstream.models.attention.gpu import without_cudnn
-from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization
-from slipstream.models.linear.packing import packed_bytes
 from slipstream.models.rows import Rows
 
 
@@ -71,12 +67,7 @@ class EagleDrafter(CachedDrafter):
         self.target = context.target
         self.head = load_eagle(options.model, self.target, revision=options.revision)
         self._check_version(self.head.config.version, options.model)
-        self._own_ids = not torch.equal(self.head.draft_token_ids.cpu(), torch.arange(context.vocab_size))
-        """Whether the head's tokens are numbered otherwise than the target's."""
-        self.native = fuse_eagle(self.head, self.target, options.quantization)
-        """Computes the head's passes and holds its weights, where it can."""
-        if self.native is None:
-            self.target.pack_beside(self.head, options.quantization)
+        self.executor = eagle_executor(self.head, self.target, options.quantization)
         config = self.head.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         super().__init__(
@@ -89,7 +80,6 @@ class EagleDrafter(CachedDrafter):
             device=self.target.device,
             cache_dtype=self.target.cache_dtype,
         )
-        self._variant = Variant(config.head_dim**-0.5)
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -135,59 +125,23 @@ class EagleDrafter(CachedDrafter):
         self.target_cache = cache
 
     def weight_bytes(self) -> int:
-        if self.native is not None:
-            return self.native.nbytes
-        table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
-        return table + packed_bytes(self.head) + sum(int(weight.nbytes) for weight in self.head.parameters())
+        return self.executor.footprint()
 
     def _num_ready(self, sequence: Sequence) -> int:
         return min(len(sequence.token_ids), sequence.num_computed + 1)
 
-    def draws_chains(self) -> bool:
-        return self.native is not None
-
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
-        assert self.native is not None
         features = torch.cat([self._features(feed) for feed in feeds])
-        return self.native.draft(Rows([feed.rows for feed in feeds]), self.cache.pool, features, chains)
+        rows = Rows([feed.rows for feed in feeds])
+        return self.executor.draft_chain(rows, self.cache.pool, features, chains)
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
-        rows = Rows([feed.rows for feed in feeds])
         committed = feeds[0].nodes is None  # all are, or none is
         given = torch.cat([self._features(feed) if committed else self._estimates(feed) for feed in feeds])
-        if self.native is not None:
-            states, logits = self.native.forward(rows, self.cache.pool, given, committed)
-        else:
-            states, logits = self._torch_forward(rows, self.head.encode(given) if committed else given)
+        rows = Rows([feed.rows for feed in feeds])
+        states, logits = self.executor.forward(rows, self.cache.pool, given, committed)
         self._remember(feeds, states)
         return logits
-
-    def _torch_forward(self, rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, hidden] that the rows start from -> [N, hidden] behind them, and logits [wanted rows, target's vocab]."""
-        attention = PackedAttention(rows, self.cache.pool)
-        on = rows.on(self._device)
-        with without_cudnn(self._device):
-            states = self.head(
-                self._embed(on.token_ids)[None],
-                states[None],
-                on.positions[None],
-                lambda query, key, value: attention.attend(0, query, key, value, self._variant),
-            )[0]
-        wanted = states[on.logit_rows]
-        if self.head.config.version == 1:
-            return states, self.target.project(wanted)
-        logits: Tensor = self.head.logits(wanted)  # [wanted, draft vocab]
-        if self._own_ids:
-            full = logits.new_full((len(logits), self.context.vocab_size), float("-inf"))
-            full[:, self.head.draft_token_ids] = logits
-            logits = full
-        return states, logits
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """[N] -> [N, hidden]"""
-        if self.head.embedding is not None:
-            return self.head.embedding[token_ids]
-        return self.target.embed(token_ids)
 
     def _features(self, feed: Feed) -> Tensor:
         """[rows, width]: the target's features of the token before each of a feed's committed ones."""

@@ -9,46 +9,45 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.heads.head_executor import EagleExecutor
 from slipstream.kv.pool import KVPool
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
 from slipstream.models.cpu.activations import ACTIVATIONS
 from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
-from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import EagleStruct, LayerStruct, ModelStruct, StatesStruct
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.rows import Rows
 
 
-def fuse_eagle(head: EagleHead, target: CausalLM, quantization: str | None) -> NativeEagle | None:
-    """Take over a head that drafts for `target`, in this weight format; None where the kernels do not compute it.
-
-    They do where they compute the target, whose format is taken without `quantization`.
-    """
-    kernel = target.format_beside(quantization).kernel
-    known = head.config.hidden_act in ("silu", "swish") and head.rotary.rope_type in STATIC_ROTARY
-    embedded_width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
-    fits = known and embedded_width == head.config.hidden_size
-    if not isinstance(target.executor, CpuKernels) or kernel is None or not fits:
-        return None
-    return NativeEagle(head, target.executor, kernel)
-
-
-class NativeEagle(PackedModel):
+class NativeEagle(PackedModel, EagleExecutor):
     """Takes over the weights of a head; those of `head` are gone afterwards."""
 
     num_layers = 1
 
-    def __init__(self, head: EagleHead, target: CpuKernels, kernel: Kernel) -> None:
-        super().__init__()
+    @classmethod
+    def refusal(cls, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> str | None:
+        width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
+        if fmt.kernel is None:
+            return "its weight format has no kernel"
+        if head.config.hidden_act not in ("silu", "swish") or head.rotary.rope_type not in STATIC_ROTARY:
+            return "the kernels do not know its activation or its rotary embedding"
+        return None if width == head.config.hidden_size else "its embeddings are of another width"
+
+    def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
+        PackedModel.__init__(self)
+        kernel, beside = fmt.kernel, target.executor
+        assert isinstance(beside, CpuKernels)
+        assert kernel is not None
         config, rotary = head.config, head.rotary
         layer: Any = head.layer
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
-        self._target = target  # whose weights the structs point to
+        self._beside = beside  # whose weights the structs point to
         fuses = config.version == 3
         if head.embedding is not None:
             self._keep(head.embedding)
@@ -88,14 +87,14 @@ class NativeEagle(PackedModel):
             rotary_scales=self._scales.data_ptr(),
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=self._norm(NormParts(head.norm.weight) if fuses else None),
-            head=(self._pack([head.lm_head], kernel) if fuses else target.head).struct,
+            head=(self._pack([head.lm_head], kernel) if fuses else beside.head).struct,
             layers=(LayerStruct * 1)(self._layer(parts, kernel)),
         )
         ids = head.draft_token_ids
         self._token_ids = None if torch.equal(ids, torch.arange(config.vocab_size)) else ids.clone()
         self._struct = EagleStruct(
             model=model,
-            embedder=ctypes.pointer(model if self._embedding is not None else target.struct),
+            embedder=ctypes.pointer(model if self._embedding is not None else beside.struct),
             fc=self._pack([head.fc], kernel).struct,
             embedding_norm=self._keep(layer.input_layernorm.weight) if fuses else None,
             token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),
@@ -104,19 +103,17 @@ class NativeEagle(PackedModel):
         free_numbers(head)
         trim_heap()
 
-    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
-        """One level: the states [N, hidden] behind the rows, and logits [wanted rows, target's vocab].
+    def footprint(self) -> int:
+        return self.nbytes
 
-        `given` are the states that the rows start from, [N, width]: the target's features, or the head's own states.
-        """
+    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
         made, logits, states = self._outputs(rows, given, from_target)
         self._run("slipstream_eagle", self._struct, self._batch(rows, pool, logits), states)
         return made, logits
 
-    def draft(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
-        """As `CpuKernels.draft`, from the target's features `given` [N, width]."""
-        _, logits, states = self._outputs(rows, given, from_target=True)
+    def draft_chain(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
         chains.check(rows)
+        _, logits, states = self._outputs(rows, given, from_target=True)
         batch = self._batch(rows, pool, logits)
         self._run("slipstream_draft_eagle", self._struct, batch, states, chains.struct)
         return chains.take_struct()

@@ -18,8 +18,8 @@ from slipstream.config import check_types
 from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES
+from slipstream.draft.heads.head_executor import heads_executor
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
-from slipstream.draft.heads.heads_native import fuse_heads
 from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.draft.heads.target_shape import check_fits
@@ -30,7 +30,6 @@ from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization
-from slipstream.models.linear.packing import packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +79,9 @@ class HeadDrafter(Drafter):
                 f"{config.num_heads} heads; omit the deeper nodes"
             )
         heads.to(target.device, target.dtype).eval().requires_grad_(False)
-        self.native = fuse_heads(heads, target, options.quantization)
-        """Computes the heads and holds their weights, where it can."""
-        if self.native is None:
-            target.pack_beside(heads, options.quantization)
+        self.executor = heads_executor(heads, target, options.quantization)
         self.target = target
         self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
-        self._weight_bytes = (
-            packed_bytes(heads) + sum(int(weight.nbytes) for weight in heads.parameters())
-            if self.native is None
-            else self.native.nbytes
-        )
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -121,10 +112,6 @@ class HeadDrafter(Drafter):
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
         """Grow all trees to the end; `features` [growths, hidden] are the states of the tokens computed last."""
 
-    @abstractmethod
-    def _chains(self, growths: Seq[Growth], features: Tensor, chains: Chains) -> list[list[int]]:
-        """The tokens of whole chains, drawn by the kernels."""
-
     def kinds_made(self) -> frozenset[ProposalKind]:
         return self.shape.kinds
 
@@ -145,7 +132,7 @@ class HeadDrafter(Drafter):
         self.target_cache = cache
 
     def memory_bytes(self) -> int:
-        return self._weight_bytes
+        return self.executor.footprint()
 
     def num_held(self) -> int:
         return len(self._growths)
@@ -172,13 +159,15 @@ class HeadDrafter(Drafter):
 
     def _draft(self, growths: list[Growth]) -> None:
         """Grow all trees; chains that one call can draw apart from the others."""
-        draws = whole_chains(growths) if self.native is not None else {}
+        draws = whole_chains(growths)
         drawn = [growth for growth in growths if growth.sequence.id in draws]
         if drawn:
-            chains = Chains(list(draws.values()), self._growths.vocab_size)
-            for growth, token_ids in zip(
-                drawn, self._chains(drawn, self._features(drawn), chains), strict=True
-            ):
+            chains = self.executor.draft_chain(
+                self._features(drawn),
+                [growth.sequence.token_ids[-1] for growth in drawn],
+                Chains(list(draws.values()), self._growths.vocab_size),
+            )
+            for growth, token_ids in zip(drawn, chains, strict=True):
                 growth.take_chain(token_ids)
         others = [growth for growth in growths if growth.sequence.id not in draws]
         if others:

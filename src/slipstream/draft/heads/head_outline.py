@@ -47,7 +47,7 @@ def outline_checkpoint(
 
 
 def held_bytes(tensors: Mapping[str, Tensor], target: ModelOutline, quantization: str | None) -> int:
-    """Bytes of a head's floating-point tensors once it is packed for `target`; see `CausalLM.pack_beside`."""
+    """Bytes of a head's floating-point tensors once it is packed for `target`; see `head_eager.pack_beside`."""
     fmt = target.weight_format
     if quantization is not None:
         fmt = checked_format(quantization, target.device, target.dtype)

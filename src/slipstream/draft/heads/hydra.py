@@ -12,7 +12,6 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.hydra_head import WEIGHT_FILES, load_hydra
 from slipstream.draft.model.growth import Growth
-from slipstream.models.executor.chains import Chains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +33,13 @@ class HydraDrafter(HeadDrafter):
         self.heads = load_hydra(options.model, target.project, options.revision)
         super().__init__(options, context, target, self.heads)
 
-    def _chains(self, growths: Seq[Growth], features: Tensor, chains: Chains) -> list[list[int]]:
-        assert self.native is not None
-        return self.native.draft_hydra(
-            features, [growth.sequence.token_ids[-1] for growth in growths], chains
-        )
-
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
         for growth, feature in zip(growths, features, strict=True):
             growth.state = feature
         level, growing = 0, list(growths)
         while growing:
             rows = torch.cat([self._above(growing), self.target.embed(self._tokens(growing))], dim=-1)
-            native = self.native
-            logits = self.heads.step(level, rows) if native is None else native.forward(rows, level, 1)[0]
+            logits = self.executor.forward(rows, level, 1)[0]
             end = 0
             for growth in growing:
                 begin, end = end, end + len(growth.frontier)

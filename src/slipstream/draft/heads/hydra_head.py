@@ -47,6 +47,8 @@ class HydraHeads(ProjectedHeads):
     that follow the token of that state, side by side: [(k + 2) * hidden].
     """
 
+    reads_tokens = True
+
     def __init__(self, config: HydraConfig, lm_head: Projection | None = None) -> None:
         """`lm_head` is the target's output layer, needed where `config.shares_lm_head`; it is never trained."""
         hidden, vocab = config.hidden_size, config.vocab_size
@@ -63,7 +65,7 @@ class HydraHeads(ProjectedHeads):
 
     def step(self, head: int, rows: Tensor) -> Tensor:
         """Logits [..., vocab] of one head for its inputs `rows` [..., (head + 2) * hidden]."""
-        return self.project(self.blocks[head](rows)[None], first=head)[0]
+        return self.some(rows, head, 1)[0]
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         """Teacher forcing: logits [heads, batch, length, vocab] where the text itself follows each position.

@@ -14,7 +14,6 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.medusa_head import WEIGHT_FILES, load_medusa
 from slipstream.draft.model.growth import Growth
-from slipstream.models.executor.chains import Chains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +35,9 @@ class MedusaDrafter(HeadDrafter):
         self.heads = load_medusa(options.model, target.project, options.revision)
         super().__init__(options, context, target, self.heads)
 
-    def _chains(self, growths: Seq[Growth], features: Tensor, chains: Chains) -> list[list[int]]:
-        assert self.native is not None
-        return self.native.draft_medusa(features, chains)
-
     def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
         depth = max(growth.max_depth for growth in growths)
-        native = self.native
-        logits = self.heads(features, depth) if native is None else native.forward(features, 0, depth)
-        # [depth, growths, vocab]
+        logits = self.executor.forward(features, 0, depth)  # [depth, growths, vocab]
         for number, growth in enumerate(growths):
             for level in range(growth.max_depth):
                 if growth.frontier:

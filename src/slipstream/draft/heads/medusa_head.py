@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.draft.heads.checkpoints import HeadCheckpoint, write_checkpoint
@@ -61,7 +60,7 @@ class MedusaHeads(ProjectedHeads):
 
     def forward(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
         """[..., hidden] -> logits [heads, ..., vocab] of all heads or the first few."""
-        return self.project(torch.stack([block(hidden) for block in self.blocks[:num_heads]]))
+        return self.some(hidden, 0, num_heads)
 
 
 def load_medusa(path: str, lm_head: Projection | None = None, revision: str | None = None) -> MedusaHeads:

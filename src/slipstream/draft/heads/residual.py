@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,11 @@ class ResidualBlock(nn.Module):
 class ProjectedHeads(nn.Module):
     """Base of a set of heads: each head's blocks, then its own vocabulary projection or the target's for all heads."""
 
+    blocks: nn.ModuleList
+    """Of each head."""
+    reads_tokens: ClassVar[bool] = False
+    """Whether a head reads the embeddings of the tokens before its own, beside the target's state."""
+
     def __init__(self, own: list[nn.Linear], shared: Projection | None) -> None:
         super().__init__()
         self.projections = nn.ModuleList(own)
@@ -61,6 +66,11 @@ class ProjectedHeads(nn.Module):
                 projection.weight.copy_(weight)
                 if projection.bias is not None:
                     projection.bias.zero_()
+
+    def some(self, rows: Tensor, first: int, count: int | None) -> Tensor:
+        """[..., width] -> logits [count, ..., vocab] of the heads from `first` on (None: all), over the same rows."""
+        chosen = list(self.blocks)[first : None if count is None else first + count]
+        return self.project(torch.stack([block(rows) for block in chosen]), first)
 
     def project(self, states: Tensor, first: int = 0) -> Tensor:
         """[k, ..., hidden] -> [k, ..., vocab], for the heads from `first` on; a shared projection runs once for all."""

@@ -22,7 +22,7 @@ from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.executor.chains import Chains
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.rows import RowGroup, Rows
+from slipstream.models.rows import Rows
 from slipstream.models.weight_check import WeightCheck
 
 
@@ -139,19 +139,7 @@ class Executor(ABC):
         Their entries but the last tokens' are in `pool`, behind those rows'. Raises `ValueError` where a sequence has
         no slots for them. By default a pass a level.
         """
-        chains.check(rows)
-        ends = [
-            (group.slots, group.num_before + row + 1) for group in rows.groups for row in group.logit_rows
-        ]
-        growing = chains.take(self.forward(rows, pool, layers=layers).logits)
-        while growing:
-            level = len(chains.drawn[growing[0]])
-            below = [
-                RowGroup(ends[chain][0], ends[chain][1] + level - 1, chains.drawn[chain][-1:], [0])
-                for chain in growing
-            ]
-            growing = chains.take(self.forward(Rows(below), pool, layers=layers).logits, growing)
-        return chains.drawn
+        return chains.draw(rows, lambda level, _: self.forward(level, pool, layers=layers).logits)
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:

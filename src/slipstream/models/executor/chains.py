@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
-from slipstream.models.rows import Rows
+from slipstream.models.rows import RowGroup, Rows
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -89,6 +89,27 @@ class Chains:
                     )
         if next(lengths, None) is not None:
             raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
+
+    def draw(self, rows: Rows, run: Callable[[Rows, list[int]], Tensor]) -> list[list[int]]:
+        """Draw all chains behind the wanted rows, a pass a level; `run` computes the logits of a pass.
+
+        It is given the rows of the level, one a chain that goes on, and which of the wanted rows of the pass before
+        each continues; none in the first pass.
+        """
+        self.check(rows)
+        ends = [
+            (group.slots, group.num_before + row + 1) for group in rows.groups for row in group.logit_rows
+        ]
+        before = list(range(len(ends)))
+        growing = self.take(run(rows, []))
+        while growing:
+            above = [before.index(chain) for chain in growing]
+            below = []
+            for chain in growing:
+                drawn, (slots, first) = self.drawn[chain], ends[chain]
+                below.append(RowGroup(slots, first + len(drawn) - 1, drawn[-1:], [0]))
+            before, growing = growing, self.take(run(Rows(below), above), growing)
+        return self.drawn
 
     def take(self, logits: Tensor, growing: Sequence[int] | None = None) -> list[int]:
         """Add a token to each of the chains `growing` (None: all), from `logits` [growing, vocab]; those that go on.

@@ -1,0 +1,136 @@
+"""What computes the heads that run beside a target, as `models.executor` computes models.
+
+The executor of a head is found by the name of the target's own executor, and is `eager` where there is none of that
+name, or where it does not know such a head. A package adds one with one line of its own `pyproject.toml`:
+
+    [project.entry-points."slipstream.head_executors"]
+    "eagle.my_executor" = "my_package.module:MyEagle"
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.heads.residual import ProjectedHeads
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM
+from slipstream.models.executor.chains import Chains
+from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.rows import Rows
+from slipstream.registry import Registry
+
+
+class HeadExecutor(ABC):
+    """Computes a head, and holds its weights."""
+
+    @classmethod
+    def refusal(cls, head: Any, target: CausalLM, fmt: WeightFormat) -> str | None:
+        """Why this executor does not compute such a head; None where it does."""
+        return None
+
+    @abstractmethod
+    def footprint(self) -> int:
+        """Bytes of the head's own weights as they are held."""
+
+
+class EagleExecutor(HeadExecutor):
+    """Computes an EAGLE head, over a cache of its own."""
+
+    @abstractmethod
+    def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
+        """Takes the head over: the numbers of `head` may be gone afterwards."""
+
+    @abstractmethod
+    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
+        """One level: the states [N, hidden] behind the rows, and logits [wanted rows, target's vocab].
+
+        `given` are the states that the rows start from, [N, width]: the target's features, or the head's own states.
+        """
+
+    def draft_chain(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
+        """As `Executor.draft_chain`, from the target's features `given` [N, width]."""
+        last = given
+
+        def run(level: Rows, above: Seq[int]) -> Tensor:
+            nonlocal last
+            states, logits = self.forward(level, pool, last[above] if above else given, not above)
+            last = states[level.on(states.device).logit_rows]
+            return logits
+
+        return chains.draw(rows, run)
+
+
+class HeadsExecutor(HeadExecutor):
+    """Computes a set of Medusa or Hydra heads."""
+
+    @abstractmethod
+    def __init__(self, heads: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> None:
+        """Takes the heads over: the numbers of `heads` may be gone afterwards."""
+        self.target = target
+        self.reads_tokens = heads.reads_tokens
+
+    @abstractmethod
+    def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
+        """Logits [count, n, vocab] of the heads from `first` on, all over the same rows [n, width]."""
+
+    def draft_chain(self, states: Tensor, token_ids: Seq[int], chains: Chains) -> list[list[int]]:
+        """As `Executor.draft_chain`, from the target's states [chains, hidden] and the tokens behind them."""
+        growing: list[int] = list(range(len(states)))
+        if not self.reads_tokens:
+            logits = self.forward(states, 0, chains.depth)
+            for level in range(chains.depth):
+                growing = chains.take(logits[level][growing], growing)
+            return chains.drawn
+        rows, tokens, level = states, list(token_ids), 0
+        while growing:
+            rows = torch.cat([rows, self.target.embed(torch.tensor(tokens, device=rows.device))], dim=-1)
+            before = growing
+            growing = chains.take(self.forward(rows, level, 1)[0], growing)
+            rows, level = rows[[before.index(chain) for chain in growing]], level + 1
+            tokens = [chains.drawn[chain][-1] for chain in growing]
+        return chains.drawn
+
+
+HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
+    "head executor",
+    HeadExecutor,  # type: ignore[type-abstract]
+    "slipstream.head_executors",
+    {
+        "eagle.cpu_kernels": "slipstream.draft.heads.eagle_native:NativeEagle",
+        "eagle.eager": "slipstream.draft.heads.head_eager:EagerEagle",
+        "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
+        "heads.eager": "slipstream.draft.heads.head_eager:EagerHeads",
+    },
+)
+
+
+def eagle_executor(head: EagleHead, target: CausalLM, quantization: str | None) -> EagleExecutor:
+    """The executor of an EAGLE head that drafts for `target`, in this weight format; None takes the target's.
+
+    Raises `ConfigError` where the format cannot be used.
+    """
+    made = _made("eagle", head, target, quantization)
+    assert isinstance(made, EagleExecutor)
+    return made
+
+
+def heads_executor(heads: ProjectedHeads, target: CausalLM, quantization: str | None) -> HeadsExecutor:
+    """As `eagle_executor`, of a set of Medusa or Hydra heads."""
+    made = _made("heads", heads, target, quantization)
+    assert isinstance(made, HeadsExecutor)
+    return made
+
+
+def _made(kind: str, head: Any, target: CausalLM, quantization: str | None) -> HeadExecutor:
+    fmt = target.format_beside(quantization)
+    name = f"{kind}.{target.executor.name}"
+    found = HEAD_EXECUTORS.load(name if name in HEAD_EXECUTORS.names() else f"{kind}.eager")
+    if found.refusal(head, target, fmt) is not None:
+        found = HEAD_EXECUTORS.load(f"{kind}.eager")
+    return found(head, target, fmt)  # type: ignore[call-arg]
