@@ -21,7 +21,7 @@ What makes the bits the same on every processor, and in any company of rows:
 - Of a mixture of experts, what a row chooses, and the order in which its experts' results are added, depend on that row
   alone.
 
-`decoder.fuse` takes over models of the `families`, which differ in fields of one computation; other models run layer by
-layer. Heads of targets that the decoder computes run here too, and so do whole draft chains (`chains`) of requests
-without penalties, biases, masks, grammars or `probabilistic` drafts, and without trees.
+The executor `models.executor.cpu_kernels` takes over models of the `families`, which differ in fields of one
+computation; other models run layer by layer. Heads of such targets run here too, and so do whole draft chains of
+requests without penalties, biases, masks, grammars or `probabilistic` drafts, and without trees.
 """
