@@ -38,16 +38,16 @@ from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.pictures import drawing
 from slipstream.assets import EMBEDDED_NAME
 from slipstream.engine.factory import make_engine
-from slipstream.learn.anchor import anchor_of, split
-from slipstream.learn.judge import JudgeOptions, judge
+from slipstream.learn.capture.traces import asked_trace
+from slipstream.learn.decisions.judge import JudgeOptions, judge
+from slipstream.learn.decisions.replay import ReplayOptions, by_task, replay
 from slipstream.learn.learners.base import LearnedWeights, Learner
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.replay import ReplayOptions, by_task, replay
-from slipstream.learn.scoring import Scorer, replayed
-from slipstream.learn.tracing import asked_trace
+from slipstream.learn.learners.scoring import Scorer, replayed
+from slipstream.learn.records.selection import anchor_of, split
+from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 

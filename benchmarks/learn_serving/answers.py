@@ -30,13 +30,13 @@ from benchmarks.learn_serving.traffic import KEPT_WORDS, OUT_WORDS, Answered, an
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import LearnError
-from slipstream.learn import by_hand
-from slipstream.learn.disk_ring import ring_identity
-from slipstream.learn.events import EventLog
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.forgetting import forget
-from slipstream.learn.state import LearnState, StateFile
-from slipstream.learn.versions import VersionStore
+from slipstream.learn.decisions import by_hand
+from slipstream.learn.decisions.by_hand import forget
+from slipstream.learn.storage.disk_ring import ring_identity
+from slipstream.learn.storage.events import EventLog
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import LearnState, StateFile
+from slipstream.learn.versions.store import VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.serve.auth import digest
 from slipstream.text.prompts import encode_chat

@@ -23,11 +23,11 @@ from slipstream.draft.combine.versions import VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
-from slipstream.learn import by_hand
-from slipstream.learn.folder import LearnFolder
+from slipstream.learn.decisions import by_hand
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import VersionStore
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_chat

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.learn.folder import LearnFolder
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.segments import RingIdentity
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import Version, VersionStore
 
 FLOOR_NOISE = 0.35
 """Noise of the floor's weights, in deviations of each matrix: a learner has something to gain."""

@@ -16,13 +16,13 @@ from benchmarks.harness.kept import say
 from benchmarks.learn_serving.drafts import add_version, make_floor
 from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import Answered, answer, answer_all, asked, open_client
-from slipstream.learn import by_hand
-from slipstream.learn.disk_ring import read_ring, ring_identity
-from slipstream.learn.events import EventLog
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.process import MAX_STARTS
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import NUM_KEPT, VersionStore
+from slipstream.learn.background.learner_process import MAX_STARTS
+from slipstream.learn.decisions import by_hand
+from slipstream.learn.storage.disk_ring import read_ring, ring_identity
+from slipstream.learn.storage.events import EventLog
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import NUM_KEPT, VersionStore
 
 WORKER = {"min_records": 1, "num_steps": 6, "max_records": 48, "poll_s": 0.05, "niceness": 0}
 """A learner that makes a version every few seconds."""

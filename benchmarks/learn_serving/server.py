@@ -67,7 +67,7 @@ class LearningServer(Server):
         """The learner's process, None while there is none."""
         with suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children():
-                if "slipstream.learn.worker" in child.cmdline():
+                if "slipstream.learn.background.learner" in child.cmdline():
                     return child
         return None
 

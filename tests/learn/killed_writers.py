@@ -18,13 +18,13 @@ from pathlib import Path
 import safetensors.torch  # noqa: F401  # once, not in every child
 from learn_cases import some_record, some_tensors
 
-from slipstream.learn.disk_ring import DiskRing, read_ring
-from slipstream.learn.events import EventLog
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.ring import MIN_BYTES
-from slipstream.learn.segments import RingIdentity
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import DataWindow, Version, VersionStore
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring
+from slipstream.learn.storage.events import EventLog
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import MIN_BYTES
+from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 
 NUM_KEPT = 4
 Tell = Callable[[str], None]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.learn.records import CheckedRows, ServedRecord, purpose_of
+from slipstream.learn.records.served import CheckedRows, ServedRecord, purpose_of
 
 TOP = 4
 

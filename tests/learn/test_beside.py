@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from slipstream.learn.beside import SWITCH_S, run_beside
+from slipstream.learn.background.beside import SWITCH_S, run_beside
 from slipstream.models.cpu import threads
 
 

@@ -19,17 +19,17 @@ from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError, LearnError
-from slipstream.learn import by_hand
-from slipstream.learn.disk_ring import read_ring
-from slipstream.learn.folder import LearnFolder
+from slipstream.learn.decisions import by_hand
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import check_learns, make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import ServedRecord
-from slipstream.learn.scoring import replayed
+from slipstream.learn.learners.scoring import replayed
+from slipstream.learn.records.served import ServedRecord
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.storage.disk_ring import read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import Version, VersionStore
 
 DEPTH = 2
 CHAIN = {"num_speculative_tokens": DEPTH, "tree_top_k": 1, "num_draft_nodes": None}

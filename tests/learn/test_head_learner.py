@@ -17,16 +17,16 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError, LearnError
-from slipstream.learn import by_hand
-from slipstream.learn.disk_ring import read_ring
-from slipstream.learn.folder import LearnFolder
+from slipstream.learn.decisions import by_hand
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import check_learns, make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import TAPS, ServedRecord
-from slipstream.learn.scoring import replayed
+from slipstream.learn.learners.scoring import replayed
+from slipstream.learn.records.served import TAPS, ServedRecord
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.storage.disk_ring import read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.versions.store import Version, VersionStore
 
 DEPTH = 3
 HEAD = {

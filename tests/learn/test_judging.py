@@ -7,9 +7,9 @@ import pytest
 from learn_cases import some_record
 
 from slipstream.errors import LearnError
-from slipstream.learn.judge import ANCHOR, JudgeOptions, VersionJudge, judge
-from slipstream.learn.records import Purpose
-from slipstream.learn.scoring import replayed
+from slipstream.learn.decisions.judge import ANCHOR, JudgeOptions, VersionJudge, judge
+from slipstream.learn.learners.scoring import replayed
+from slipstream.learn.records.served import Purpose
 from slipstream.stats.betting import PairedTest
 
 

@@ -15,14 +15,13 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.errors import LearnError
-from slipstream.learn.capture import Capture
-from slipstream.learn.checked import StepRows, reduced, top_of
-from slipstream.learn.disk_ring import DiskRing, read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.identity import identity_of
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.records import CheckedRows, ServedRecord
-from slipstream.learn.ring import MIN_BYTES, MemoryRing, Ring
+from slipstream.learn.capture.capture import Capture, identity_of
+from slipstream.learn.capture.step_rows import StepRows, reduced, top_of
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.served import CheckedRows, ServedRecord
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import MIN_BYTES, MemoryRing, Ring
 from slipstream.reasoning.options import StepOptions
 from slipstream.text.prompts import encode_chat
 
@@ -299,7 +298,7 @@ def test_rows_of_others_are_not_held(llm: LLM, make: MakeCapture, monkeypatch: p
             shared.append(storage.nbytes() > step.logits.nbytes)
         return reduced(steps, *options)
 
-    monkeypatch.setattr("slipstream.learn.capture.reduced", watched)
+    monkeypatch.setattr("slipstream.learn.capture.capture.reduced", watched)
     texts = [encoded(llm, text) for text in ("Say yes.", "What is 2 + 2?", "Name three rivers.")]
     llm.generate(texts, GREEDY, use_tqdm=False)
     assert capture.flush()

@@ -13,13 +13,13 @@ from learn_cases import some_record, some_tensors
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.learn.disk_ring import DiskRing, read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.records import Purpose
-from slipstream.learn.ring import MIN_BYTES
-from slipstream.learn.segments import RingIdentity
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import DataWindow, Version, VersionStore
+from slipstream.learn.records.served import Purpose
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import MIN_BYTES
+from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 from slipstream.train.batches import read_documents
 
 

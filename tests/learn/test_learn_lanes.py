@@ -22,23 +22,23 @@ from slipstream.core.types import RequestOptions
 from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
-from slipstream.learn import worker as learner_process
-from slipstream.learn.costs import MIN_CALLS, DraftCosts
-from slipstream.learn.disk_ring import DiskRing
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.lane_keys import EVERYONES, LearnBy
+from slipstream.learn.background import learner as learner_process
+from slipstream.learn.background.learner import LearnWorker, ServerPipe, WorkerConfig
+from slipstream.learn.decisions.draft_costs import MIN_CALLS, DraftCosts
+from slipstream.learn.decisions.loop import LoopSettings
 from slipstream.learn.learners.base import LearnedWeights
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.loop import LoopSettings
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.records import Purpose, tenant_keys
-from slipstream.learn.segments import RingIdentity
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.served import Purpose, tenant_keys
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import Version, VersionStore
-from slipstream.learn.worker import LearnWorker, ServerPipe, WorkerConfig
+from slipstream.learn.storage.disk_ring import DiskRing
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.lane_keys import EVERYONES, LearnBy
+from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig

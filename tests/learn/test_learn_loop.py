@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import LearnError
-from slipstream.learn.loop import (
+from slipstream.learn.decisions.loop import (
     FLOOR,
     Act,
     Decision,

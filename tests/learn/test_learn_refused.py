@@ -18,10 +18,10 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.monitor.alarms import AlarmKind, Alarms
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.learn import folder as folders
-from slipstream.learn.disk_ring import DiskRing, read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.segments import RingIdentity
+from slipstream.learn.storage import folder as folders
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.segments import RingIdentity
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import Learning
 

@@ -10,12 +10,12 @@ import pytest
 from learn_cases import some_record
 
 from slipstream.errors import CorruptRecordError, LearnError
-from slipstream.learn.disk_ring import DiskRing, read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.forgetting import forget
-from slipstream.learn.records import Purpose, ServedRecord, purpose_of
-from slipstream.learn.ring import MIN_BYTES, MemoryRing, Ring
-from slipstream.learn.segments import RingIdentity, segment_files
+from slipstream.learn.decisions.by_hand import forget
+from slipstream.learn.records.served import Purpose, ServedRecord, purpose_of
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import MIN_BYTES, MemoryRing, Ring
+from slipstream.learn.storage.segments import RingIdentity, segment_files
 
 IDENTITY = RingIdentity("model-a", "template-a")
 

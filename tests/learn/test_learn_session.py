@@ -18,17 +18,17 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core.types import RequestOptions
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.learn import by_hand
-from slipstream.learn.folder import LearnFolder
+from slipstream.learn.background.learner import WorkerConfig
+from slipstream.learn.background.learner_process import MAX_STARTS, LearnerProcess
+from slipstream.learn.decisions import by_hand
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.process import MAX_STARTS, LearnerProcess
+from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
-from slipstream.learn.state import StateFile
-from slipstream.learn.versions import Version, VersionStore
-from slipstream.learn.worker import WorkerConfig
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import StateFile
+from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.text.prompts import encode_chat
 

@@ -11,13 +11,13 @@ import torch
 from learn_cases import some_record, some_tensors
 
 from slipstream.errors import CorruptVersionError, LearnError
-from slipstream.learn.events import EventLog
-from slipstream.learn.folder import LearnFolder, sync_folder
-from slipstream.learn.forgetting import forget
-from slipstream.learn.forgotten import Forgotten
-from slipstream.learn.records import tenant_key
-from slipstream.learn.state import LearnLane, LearnState, StateFile
-from slipstream.learn.versions import DataWindow, Version, VersionStore
+from slipstream.learn.decisions.by_hand import forget
+from slipstream.learn.records.served import tenant_key
+from slipstream.learn.storage.events import EventLog
+from slipstream.learn.storage.folder import LearnFolder, sync_folder
+from slipstream.learn.storage.forgotten import Forgotten
+from slipstream.learn.storage.state import LearnLane, LearnState, StateFile
+from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_forget_removes_a_version_that_is_being_written(
         assert goes_on.wait(120)
         sync_folder(path)
 
-    monkeypatch.setattr("slipstream.learn.versions.sync_folder", slowly)
+    monkeypatch.setattr("slipstream.learn.versions.store.sync_folder", slowly)
     writer = threading.Thread(target=store.add, args=(a_version(), some_tensors()))
     forgetter = threading.Thread(target=forget, args=(folder, "alpha"))
     writer.start()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.learn.pace import BESIDE_SHARE, IDLE_S, SLICE_S, LearnerPace
+from slipstream.learn.background.pace import BESIDE_SHARE, IDLE_S, SLICE_S, LearnerPace
 from slipstream.models.cpu import threads
 
 

@@ -15,12 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.learn.learner_log import LearnerLog
-from slipstream.learn.process import KILL_S, MAX_STARTS, SILENT_S, LearnerProcess
+from slipstream.learn.background.learner_process import (
+    KILL_S,
+    MAX_STARTS,
+    SILENT_S,
+    LearnerLog,
+    LearnerProcess,
+)
 
 ANSWERS = """
 import sys
-from slipstream.learn.worker import die_with_server
+from slipstream.learn.background.learner import die_with_server
 die_with_server()
 print('{"event": "begun"}', flush=True)
 for line in sys.stdin:
@@ -278,7 +283,7 @@ def test_it_is_given_leave_to_keep(tmp_path: Path, clock: Clock, monkeypatch: py
 
 KILLED = """
 import time
-from slipstream.learn.process import LearnerProcess
+from slipstream.learn.background.learner_process import LearnerProcess
 process = LearnerProcess({}, "stand_in")
 process.watch()
 process.messages.get(timeout=120)
@@ -315,7 +320,7 @@ def test_one_that_is_stopped_does_not_outlive_a_server_that_is_killed(
 @pytest.mark.parametrize(("niceness", "idle"), [(19, True), (3, False)])
 def test_a_learner_runs_where_nobody_else_wants_to(niceness: int, idle: bool) -> None:
     code = (
-        "import os\nfrom slipstream.learn.worker import stand_back\n"
+        "import os\nfrom slipstream.learn.background.learner import stand_back\n"
         f"stand_back({niceness})\nprint(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

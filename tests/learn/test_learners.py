@@ -13,13 +13,13 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import LearnError
-from slipstream.learn.batches import batch_of, batches, example_of
+from slipstream.learn.learners.batches import batch_of, batches, example_of
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
+from slipstream.learn.learners.objective import TargetRows, learn_loss, reached, row_losses
 from slipstream.learn.learners.registry import check_learns, make_learner
-from slipstream.learn.objective import TargetRows, learn_loss, reached, row_losses
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import CheckedRows, Purpose, ServedRecord
-from slipstream.learn.scoring import replayed
+from slipstream.learn.learners.scoring import replayed
+from slipstream.learn.records.served import CheckedRows, Purpose, ServedRecord
 
 
 def told(number: int, temperature: float = 0.0) -> ServedRecord:

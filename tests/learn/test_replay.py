@@ -8,13 +8,13 @@ import pytest
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.engine.factory import make_engine
 from slipstream.errors import LearnError
-from slipstream.learn.anchor import anchor_of, judging_parts, training_parts
+from slipstream.learn.capture.traces import asked_trace
+from slipstream.learn.decisions.replay import ReplayOptions, replay
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.replay import ReplayOptions, replay
-from slipstream.learn.tracing import asked_trace
+from slipstream.learn.records.selection import anchor_of, judging_parts, training_parts
+from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.sampling.params import SamplingParams
 
 FLOOR = DraftFloor(EMBEDDED_DRAFT)

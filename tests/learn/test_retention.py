@@ -16,15 +16,14 @@ from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError, LearnError
-from slipstream.learn.ages import seconds_of_age
-from slipstream.learn.disk_ring import DiskRing, read_ring, remove_older
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.identity import identity_of
-from slipstream.learn.retention import RETRY_S, Retention
-from slipstream.learn.ring import MIN_BYTES
-from slipstream.learn.segments import RingIdentity, segment_files
+from slipstream.learn.capture.capture import identity_of
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.serve.config import ServeConfig
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring, remove_older
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.retention import RETRY_S, Retention
+from slipstream.learn.storage.ring import MIN_BYTES
+from slipstream.learn.storage.segments import RingIdentity, segment_files
+from slipstream.serve.config import ServeConfig, seconds_of_age
 
 IDENTITY = RingIdentity("model-a", "template-a")
 HOUR_S = 3600.0
@@ -126,7 +125,7 @@ def test_it_looks_now_and_then_and_tells_what_hinders_it(
     assert retention.look() == 10
     now_s += 0.9 * HOUR_S
     assert retention.look() == 0, "it looked less than an hour ago"
-    monkeypatch.setattr("slipstream.learn.disk_ring.remove_frames", refused)
+    monkeypatch.setattr("slipstream.learn.storage.disk_ring.remove_frames", refused)
     now_s += 0.2 * HOUR_S
     assert retention.look() == 0
     assert retention.fault.startswith("answers that are too old cannot be deleted: cannot write in")

@@ -13,15 +13,15 @@ from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
-from slipstream.learn import by_hand
-from slipstream.learn.disk_ring import read_ring, ring_identity
+from slipstream.learn.decisions import by_hand
 from slipstream.learn.facts import LearnFacts
-from slipstream.learn.folder import LearnFolder
 from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.storage.disk_ring import read_ring, ring_identity
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.rpc.frames import LENGTH_BYTES
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig

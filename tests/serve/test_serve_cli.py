@@ -26,10 +26,10 @@ from slipstream.cli.flags.settings import merged
 from slipstream.cli.main import app
 from slipstream.cli.serve import SERVER
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.learn.disk_ring import DiskRing, read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.records import ServedRecord
-from slipstream.learn.segments import RingIdentity
+from slipstream.learn.records.served import ServedRecord
+from slipstream.learn.storage.disk_ring import DiskRing, read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.segments import RingIdentity
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import retention_beside
 

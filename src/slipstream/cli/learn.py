@@ -21,9 +21,9 @@ from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.learn.folder import LearnFolder
-    from slipstream.learn.state import LearnLane, LearnState
-    from slipstream.learn.versions import Version
+    from slipstream.learn.storage.folder import LearnFolder
+    from slipstream.learn.storage.state import LearnLane, LearnState
+    from slipstream.learn.versions.store import Version
     from slipstream.tools.bench.report.grid import Grid
 
 app = typer.Typer(help="See and steer what a server that learns (slipstream serve --learn) has learned.")
@@ -143,8 +143,8 @@ def status(flags: LearnFlags) -> None:
 @with_flags
 def versions(flags: VersionsFlags) -> None:
     """List the versions on disk with their parents, data, figures and hash."""
-    from slipstream.learn.state import StateFile
-    from slipstream.learn.versions import VersionStore
+    from slipstream.learn.storage.state import StateFile
+    from slipstream.learn.versions.store import VersionStore
 
     where = _folder(flags.folder)
     where.check()
@@ -167,7 +167,7 @@ def versions(flags: VersionsFlags) -> None:
 @with_flags
 def freeze(flags: FreezeFlags) -> None:
     """Let nothing be trained, tried or promoted any more; what serves goes on serving."""
-    from slipstream.learn.by_hand import freeze as freeze_
+    from slipstream.learn.decisions.by_hand import freeze as freeze_
 
     _told(
         freeze_(_existing(flags.folder), not flags.off),
@@ -180,7 +180,7 @@ def freeze(flags: FreezeFlags) -> None:
 @with_flags
 def promote(flags: PromoteFlags) -> None:
     """Have a version serve from the next step on, without a test but that it is whole."""
-    from slipstream.learn.by_hand import promote as promote_
+    from slipstream.learn.decisions.by_hand import promote as promote_
 
     lane = promote_(_existing(flags.folder), flags.version, flags.tenant, flags.task)
     _told(lane, f"{_lane(lane)} serves {_whose(lane)}", flags.json)
@@ -190,7 +190,7 @@ def promote(flags: PromoteFlags) -> None:
 @with_flags
 def rollback(flags: RollbackFlags) -> None:
     """Withdraw the canary; without one, have what served before serve again."""
-    from slipstream.learn.by_hand import roll_back
+    from slipstream.learn.decisions.by_hand import roll_back
 
     lane = roll_back(_existing(flags.folder), flags.tenant, flags.task)
     _told(lane, f"{_lane(lane)} serves {_whose(lane)}", flags.json)
@@ -200,7 +200,7 @@ def rollback(flags: RollbackFlags) -> None:
 @with_flags
 def forget(flags: ForgetFlags) -> None:
     """Delete a tenant's records, and all versions that learned from them; the server builds new ones from the rest."""
-    from slipstream.learn.forgetting import forget as forget_
+    from slipstream.learn.decisions.by_hand import forget as forget_
 
     gone = forget_(_existing(flags.folder), flags.tenant)
     names = ", ".join(gone.versions) or "none"
@@ -217,9 +217,9 @@ def forget(flags: ForgetFlags) -> None:
 @with_flags
 def export(flags: LearnExportFlags) -> None:
     """Write a version's tensors, or the records as training data, to where others can use them."""
-    from slipstream.learn.exporting import export_version, exported_rows
-    from slipstream.learn.records import Purpose
-    from slipstream.learn.versions import ABOUT, WEIGHTS
+    from slipstream.learn.records.served import Purpose
+    from slipstream.learn.storage.disk_ring import read_ring
+    from slipstream.learn.versions.store import ABOUT, WEIGHTS, VersionStore
 
     if (flags.version is None) != flags.records:
         raise ConfigError("choose what to export: --version ID, or --records")
@@ -229,20 +229,21 @@ def export(flags: LearnExportFlags) -> None:
         for name in (WEIGHTS, ABOUT):
             if output.is_dir():
                 check_file(output / name, flags.overwrite)
-        made = export_version(where, flags.version, output)
+        made = VersionStore(where).export(flags.version, output)
         notes().print(f"written: {output} ({made.num_bytes:,} bytes, sha256 {made.sha256})", markup=False)
         return
     check_file(output, flags.overwrite)
     num = 0
     with output.open("w", encoding="utf-8") as stream:
-        for row in exported_rows(where, None if flags.held_out else Purpose.TRAIN, flags.tenant, flags.task):
-            stream.write(json_.dumps(row, ensure_ascii=False) + "\n")
+        purpose = None if flags.held_out else Purpose.TRAIN
+        for record in read_ring(where, purpose, flags.tenant, flags.task):
+            stream.write(json_.dumps(record.training_row(), ensure_ascii=False) + "\n")
             num += 1
     notes().print(f"written: {output} ({_counted(num, 'answer')})", markup=False)
 
 
 def _folder(path: Path) -> LearnFolder:
-    from slipstream.learn.folder import LearnFolder
+    from slipstream.learn.storage.folder import LearnFolder
 
     return LearnFolder(path)
 

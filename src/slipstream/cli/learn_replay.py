@@ -20,9 +20,9 @@ from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
+    from slipstream.learn.decisions.replay import ReplayedRound, ReplayReport
     from slipstream.learn.learners.floor import DraftFloor
-    from slipstream.learn.records import ServedRecord
-    from slipstream.learn.replay import ReplayedRound, ReplayReport
+    from slipstream.learn.records.served import ServedRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,11 @@ def replay(flags: ReplayFlags) -> None:
 
     The answers are the same with any draft, so each version's drafts on them are known, not estimated.
     """
-    from slipstream.learn.judge import JudgeOptions
+    from slipstream.learn.decisions.judge import JudgeOptions
+    from slipstream.learn.decisions.replay import ReplayOptions
+    from slipstream.learn.decisions.replay import replay as run
+    from slipstream.learn.learners.learner_options import LearnerOptions
     from slipstream.learn.learners.registry import learner_for, make_learner
-    from slipstream.learn.options import LearnerOptions
-    from slipstream.learn.replay import ReplayOptions
-    from slipstream.learn.replay import replay as run
 
     if flags.output is not None:
         check_file(flags.output, flags.overwrite, "--output")
@@ -120,7 +120,7 @@ def replay(flags: ReplayFlags) -> None:
 
 
 def _records(flags: ReplayFlags) -> list[ServedRecord]:
-    from slipstream.learn.tracing import asked_trace, questions_of, served_trace
+    from slipstream.learn.capture.traces import asked_trace, questions_of, served_trace
 
     if Path(flags.trace).is_dir():
         return served_trace(Path(flags.trace))

@@ -27,7 +27,7 @@ from slipstream.serve.config import ServeConfig
 if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
     from slipstream.engine.async_engine import AsyncEngine
-    from slipstream.learn.retention import RetentionThread
+    from slipstream.learn.storage.retention import RetentionThread
     from slipstream.rpc.children import SocketChild
     from slipstream.serve.process.remote import RemoteEngine
 

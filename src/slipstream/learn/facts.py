@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.learn.loop import FLOOR
+from slipstream.learn.decisions.loop import FLOOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,25 +20,24 @@ from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.draft.methods import HEADS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.beside import run_beside
-from slipstream.learn.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture
-from slipstream.learn.costs import DraftCosts
-from slipstream.learn.disk_ring import DiskRing
-from slipstream.learn.events import EventLog
+from slipstream.learn.background.beside import run_beside
+from slipstream.learn.background.learner_process import LearnerProcess
+from slipstream.learn.background.pace import BESIDE_SHARE, LearnerPace
+from slipstream.learn.capture.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture, identity_of
+from slipstream.learn.decisions.draft_costs import DraftCosts
+from slipstream.learn.decisions.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.facts import LearnFacts
-from slipstream.learn.floor_versions import FloorVersions, floor_of
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.identity import identity_of
-from slipstream.learn.lane_keys import EVERYONES, LaneKey, LearnBy
 from slipstream.learn.learners.registry import learner_for
-from slipstream.learn.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
-from slipstream.learn.pace import BESIDE_SHARE, LearnerPace
-from slipstream.learn.privacy import PrivacyRules, belongs_to
-from slipstream.learn.process import LearnerProcess
-from slipstream.learn.records import TAPS, share_of, tenant_key
-from slipstream.learn.retention import Retention, RetentionThread
-from slipstream.learn.segments import RingIdentity
-from slipstream.learn.state import LearnLane, LearnState, StateFile
+from slipstream.learn.records.privacy import PrivacyRules, belongs_to
+from slipstream.learn.records.served import TAPS, share_of, tenant_key
+from slipstream.learn.storage.disk_ring import DiskRing
+from slipstream.learn.storage.events import EventLog
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.retention import Retention, RetentionThread
+from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.state import LearnLane, LearnState, StateFile
+from slipstream.learn.versions.lane_keys import EVERYONES, LaneKey, LearnBy
+from slipstream.learn.versions.loading import FloorVersions, floor_of
 from slipstream.models.cpu.threads import leaves_a_core
 
 T = TypeVar("T")

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream.learn.disk_ring import read_ring, ring_facts, ring_identity
-from slipstream.learn.events import EventLog
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.ring import RingFacts
-from slipstream.learn.segments import RingIdentity
-from slipstream.learn.state import LearnState, StateFile
-from slipstream.learn.versions import Version, VersionStore
+from slipstream.learn.storage.disk_ring import read_ring, ring_facts, ring_identity
+from slipstream.learn.storage.events import EventLog
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import RingFacts
+from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.state import LearnState, StateFile
+from slipstream.learn.versions.store import Version, VersionStore
 
 NUM_EVENTS = 10
 

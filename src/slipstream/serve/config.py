@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 
 from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
-from slipstream.learn.ages import seconds_of_age
-from slipstream.learn.lane_keys import LearnBy
+from slipstream.learn.background.pace import BESIDE_SHARE
 from slipstream.learn.learners.registry import LEARNERS
-from slipstream.learn.pace import BESIDE_SHARE
+from slipstream.learn.versions.lane_keys import LearnBy
 from slipstream.serve.tools.formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -211,3 +211,15 @@ class ServeConfig:
 
 
 SERVE_FIELDS = tuple(field.name for field in fields(ServeConfig))
+
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(h|hours?|d|days?)")
+
+
+def seconds_of_age(age: str) -> float:
+    """The seconds of an age such as `36h` or `30 days`; raises `ConfigError` for anything else."""
+    found = _AGE.fullmatch(age.strip().lower())
+    hours = float(found[1]) * (24 if found[2].startswith("d") else 1) if found else 0.0
+    if hours <= 0:
+        raise ConfigError(f"learn_max_age must be hours or days above 0, as in 36h or 30d, got {age!r}")
+    return hours * 3600

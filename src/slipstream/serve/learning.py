@@ -13,14 +13,13 @@ from prometheus_client.registry import Collector
 from slipstream.control.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
-from slipstream.learn.ages import seconds_of_age
 from slipstream.learn.facts import LearnFacts
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.retention import RetentionThread
+from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.retention import RetentionThread
 from slipstream.serve.auth import digest
-from slipstream.serve.config import ServeConfig
+from slipstream.serve.config import ServeConfig, seconds_of_age
 from slipstream.serve.process.remote import RemoteEngine
 
 FLOOR = "floor"

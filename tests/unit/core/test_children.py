@@ -15,7 +15,7 @@ import pytest
 import slipstream
 from benchmarks.deploy import local_replicas
 from slipstream.errors import DeployError
-from slipstream.learn.process import LearnerProcess
+from slipstream.learn.background.learner_process import LearnerProcess
 from slipstream.plan import process as plan_process
 from slipstream.rpc.children import child_environment, module_command
 from slipstream.sampling.grammars import trial

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from slipstream.errors import LearnError
-from slipstream.learn.batches import LearnBatch, batches
+from slipstream.learn.learners.batches import LearnBatch, batches
 from slipstream.learn.learners.floor import DraftFloor
-from slipstream.learn.objective import LearnLoss, learn_loss
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import ServedRecord
-from slipstream.learn.scoring import Scorer
+from slipstream.learn.learners.learner_options import LearnerOptions
+from slipstream.learn.learners.objective import LearnLoss, learn_loss
+from slipstream.learn.learners.scoring import Scorer
+from slipstream.learn.records.served import ServedRecord
 
 BeforeStep = Callable[[int, int], None]
 """(steps done, all steps): called before each step; it may wait, and what it raises ends the learning."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.model.correction import corrected
 from slipstream.errors import LearnError
-from slipstream.learn.batches import LearnBatch
 from slipstream.learn.learners.base import Learner, Tensors, hidden_logits
+from slipstream.learn.learners.batches import LearnBatch
 from slipstream.learn.learners.eagle import EagleLearner, HeadScorer
-from slipstream.learn.scoring import ModelScorer, Scorer
+from slipstream.learn.learners.scoring import ModelScorer, Scorer
 
 
 class Corrective(nn.Module):

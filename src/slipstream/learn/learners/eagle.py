@@ -18,10 +18,10 @@ from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.learners.base import Learner, Tensors
 from slipstream.learn.learners.floor import DraftFloor
-from slipstream.learn.objective import LearnLoss, TargetRows, row_losses, weighted_loss
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.records import TAPS, ServedRecord
-from slipstream.learn.scoring import Hits, Scorer, drawn
+from slipstream.learn.learners.learner_options import LearnerOptions
+from slipstream.learn.learners.objective import LearnLoss, TargetRows, row_losses, weighted_loss
+from slipstream.learn.learners.scoring import Hits, Scorer, drawn
+from slipstream.learn.records.served import TAPS, ServedRecord
 from slipstream.models.huggingface import AutoConfig
 from slipstream.train.eagle_loss import TargetText, draft_states
 from slipstream.train.target import load_model

@@ -23,7 +23,7 @@ from slipstream.models.linear.packing import pack_linears
 from slipstream.train.target import check_plain_head, load_model
 
 _HIDDEN = -3e4
-"""Finite, as in `learn.batches`."""
+"""Finite, as in `learners.batches`."""
 
 
 @dataclass(frozen=True)

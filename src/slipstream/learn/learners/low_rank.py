@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from slipstream.errors import LearnError
 from slipstream.learn.learners.base import Learner, Tensors, write_checkpoint
-from slipstream.learn.scoring import ModelScorer, Scorer
+from slipstream.learn.learners.scoring import ModelScorer, Scorer
 
 _UP, _DOWN = ".up", ".down"
 

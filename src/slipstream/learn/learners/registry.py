@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import SpeculativeConfig, reject_unknown
 from slipstream.draft.methods import DRAFT_MODEL, HEADS, LAYER_SKIP, LEARNING, METHODS, OFF
 from slipstream.errors import ConfigError, LearnError
-from slipstream.learn.options import LearnerOptions
+from slipstream.learn.learners.learner_options import LearnerOptions
 
 if TYPE_CHECKING:
     from slipstream.learn.learners.base import Learner

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import LearnError
 from slipstream.learn.learners.base import Learner, Tensors, write_checkpoint
-from slipstream.learn.scoring import ModelScorer, Scorer
+from slipstream.learn.learners.scoring import ModelScorer, Scorer
 
 
 class WholeLearner(Learner):

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 
 from slipstream.errors import LearnError
-from slipstream.learn.folder import LearnFolder, write_whole
-from slipstream.learn.records import tenant_key, tenant_keys
+from slipstream.learn.records.served import tenant_key, tenant_keys
+from slipstream.learn.storage.folder import LearnFolder, write_whole
 
 
 class Forgotten:

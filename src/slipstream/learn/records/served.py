@@ -170,6 +170,22 @@ class ServedRecord:
         """Prompt and answer."""
         return np.concatenate([self.prompt_ids, self.token_ids])
 
+    def training_row(self) -> dict[str, Any]:
+        """The record as `slipstream train` reads it: `token_ids`, `answer_spans` and where it came from."""
+        prompt = len(self.prompt_ids)
+        return {
+            "task": self.task,
+            "source": "served",
+            "line": self.number,
+            "purpose": str(self.purpose),
+            "token_ids": self.text_ids.tolist(),
+            "answer_spans": [[prompt, prompt + len(self.token_ids)]],
+            "finish_reason": self.finish_reason,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "draft_version": self.draft_version,
+        }
+
     def encoded(self) -> bytes:
         """The record as bytes: a JSON head, then the arrays one after another, in little-endian order."""
         arrays = {"prompt_ids": self.prompt_ids, "token_ids": self.token_ids}

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.learn.learner_log import LearnerLog
-from slipstream.learn.worker import BEGUN, COSTS, KEEP
+from slipstream.learn.background.learner import BEGUN, COSTS, KEEP
+from slipstream.learn.storage.folder import write_whole
 from slipstream.rpc.children import child_environment, module_command
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ KILL_S = 1800.0
 """The same, after which it is killed."""
 _LONGEST_LOOK_S = 10.0
 """Between two calls of `watch` no more is counted as silence: this process itself may have been stopped."""
+MAX_LOG_BYTES = 2**20
+"""Bytes of the file that keeps what it writes on its standard error; beyond it the older half is dropped."""
+_MAX_LINE = 4096
 
 
 class LearnerProcess:
@@ -42,7 +45,7 @@ class LearnerProcess:
     def __init__(
         self,
         config: Mapping[str, Any],
-        module: str = "slipstream.learn.worker",
+        module: str = "slipstream.learn.background.learner",
         log: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -231,3 +234,34 @@ def _hang_up(process: subprocess.Popen[str]) -> None:
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
+
+
+class LearnerLog:
+    """`learner.log`, for its owner alone: why a learner died is read there.
+
+    What cannot be written is lost, since nothing waits for it.
+    """
+
+    def __init__(self, file: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+        self.file = file
+        self._max_bytes = max_bytes
+
+    def follow(self, stream: IO[str]) -> None:
+        """Keep what comes until the stream ends; it is always read to its end, so that no writer ever waits."""
+        with stream:
+            while text := stream.readline(_MAX_LINE):
+                try:
+                    self.add(text)
+                except OSError:
+                    continue
+
+    def add(self, text: str) -> None:
+        """Append a text; raises `OSError`."""
+        handle = os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        with os.fdopen(handle, "ab") as stream:
+            stream.write(text.encode("utf-8", "backslashreplace"))
+            size = stream.tell()
+        if size > self._max_bytes:
+            data = self.file.read_bytes()
+            half = len(data) - self._max_bytes // 2
+            write_whole(self.file, data[data.find(b"\n", half) + 1 or half :])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import CorruptVersionError, LearnError
-from slipstream.learn.folder import LearnFolder, sync_folder
-from slipstream.learn.forgotten import Forgotten
-from slipstream.learn.records import ServedRecord, tenant_keys
+from slipstream.learn.records.served import ServedRecord, tenant_keys
+from slipstream.learn.storage.folder import LearnFolder, sync_folder
+from slipstream.learn.storage.forgotten import Forgotten
 
 if TYPE_CHECKING:
     import torch
@@ -265,6 +265,18 @@ class VersionStore:
     def weights_file(self, version_id: str) -> Path:
         """Return where its weights are, for those who read them another way; `verify` first."""
         return self._path(version_id) / WEIGHTS
+
+    def export(self, version_id: str, output: Path) -> Version:
+        """Copy a version's tensors and its description to a folder, once its sha256 has been found right.
+
+        Raises as `get` does, and `OSError` where it cannot be written.
+        """
+        version = self.verify(version_id)
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.weights_file(version_id), output / WEIGHTS)
+        text = json.dumps(asdict(version), indent=1, ensure_ascii=False)
+        (output / ABOUT).write_text(text + "\n", encoding="utf-8")
+        return version
 
     def remove(self, version_id: str) -> None:
         """Delete a version for good; one that is not there is no error."""

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 from slipstream.errors import LearnError
-from slipstream.learn.ages import HOUR_S
-from slipstream.learn.disk_ring import remove_older
-from slipstream.learn.folder import LearnFolder
+from slipstream.learn.storage.disk_ring import remove_older
+from slipstream.learn.storage.folder import LearnFolder
 
 logger = logging.getLogger(__name__)
 
+HOUR_S = 3600.0
 _LOOKS = 24
 """Within the age itself."""
 RETRY_S = 60.0

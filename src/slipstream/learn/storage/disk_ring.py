@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.errors import CorruptRecordError, LearnError
-from slipstream.learn.folder import LearnFolder, write_whole
-from slipstream.learn.forgotten import Forgotten
-from slipstream.learn.privacy import belongs_to
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.ring import DEFAULT_BYTES, NUM_PARTS, RingFacts, check_bytes, is_wanted, too_large
-from slipstream.learn.segments import (
+from slipstream.learn.records.privacy import belongs_to
+from slipstream.learn.records.served import Purpose, ServedRecord
+from slipstream.learn.storage.folder import LearnFolder, write_whole
+from slipstream.learn.storage.forgotten import Forgotten
+from slipstream.learn.storage.ring import (
+    DEFAULT_BYTES,
+    NUM_PARTS,
+    RingFacts,
+    check_bytes,
+    is_wanted,
+    too_large,
+)
+from slipstream.learn.storage.segments import (
     FRAME_BYTES,
     Frame,
     RingIdentity,

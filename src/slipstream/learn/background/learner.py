@@ -1,8 +1,8 @@
 """The learner's process: reads the ring, trains a candidate, holds it against what serves, keeps it where it is faster.
 
-It is started by `learn.process`: one JSON object is its argument, lines on its standard input tell it what drafting
+It is started by `learner_process`: one JSON object is its argument, lines on its standard input tell it what drafting
 costs, and lines of JSON on its standard output tell what became of it. The server stops it at any instant and lets it
-go on (`learn.pace`). It ends with the server that started it.
+go on (`pace`). It ends with the server that started it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.core.bounded import BoundedDict
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.anchor import judging_parts, training_parts
-from slipstream.learn.disk_ring import read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.lane_keys import LaneKey, LearnBy
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.state import LearnState, StateFile
-from slipstream.learn.versions import DataWindow, Version, VersionStore
+from slipstream.learn.learners.learner_options import LearnerOptions
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.selection import judging_parts, training_parts
+from slipstream.learn.records.served import Purpose, ServedRecord
+from slipstream.learn.storage.disk_ring import read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import LearnState, StateFile
+from slipstream.learn.versions.lane_keys import LaneKey, LearnBy
+from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 
 if TYPE_CHECKING:
-    from slipstream.learn.judge import VersionVerdict
+    from slipstream.learn.decisions.judge import VersionVerdict
     from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
-    from slipstream.learn.scoring import Hits, Scorer
+    from slipstream.learn.learners.scoring import Hits, Scorer
 
 COSTS, KEEP = "costs", "keep"
 LEAST_URGENT = 19
@@ -235,7 +235,7 @@ class LearnWorker:
         self._candidate = _Candidate(key, learned, serving, window, recent[-1], made)
 
     def _judge(self, candidate: _Candidate, in_use: set[str]) -> None:
-        from slipstream.learn.judge import JudgeOptions, judge
+        from slipstream.learn.decisions.judge import JudgeOptions, judge
 
         held_out = [
             one for one in self._read(Purpose.JUDGE) if self._by.key_of(one.tenant, one.task) == candidate.key

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.errors import LearnError
-from slipstream.learn.objective import TargetRows
-from slipstream.learn.records import ServedRecord
+from slipstream.learn.learners.objective import TargetRows
+from slipstream.learn.records.served import ServedRecord
 
 _HIDDEN = -3e4
 """Finite, so that rows of padding do not become NaN."""

@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.types import FinishReason, Sequence, StepItem
+from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, RecordTooLargeError
-from slipstream.learn.checked import DEFAULT_BRANCH_ROWS, DEFAULT_WIDTH, StepRows, joined, reduced
+from slipstream.learn.capture.step_rows import DEFAULT_BRANCH_ROWS, DEFAULT_WIDTH, StepRows, joined, reduced
 from slipstream.learn.facts import CaptureFacts
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.records import JUDGE_SHARE, CheckedRows, ServedRecord, purpose_of
-from slipstream.learn.ring import Ring
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.served import JUDGE_SHARE, CheckedRows, ServedRecord, purpose_of
+from slipstream.learn.storage.ring import Ring
+from slipstream.learn.storage.segments import RingIdentity
 from slipstream.models.cpu import threads
+from slipstream.models.files.digest import digest_of, digest_of_model
 
 logger = logging.getLogger(__name__)
 
@@ -364,3 +367,17 @@ def _why_not(item: StepItem) -> str:
     if sequence.grammar is not None or params.logit_bias or params.bad_words:
         return "constrained"
     return "constrained" if params.allowed_token_ids is not None else ""
+
+
+def template_hash(tokenizer: Any) -> str:
+    """Return the hash of the chat template that prompts are wrapped in; a tokenizer without one has a hash too."""
+    template = getattr(tokenizer, "chat_template", None)
+    return digest_of(repr(template).encode("utf-8", "surrogatepass"))
+
+
+def identity_of(engine: Engine) -> RingIdentity:
+    """The loaded target, its adapter and tokenizer included, and its chat template."""
+    config = engine.config
+    return RingIdentity(
+        digest_of_model(config.model, config.tokenizer, config.lora), template_hash(engine.tokenizer)
+    )

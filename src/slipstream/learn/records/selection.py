@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from slipstream.learn.records import Purpose, ServedRecord
+from slipstream.learn.records.served import Purpose, ServedRecord
 
 
 def anchor_of(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CorruptRecordError, LearnError
-from slipstream.learn.folder import write_whole
+from slipstream.learn.storage.folder import write_whole
 
 FORMAT = 1
 SUFFIX = ".ring"

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from slipstream.errors import LearnError
-from slipstream.learn.folder import LearnFolder, write_whole
+from slipstream.learn.storage.folder import LearnFolder, write_whole
 
 MAX_BYTES = 4 * 2**20
 """Bytes of the file; beyond it the older half is dropped."""

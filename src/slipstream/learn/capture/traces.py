@@ -11,13 +11,12 @@ from slipstream.assets.workload.reading import read_workload
 from slipstream.core.types import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
-from slipstream.learn.capture import Capture
-from slipstream.learn.disk_ring import read_ring
-from slipstream.learn.folder import LearnFolder
-from slipstream.learn.identity import identity_of
-from slipstream.learn.privacy import PrivacyRules
-from slipstream.learn.records import ServedRecord
-from slipstream.learn.ring import MemoryRing
+from slipstream.learn.capture.capture import Capture, identity_of
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.served import ServedRecord
+from slipstream.learn.storage.disk_ring import read_ring
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import MemoryRing
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_conversation

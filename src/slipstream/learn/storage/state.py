@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from slipstream.errors import LearnError
-from slipstream.learn.folder import LearnFolder, write_whole
+from slipstream.learn.storage.folder import LearnFolder, write_whole
 
 FORMAT = 1
 NUM_PREVIOUS = 8

@@ -13,11 +13,11 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.errors import LearnError
-from slipstream.learn.anchor import judging_parts, split, training_parts
-from slipstream.learn.judge import JudgeOptions, judge
+from slipstream.learn.decisions.judge import JudgeOptions, judge
 from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.scoring import RedraftedAnswer, Scorer, replayed
+from slipstream.learn.learners.scoring import RedraftedAnswer, Scorer, replayed
+from slipstream.learn.records.selection import judging_parts, split, training_parts
+from slipstream.learn.records.served import Purpose, ServedRecord
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.types import ROOT, Proposal, StepItem
-from slipstream.learn.records import CheckedRows
+from slipstream.learn.records.served import CheckedRows
 
 DEFAULT_WIDTH = 32
 """Tokens that are kept of a row: 192 bytes."""

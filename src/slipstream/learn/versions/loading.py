@@ -12,12 +12,12 @@ from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.draft.methods import OWN_WEIGHTS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
-from slipstream.learn.folder import LearnFolder
 from slipstream.learn.learners.floor import DraftFloor, has_plain_head
+from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.options import LearnerOptions
-from slipstream.learn.state import LearnLane
-from slipstream.learn.versions import VersionStore
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.state import LearnLane
+from slipstream.learn.versions.store import VersionStore
 
 MAX_KNOWN = 1024
 """Versions of which is remembered on what drafter they were learned."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.errors import ConfigError, LearnError
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.scoring import RedraftedAnswer, Scorer, replayed
+from slipstream.learn.learners.scoring import RedraftedAnswer, Scorer, replayed
+from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.stats.betting import PairedTest
 
 ANCHOR = "anchor"

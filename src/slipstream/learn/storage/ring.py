@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.errors import LearnError, RecordTooLargeError
-from slipstream.learn.privacy import belongs_to
-from slipstream.learn.records import Purpose, ServedRecord
-from slipstream.learn.segments import RingIdentity
+from slipstream.learn.records.privacy import belongs_to
+from slipstream.learn.records.served import Purpose, ServedRecord
+from slipstream.learn.storage.segments import RingIdentity
 
 DEFAULT_BYTES = 256 * 2**20
 MIN_BYTES = 64 * 2**10

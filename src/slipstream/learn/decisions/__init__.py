@@ -1,0 +1,1 @@
+"""What decides on a version: the judge, the live comparison, and the operator."""

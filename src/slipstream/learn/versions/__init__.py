@@ -1,0 +1,1 @@
+"""Versions of a drafter's weights: on disk, in the drafter, and whose they are."""
