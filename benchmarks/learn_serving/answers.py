@@ -32,10 +32,10 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import LearnError
 from slipstream.learn.decisions import by_hand
 from slipstream.learn.decisions.by_hand import forget
-from slipstream.learn.storage.disk_ring import ring_identity
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import LearnState, StateFile
+from slipstream.learn.storage.ring import ring_identity
+from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.store import VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.serve.auth import digest
@@ -123,7 +123,7 @@ class Operator:
         def served(state: LearnState) -> LearnState:
             return state.with_lane(state.lane().promoted(version))
 
-        StateFile(self.folder).change(served)
+        StateStore(self.folder).change(served)
 
     def freeze(self) -> None:
         """Nothing may change."""

@@ -26,7 +26,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.learn.decisions import by_hand
 from slipstream.learn.session import LearnSession, SessionSettings
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
@@ -112,7 +112,7 @@ def damaged_on_disk(where: Path, place: Path, number: int) -> dict[str, Any]:
         return {
             "served_by_it": facts.by_version.get(version, (0, 0.0))[0],
             "alarm": ALARM in facts.faults,
-            "retired": version in StateFile(folder).read().retired,
+            "retired": version in StateStore(folder).read().retired,
         }
     finally:
         session.close()

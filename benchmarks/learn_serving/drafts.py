@@ -12,8 +12,8 @@ from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.ring import RingIdentity
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
 FLOOR_NOISE = 0.35
@@ -68,5 +68,5 @@ def add_version(
         tenant=tenant,
         figures={"judge": {"gain": PROMISE}},
     )
-    in_use = StateFile(folder).read().in_use
+    in_use = StateStore(folder).read().in_use
     return VersionStore(folder).add(version, shaken(noise, seed), in_use=in_use).id

@@ -18,10 +18,10 @@ from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import Answered, answer, answer_all, asked, open_client
 from slipstream.learn.background.learner_process import MAX_STARTS
 from slipstream.learn.decisions import by_hand
-from slipstream.learn.storage.disk_ring import read_ring, ring_identity
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.ring import read_ring, ring_identity
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import NUM_KEPT, VersionStore
 
 WORKER = {"min_records": 1, "num_steps": 6, "max_records": 48, "poll_s": 0.05, "niceness": 0}
@@ -147,7 +147,7 @@ class Crashes:
             if sum(one > version for one in there) < NUM_KEPT:
                 self.faults.append(f"{when}: version {version} is gone")
         self.versions |= there
-        lane = StateFile(self.folder).read().lane()
+        lane = StateStore(self.folder).read().lane()
         for name in (lane.serving, lane.canary):
             if name:
                 store.load(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -18,12 +19,10 @@ from pathlib import Path
 import safetensors.torch  # noqa: F401  # once, not in every child
 from learn_cases import some_record, some_tensors
 
-from slipstream.learn.storage.disk_ring import DiskRing, read_ring
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.ring import MIN_BYTES
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.ring import MIN_BYTES, Ring, RingIdentity, read_ring
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 
 NUM_KEPT = 4
@@ -32,7 +31,7 @@ Tell = Callable[[str], None]
 
 def serve(folder: LearnFolder, tell: Tell) -> None:
     """Append records as a server does."""
-    ring = DiskRing(folder, RingIdentity("model-a", "template-a"), MIN_BYTES)
+    ring = Ring(folder, RingIdentity("model-a", "template-a"), MIN_BYTES)
     number = ring.facts().last + 1
     while True:
         given = ring.append(some_record(number, num_tokens=number % 30))
@@ -43,7 +42,7 @@ def serve(folder: LearnFolder, tell: Tell) -> None:
 
 def learn(folder: LearnFolder, tell: Tell) -> None:
     """Add versions and promote them as a learner and a server do."""
-    store, states, log = VersionStore(folder, NUM_KEPT), StateFile(folder), EventLog(folder)
+    store, states, log = VersionStore(folder, NUM_KEPT), StateStore(folder), EventLog(folder)
     while True:
         read_s = time.time()
         records = list(read_ring(folder))[-3:]
@@ -87,7 +86,7 @@ def check(folder: LearnFolder, said: list[list[str]]) -> None:
     assert numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else True, numbers
     for number, record in records.items():
         assert record.encoded() == some_record(number, num_tokens=number % 30).encoded(), number
-    store, state = VersionStore(folder, NUM_KEPT), StateFile(folder).read()
+    store, state = VersionStore(folder, NUM_KEPT), StateStore(folder).read()
     assert store.faults() == {}
     there = [one.id for one in store.all()]
     for what, name in said:
@@ -110,6 +109,9 @@ def main(path: str, number: int, seed: int) -> None:
     said: list[list[str]] = []
     for instant in range(number):
         server, learner = start(serve, folder), start(learn, folder)
+        if instant % 2:  # the others may be killed before they have written anything
+            for _, pipe in (server, learner):
+                select.select([pipe], [], [])
         time.sleep(rng.uniform(0.002, 0.06))
         children = [server, learner]
         rng.shuffle(children)

@@ -26,9 +26,9 @@ from slipstream.learn.learners.registry import check_learns, make_learner
 from slipstream.learn.learners.scoring import replayed
 from slipstream.learn.records.served import ServedRecord
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.storage.disk_ring import read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.ring import read_ring
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
 DEPTH = 2
@@ -201,7 +201,7 @@ def test_a_version_waits_until_its_own_drafter_serves_again(tmp_path: Path) -> N
             assert session.facts().serving == lanes[-1]
             told = [one["event"] for one in session.facts().events]
             assert told == (["waits"] if exit_layer == 3 else [])
-            assert StateFile(LearnFolder(tmp_path)).read().retired == {}
+            assert StateStore(LearnFolder(tmp_path)).read().retired == {}
         finally:
             session.close()
             client.close()

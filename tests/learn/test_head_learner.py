@@ -24,8 +24,8 @@ from slipstream.learn.learners.registry import check_learns, make_learner
 from slipstream.learn.learners.scoring import replayed
 from slipstream.learn.records.served import TAPS, ServedRecord
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.storage.disk_ring import read_ring
 from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import read_ring
 from slipstream.learn.versions.store import Version, VersionStore
 
 DEPTH = 3

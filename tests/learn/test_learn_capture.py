@@ -19,9 +19,8 @@ from slipstream.learn.capture.capture import Capture, identity_of
 from slipstream.learn.capture.step_rows import StepRows, reduced, top_of
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import CheckedRows, ServedRecord
-from slipstream.learn.storage.disk_ring import DiskRing, read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.ring import MIN_BYTES, MemoryRing, Ring
+from slipstream.learn.storage.ring import MIN_BYTES, Ring, read_ring
 from slipstream.reasoning.options import StepOptions
 from slipstream.text.prompts import encode_chat
 
@@ -52,7 +51,7 @@ def make(llm: LLM) -> Iterator[MakeCapture]:
     made: list[Capture] = []
 
     def make(ring: Ring | None = None, rules: PrivacyRules | None = None, **options: Any) -> Capture:
-        ring = MemoryRing(identity_of(llm.engine)) if ring is None else ring
+        ring = Ring(None, identity_of(llm.engine)) if ring is None else ring
         made.append(Capture(ring, rules, **{"width": 8, "max_share": None, **options}))
         llm.engine.on_checked = made[-1].observe
         return made[-1]
@@ -156,7 +155,7 @@ def test_only_answers_that_ended_well_and_are_the_targets_own(llm: LLM, make: Ma
 def test_nothing_of_an_opted_out_tenant_is_on_disk(llm: LLM, make: MakeCapture, tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path / "learn")
     rules = PrivacyRules.of(allowed=["acme/lawyer"], denied=["acme", "quiet"])
-    capture = make(DiskRing(folder, identity_of(llm.engine), 2**20), rules)
+    capture = make(Ring(folder, identity_of(llm.engine), 2**20), rules)
     secrets = {
         "acme": "The zebra password of acme is tangerine.",
         "acme/intern": "An intern of acme likes purple elephants.",
@@ -226,18 +225,17 @@ def test_rules(
 
 def test_a_full_disk_is_told_and_serving_goes_on(llm: LLM, make: MakeCapture, tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path / "learn")
-    capture = make(DiskRing(folder, identity_of(llm.engine), 2**20), retry_s=0.0)
+    capture = make(Ring(folder, identity_of(llm.engine), 2**20), retry_s=0.0)
     assert len(ask(llm, capture, "Name three rivers.")) == 1
-    [segment] = folder.ring.glob("*.ring")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = segment.stat().st_size
+    size = max(file.stat().st_size for file in folder.path.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, limits[1]))
     try:
         records = ask(llm, capture, "Name four rivers.")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(records) == 1
-    assert segment.stat().st_size == size, "the half of the second that was written is gone"
+    assert [one.number for one in read_ring(folder)] == [0], "of the half of the second nothing is read"
     assert "cannot write in" in capture.facts().fault
     assert capture.facts().num_skipped == {"cannot be written": 1}
     assert [one.number for one in ask(llm, capture, "Name five rivers.")] == [0, 1]
@@ -253,7 +251,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_given_back(llm: LLM, make: MakeCapture) -> None:
-    capture = make(MemoryRing(identity_of(llm.engine), MIN_BYTES), width=16)
+    capture = make(Ring(None, identity_of(llm.engine), MIN_BYTES), width=16)
     for number in range(15):
         ask(llm, capture, f"Name {number} rivers.")
     facts = capture.facts()
@@ -313,7 +311,7 @@ def test_rows_of_others_are_not_held(llm: LLM, make: MakeCapture, monkeypatch: p
 
 
 def test_an_answer_that_is_too_large_is_skipped_alone(llm: LLM, make: MakeCapture) -> None:
-    capture = make(MemoryRing(identity_of(llm.engine), MIN_BYTES))
+    capture = make(Ring(None, identity_of(llm.engine), MIN_BYTES))
     long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
     short = SamplingParams(temperature=0.0, max_tokens=4)
     assert ask(llm, capture, "Tell me a story.", params=long) == []

@@ -14,11 +14,9 @@ from typer.testing import CliRunner
 
 from slipstream.cli.main import app
 from slipstream.learn.records.served import Purpose
-from slipstream.learn.storage.disk_ring import DiskRing, read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.ring import MIN_BYTES
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.ring import MIN_BYTES, Ring, RingIdentity, read_ring
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 from slipstream.train.batches import read_documents
 
@@ -39,7 +37,7 @@ def told(*args: str) -> Any:
 def folder(tmp_path: Path) -> LearnFolder:
     """Twenty answers of two tenants, and three versions: two of alpha's, the last one of beta's alone."""
     folder = LearnFolder(tmp_path / "learn")
-    ring = DiskRing(folder, RingIdentity("model-a", "template-a"), MIN_BYTES)
+    ring = Ring(folder, RingIdentity("model-a", "template-a"), MIN_BYTES)
     for number in range(20):
         tenant = "beta" if number % 4 == 3 else "alpha"
         ring.append(some_record(number, tenant=tenant, task="sql", num_steps=3, draft_version=""))
@@ -87,7 +85,7 @@ def test_status_and_versions(folder: LearnFolder) -> None:
 
 def test_promote_rollback_and_freeze(folder: LearnFolder) -> None:
     path, (first, second, betas) = str(folder.path), ids(folder)
-    states = StateFile(folder)
+    states = StateStore(folder)
     for name in (first, second):
         assert run("promote", path, name)[0] == 0
     assert run("rollback", path)[1] == f"{first} serves everyone\n"
@@ -109,12 +107,12 @@ def test_damaged_retired_and_foreign_versions_are_not_promoted(folder: LearnFold
     file = VersionStore(folder).weights_file(first)
     file.write_bytes(b"")
     assert "is damaged" in run("promote", path, first)[2]
-    StateFile(folder).change(lambda state: state.retire({second: "slower than promised"}))
+    StateStore(folder).change(lambda state: state.retire({second: "slower than promised"}))
     assert f"version '{second}' is retired: slower than promised" in run("promote", path, second)[2]
     foreign = VersionStore(folder).add(Version("whole", "model-b", "template-a", "floor-a"), some_tensors())
     assert "is of another model" in run("promote", path, foreign.id)[2]
     assert "there is no version 'v000099-x'" in run("promote", path, "v000099-x")[2]
-    assert StateFile(folder).read().lane().serving == ""
+    assert StateStore(folder).read().lane().serving == ""
 
 
 def test_forget_retires_what_learned_from_the_tenant(folder: LearnFolder) -> None:
@@ -123,14 +121,14 @@ def test_forget_retires_what_learned_from_the_tenant(folder: LearnFolder) -> Non
         run("promote", path, name)
     gone = told("forget", path, "--tenant", "beta")
     assert gone == {"num_records": 5, "versions": [betas]}
-    state = StateFile(folder).read()
+    state = StateStore(folder).read()
     assert [one.key for one in state.lanes] == [(None, None)]
     assert (state.lane().serving, list(state.retired)) == (second, [betas])
     assert state.rebuild_since_s > 0
     assert ids(folder) == [first, second]
     assert told("status", path)["by_tenant"] == {"alpha": 15}
     gone = told("forget", path, "--tenant", "alpha")
-    assert (gone["num_records"], StateFile(folder).read().lane().serving) == (15, "")
+    assert (gone["num_records"], StateStore(folder).read().lane().serving) == (15, "")
     assert ids(folder) == []
     for file in folder.path.rglob("*"):
         if file.is_file():
@@ -141,7 +139,7 @@ def test_forget_retires_what_learned_from_the_tenant(folder: LearnFolder) -> Non
 
 
 def test_one_answer_is_counted_as_one(tmp_path: Path) -> None:
-    ring = DiskRing(LearnFolder(tmp_path), RingIdentity("model-a", "template-a"), MIN_BYTES)
+    ring = Ring(LearnFolder(tmp_path), RingIdentity("model-a", "template-a"), MIN_BYTES)
     ring.append(some_record(1, tenant="alpha", task="sql", num_steps=3, draft_version=""))
     ring.close()
     assert "1 answer, " in run("status", str(tmp_path))[1]
@@ -182,4 +180,4 @@ def test_a_folder_without_learning_is_refused(tmp_path: Path) -> None:
     for verb in (["status"], ["versions"], ["freeze"], ["rollback"], ["forget", "--tenant", "a"]):
         code, _, error = run(verb[0], str(tmp_path), *verb[1:])
         assert code == 2
-        assert "is no folder of slipstream serve --learn: it has neither ring nor state.json" in error
+        assert "is no folder of slipstream serve --learn: it has no learn.sqlite" in error

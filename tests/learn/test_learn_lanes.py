@@ -33,10 +33,9 @@ from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import Purpose, tenant_keys
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.storage.disk_ring import DiskRing
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.ring import Ring, RingIdentity
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.lane_keys import EVERYONES, LearnBy
 from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.sampling.params import SamplingParams
@@ -143,7 +142,7 @@ def worker_on(
 
 def ring_of(folder: Path, answers: list[tuple[str, str]]) -> None:
     """Forty answers of each tenant and task."""
-    ring = DiskRing(LearnFolder(folder), RingIdentity("model-a", "template-a"), 2**24)
+    ring = Ring(LearnFolder(folder), RingIdentity("model-a", "template-a"), 2**24)
     for number in range(40 * len(answers)):
         tenant, task = answers[number % len(answers)]
         purpose = Purpose.JUDGE if number // len(answers) % 2 else Purpose.TRAIN
@@ -186,7 +185,7 @@ def test_a_tasks_version_goes_on_from_what_serves_the_task(
     made.turn()
     [found] = told(capsys, "candidate")
     assert found["task"] == "sql"
-    StateFile(LearnFolder(tmp_path)).change(
+    StateStore(LearnFolder(tmp_path)).change(
         lambda state: state.with_lane(state.lane(None, "sql").promoted(found["version"]))
     )
     made.turn()
@@ -237,7 +236,7 @@ class ForgetfulScorer:
 
 def shifted_ring(folder: Path, first: int, tasks: list[str]) -> None:
     """An answer of each of `tasks` in turn to learn from and one held out."""
-    ring = DiskRing(LearnFolder(folder), RingIdentity("model-a", "template-a"), 2**24)
+    ring = Ring(LearnFolder(folder), RingIdentity("model-a", "template-a"), 2**24)
     for number, task in enumerate(tasks, first):
         for purpose in Purpose:
             name = f"{purpose}-{number}"
@@ -453,7 +452,7 @@ def test_a_tenants_corrective_layer_is_tried_on_its_own_requests_alone(
         texts = [[one.outputs[0].token_ids for one in found] for found in (theirs, others)]
         assert texts[0] == texts[1]
         assert "acme" not in json.dumps(session.facts().events)
-        assert StateFile(LearnFolder(tmp_path)).read().lane("acme").canary == version
+        assert StateStore(LearnFolder(tmp_path)).read().lane("acme").canary == version
         assert session.facts().own_lanes == 0
     finally:
         session.close()
@@ -465,7 +464,7 @@ def test_the_busiest_tenants_versions_are_loaded(client: AsyncEngine, tmp_path: 
     try:
         versions = {tenant: add_version(session, tmp_path, tenant) for tenant in ("acme", "beta")}
         for tenant, version in versions.items():
-            StateFile(LearnFolder(tmp_path)).change(
+            StateStore(LearnFolder(tmp_path)).change(
                 lambda state, tenant=tenant, version=version: state.with_lane(  # type: ignore[misc]
                     state.lane(tenant).promoted(version)
                 )

@@ -19,9 +19,8 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.monitor.alarms import AlarmKind, Alarms
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.learn.storage import folder as folders
-from slipstream.learn.storage.disk_ring import DiskRing, read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.ring import Ring, RingIdentity, read_ring
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import Learning
 
@@ -43,7 +42,7 @@ def below_a_file(path: Path, patch: pytest.MonkeyPatch) -> Path:
 
 
 def a_ring_of_another_model(path: Path, patch: pytest.MonkeyPatch) -> Path:
-    ring = DiskRing(LearnFolder(path), RingIdentity("model-a", "template-a"), 2**20)
+    ring = Ring(LearnFolder(path), RingIdentity("model-a", "template-a"), 2**20)
     ring.append(some_record())
     ring.close()
     return path
@@ -74,7 +73,7 @@ def damaged_state(path: Path, patch: pytest.MonkeyPatch) -> Path:
 
 def test_old_answers_are_deleted_where_nothing_can_be_learned(client: AsyncEngine, tmp_path: Path) -> None:
     path = tmp_path / "learn"
-    ring = DiskRing(LearnFolder(path), RingIdentity("model-a", "template-a"), 2**20)
+    ring = Ring(LearnFolder(path), RingIdentity("model-a", "template-a"), 2**20)
     ring.append(some_record(0))
     ring.append(some_record(1, created_s=(now_s := time.time())))
     ring.close()

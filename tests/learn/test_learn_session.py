@@ -27,7 +27,7 @@ from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import StateFile
+from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.text.prompts import encode_chat
@@ -144,11 +144,13 @@ def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngi
         version = add_version(session, tmp_path, 0.0)
         file = VersionStore(LearnFolder(tmp_path)).weights_file(version)
         file.write_bytes(file.read_bytes()[:-1] + b"?")  # before the session can have read it
-        StateFile(LearnFolder(tmp_path)).change(lambda state: state.with_lane(state.lane().promoted(version)))
+        StateStore(LearnFolder(tmp_path)).change(
+            lambda state: state.with_lane(state.lane().promoted(version))
+        )
         wait_until(lambda: "version_rolled_back" in session.facts().faults)
         assert session.lanes == [""]
         assert {one.metrics.draft_version for one in answers(client, range(3))} == {""}
-        assert version in StateFile(LearnFolder(tmp_path)).read().retired
+        assert version in StateStore(LearnFolder(tmp_path)).read().retired
     finally:
         session.close()
 
@@ -237,7 +239,7 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
     finally:
         session.close()
         client.close()
-    assert replace(StateFile(LearnFolder(folder)).read().lane()).serving == facts.serving
+    assert replace(StateStore(LearnFolder(folder)).read().lane()).serving == facts.serving
 
 
 def test_whatever_fails_as_learning_begins_serving_goes_on(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,11 +17,10 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.capture.capture import identity_of
 from slipstream.learn.session import LearnSession, SessionSettings
-from slipstream.learn.storage.disk_ring import DiskRing, read_ring, remove_older
+from slipstream.learn.storage.database import LearnDatabase
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import RETRY_S, Retention
-from slipstream.learn.storage.ring import MIN_BYTES
-from slipstream.learn.storage.segments import RingIdentity, segment_files
+from slipstream.learn.storage.ring import MIN_BYTES, Ring, RingIdentity, read_ring, remove_older
 from slipstream.serve.config import ServeConfig, seconds_of_age
 
 IDENTITY = RingIdentity("model-a", "template-a")
@@ -36,13 +34,13 @@ def folder(tmp_path: Path) -> LearnFolder:
 
 
 @pytest.fixture
-def ring(folder: LearnFolder) -> Iterator[DiskRing]:
-    made = DiskRing(folder, IDENTITY, MIN_BYTES)
+def ring(folder: LearnFolder) -> Iterator[Ring]:
+    made = Ring(folder, IDENTITY, MIN_BYTES)
     yield made
     made.close()
 
 
-def fill(ring: DiskRing, numbers: range) -> None:
+def fill(ring: Ring, numbers: range) -> None:
     """A record each second from the thousandth on; those before the twentieth have the secret."""
     for number in numbers:
         prompt = {"prompt_ids": np.frombuffer(SECRET, np.int32)} if number < 20 else {}
@@ -53,11 +51,8 @@ def has_secret(folder: LearnFolder) -> bool:
     return any(SECRET[:16] in file.read_bytes() for file in folder.path.rglob("*") if file.is_file())
 
 
-def test_what_is_too_old_is_nowhere_on_disk_and_the_writer_goes_on(
-    folder: LearnFolder, ring: DiskRing
-) -> None:
+def test_what_is_too_old_is_nowhere_on_disk_and_the_writer_goes_on(folder: LearnFolder, ring: Ring) -> None:
     fill(ring, range(40))
-    assert len(segment_files(folder.ring)) > 2
     assert has_secret(folder)
     assert remove_older(folder, 1020.0) == 20
     assert not has_secret(folder)
@@ -66,11 +61,10 @@ def test_what_is_too_old_is_nowhere_on_disk_and_the_writer_goes_on(
     assert ring.append(some_record(40)) == 40
     assert remove_older(folder, 2000.0) == 21
     assert list(ring.read()) == []
-    assert len(segment_files(folder.ring)) == 1, "empty ones do not pile up"
     assert ring.append(some_record(41)) == 41, "numbers count on"
 
 
-def test_all_segments_are_looked_at(folder: LearnFolder, ring: DiskRing) -> None:
+def test_the_order_in_which_answers_ended_does_not_matter(folder: LearnFolder, ring: Ring) -> None:
     fill(ring, range(20, 40))
     fill(ring, range(20))  # those that took longest are written last
     assert remove_older(folder, 1020.0) == 20
@@ -78,7 +72,7 @@ def test_all_segments_are_looked_at(folder: LearnFolder, ring: DiskRing) -> None
     assert [one.created_s for one in ring.read()] == [1000.0 + number for number in range(20, 40)]
 
 
-def test_an_answer_of_a_clock_that_ran_ahead_is_too_old(folder: LearnFolder, ring: DiskRing) -> None:
+def test_an_answer_of_a_clock_that_ran_ahead_is_too_old(folder: LearnFolder, ring: Ring) -> None:
     fill(ring, range(2))
     ring.append(some_record(2, created_s=4e9))
     assert remove_older(folder, 1000.0) == 1
@@ -87,33 +81,9 @@ def test_an_answer_of_a_clock_that_ran_ahead_is_too_old(folder: LearnFolder, rin
     assert remove_older(folder, 1000.0, now_s=1002.0) == 1, "by the clock of the caller"
 
 
-def test_a_segment_that_cannot_be_read_goes_when_it_is_too_old(folder: LearnFolder, ring: DiskRing) -> None:
-    fill(ring, range(40))
-    first, *_, last = segment_files(folder.ring)
-    for file in (first, last):
-        data = bytearray(file.read_bytes())
-        data[data.index(b"\n") + 1] ^= 4  # the mark of the first record
-        file.write_bytes(data)
-        os.utime(file, (5000.0, 5000.0))
-    assert remove_older(folder, 900.0) == 0
-    assert has_secret(folder), "it is not known to be too old"
-    assert first.exists()
-    remove_older(folder, 5001.0)
-    assert not first.exists()
-    assert last.exists(), "it says which numbers were given"
-
-
-def test_one_segment_that_cannot_be_read_keeps_no_other(folder: LearnFolder, ring: DiskRing) -> None:
-    fill(ring, range(40))
-    (folder.ring / "00.ring").mkdir()
-    with pytest.raises(LearnError, match=r"cannot read .*00\.ring"):
-        remove_older(folder, 1020.0)
-    assert not has_secret(folder)
-
-
 def test_it_looks_now_and_then_and_tells_what_hinders_it(
     folder: LearnFolder,
-    ring: DiskRing,
+    ring: Ring,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -125,7 +95,7 @@ def test_it_looks_now_and_then_and_tells_what_hinders_it(
     assert retention.look() == 10
     now_s += 0.9 * HOUR_S
     assert retention.look() == 0, "it looked less than an hour ago"
-    monkeypatch.setattr("slipstream.learn.storage.disk_ring.remove_frames", refused)
+    monkeypatch.setattr(LearnDatabase, "writing", refused)
     now_s += 0.2 * HOUR_S
     assert retention.look() == 0
     assert retention.fault.startswith("answers that are too old cannot be deleted: cannot write in")
@@ -143,8 +113,8 @@ def test_it_looks_now_and_then_and_tells_what_hinders_it(
     assert retention.look() == 0
 
 
-def refused(*_: object) -> int:
-    raise OSError(30, "Read-only file system")
+def refused(self: LearnDatabase) -> Iterator[None]:
+    raise LearnError("cannot write in 'learn': Read-only file system")
 
 
 def test_a_server_deletes_what_is_too_old_before_it_learns(folder: LearnFolder) -> None:
@@ -153,7 +123,7 @@ def test_a_server_deletes_what_is_too_old_before_it_learns(folder: LearnFolder) 
         engine=LLM(speculative_config={"method": "versions", "drafter": floor}, num_threads=1).engine
     )
     now_s = time.time()
-    ring = DiskRing(folder, identity := identity_of(client.engine), MIN_BYTES)
+    ring = Ring(folder, identity := identity_of(client.engine), MIN_BYTES)
     model, template = identity.model_hash, identity.template_hash
     ring.append(some_record(1, model_hash=model, template_hash=template))
     ring.append(some_record(2, model_hash=model, template_hash=template, created_s=now_s))

@@ -19,8 +19,8 @@ from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
-from slipstream.learn.storage.disk_ring import read_ring, ring_identity
 from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import read_ring, ring_identity
 from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.rpc.frames import LENGTH_BYTES
 from slipstream.serve.auth import digest

@@ -27,9 +27,8 @@ from slipstream.cli.main import app
 from slipstream.cli.serve import SERVER
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.learn.records.served import ServedRecord
-from slipstream.learn.storage.disk_ring import DiskRing, read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.ring import Ring, RingIdentity, read_ring
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.learning import retention_beside
 
@@ -235,7 +234,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]
 @pytest.mark.timeout(900)
 def test_a_drafter_that_cannot_learn_serves_and_deletes_old_answers_all_the_same(tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path / "learn")
-    ring = DiskRing(folder, RingIdentity("model", "template"), 2**20)
+    ring = Ring(folder, RingIdentity("model", "template"), 2**20)
     none = np.zeros(0, np.int32)
     for number, began_s in enumerate((1000.0, time.time())):
         ring.append(ServedRecord(f"{number}", "model", "template", none, none, created_s=began_s))

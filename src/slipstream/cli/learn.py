@@ -143,12 +143,12 @@ def status(flags: LearnFlags) -> None:
 @with_flags
 def versions(flags: VersionsFlags) -> None:
     """List the versions on disk with their parents, data, figures and hash."""
-    from slipstream.learn.storage.state import StateFile
+    from slipstream.learn.storage.state import StateStore
     from slipstream.learn.versions.store import VersionStore
 
     where = _folder(flags.folder)
     where.check()
-    store, state = VersionStore(where), StateFile(where).read()
+    store, state = VersionStore(where), StateStore(where).read()
     found = store.all()
     faults = (
         store.faults() if flags.verify else dict.fromkeys(store.unreadable(), "its description is damaged")
@@ -218,7 +218,7 @@ def forget(flags: ForgetFlags) -> None:
 def export(flags: LearnExportFlags) -> None:
     """Write a version's tensors, or the records as training data, to where others can use them."""
     from slipstream.learn.records.served import Purpose
-    from slipstream.learn.storage.disk_ring import read_ring
+    from slipstream.learn.storage.ring import read_ring
     from slipstream.learn.versions.store import ABOUT, WEIGHTS, VersionStore
 
     if (flags.version is None) != flags.records:

@@ -30,12 +30,11 @@ from slipstream.learn.facts import LearnFacts
 from slipstream.learn.learners.registry import learner_for
 from slipstream.learn.records.privacy import PrivacyRules, belongs_to
 from slipstream.learn.records.served import TAPS, share_of, tenant_key
-from slipstream.learn.storage.disk_ring import DiskRing
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import Retention, RetentionThread
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import LearnLane, LearnState, StateFile
+from slipstream.learn.storage.ring import Ring, RingIdentity
+from slipstream.learn.storage.state import LearnLane, LearnState, StateStore
 from slipstream.learn.versions.lane_keys import EVERYONES, LaneKey, LearnBy
 from slipstream.learn.versions.loading import FloorVersions, floor_of
 from slipstream.models.cpu.threads import leaves_a_core
@@ -117,16 +116,16 @@ class LearnSession:
         self._most = depth + 1
         self._learner = name
         self._folder = LearnFolder(settings.folder)
-        self._ring = DiskRing(self._folder, identity_of(engine), settings.max_bytes)
+        self._ring = Ring(self._folder, identity_of(engine), settings.max_bytes)
         self._retention = Retention(self._folder, settings.max_age_s)
         self._retention.look()  # before anything is learned
-        self._state_file = StateFile(self._folder)
+        self._states = StateStore(self._folder)
         self._log = EventLog(self._folder)
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
         self._versions = FloorVersions(self._drafter, floor, self._folder, depth, self._tell_waiting)
-        self._state = self._state_file.read()
+        self._state = self._states.read()
         self._loops: dict[LaneKey, LaneLoop] = {EVERYONES: self._loop_of(self._state.lane())}
         for lane in self._state.lanes:
             if settings.by.learns(lane.key):
@@ -268,9 +267,10 @@ class LearnSession:
         if not self.process.pid:
             self._keeping.close()
         self._retention.look()
+        self._ring.tidy(self._pace.running)
         self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
         self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
-        state = self._state_file.read()
+        state = self._states.read()
         if state.number != self._state.number:
             self._follow(state)
         elif set(self._wanted(state)) != self._loaded:
@@ -403,7 +403,7 @@ class LearnSession:
                 self._faults["version_rolled_back"] = f"version {version} was rolled back: {decision.reason}"
                 logger.warning("learning: %s", self._faults["version_rolled_back"])
         try:
-            state = self._state_file.change(changed)
+            state = self._states.change(changed)
         except LearnError as error:  # a full disk: what serves must follow all the same
             self._faults["learning_failed"] = str(error)
             state = changed(self._state)
@@ -427,7 +427,7 @@ class LearnSession:
                 self._faults["version_rolled_back"] = f"version {version} is not served: {why}"
             for loop in self._loops.values():
                 loop.retire(set(damaged))
-            state = self._state_file.change(partial(_without, damaged))
+            state = self._states.change(partial(_without, damaged))
 
     def _enter(self, state: LearnState) -> dict[str, str]:
         """Load what is wanted and is not there, and have it enter; returns what could not be loaded, and why."""

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream.learn.storage.disk_ring import read_ring, ring_facts, ring_identity
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.ring import RingFacts
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import LearnState, StateFile
+from slipstream.learn.storage.ring import RingFacts, RingIdentity, read_ring, ring_facts, ring_identity
+from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
 NUM_EVENTS = 10
@@ -61,7 +59,7 @@ class LearnStatus:
             dict(tenants.most_common()),
             dict(tasks.most_common()),
             {name: tokens[name] / steps[name] for name in tokens if steps[name]},
-            StateFile(folder).read(),
+            StateStore(folder).read(),
             tuple(store.all()),
             tuple(store.unreadable()),
             tuple(EventLog(folder).read(NUM_EVENTS)),

@@ -27,9 +27,9 @@ from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.selection import judging_parts, training_parts
 from slipstream.learn.records.served import Purpose, ServedRecord
-from slipstream.learn.storage.disk_ring import read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import LearnState, StateFile
+from slipstream.learn.storage.ring import read_ring
+from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.lane_keys import LaneKey, LearnBy
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 
@@ -169,7 +169,7 @@ class LearnWorker:
         self.config, self.server = config, server
         self._folder = LearnFolder(Path(config.folder))
         self._store = VersionStore(self._folder)
-        self._state = StateFile(self._folder)
+        self._state = StateStore(self._folder)
         options = LearnerOptions(depth=config.depth, num_steps=config.num_steps)
         self._learner: Learner = make_learner(config.learner, DraftFloor(**config.floor), options)
         self._by = LearnBy(config.by)

@@ -21,8 +21,7 @@ from slipstream.learn.capture.step_rows import DEFAULT_BRANCH_ROWS, DEFAULT_WIDT
 from slipstream.learn.facts import CaptureFacts
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import JUDGE_SHARE, CheckedRows, ServedRecord, purpose_of
-from slipstream.learn.storage.ring import Ring
-from slipstream.learn.storage.segments import RingIdentity
+from slipstream.learn.storage.ring import Ring, RingIdentity
 from slipstream.models.cpu import threads
 from slipstream.models.files.digest import digest_of, digest_of_model
 

@@ -14,9 +14,8 @@ from slipstream.errors import LearnError
 from slipstream.learn.capture.capture import Capture, identity_of
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import ServedRecord
-from slipstream.learn.storage.disk_ring import read_ring
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.ring import MemoryRing
+from slipstream.learn.storage.ring import Ring, read_ring
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import encode_conversation
@@ -42,7 +41,7 @@ def asked_trace(
 ) -> list[ServedRecord]:
     """Have `engine` answer (task, messages) in order, captured as a server would; prompts that are too long are left
     out. Answers that were not captured are missing from the trace."""
-    ring = MemoryRing(identity_of(engine), 2**33)
+    ring = Ring(None, identity_of(engine), 2**33)
     capture = Capture(ring, PrivacyRules(), max_share=None)  # a trace needs every answer
     engine.on_checked = capture.observe
     try:

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from slipstream.errors import LearnError
 from slipstream.learn.records.privacy import belongs_to
 from slipstream.learn.records.served import tenant_key
-from slipstream.learn.storage.disk_ring import remove_from_ring, ring_identity
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.forgotten import Forgotten
-from slipstream.learn.storage.segments import RingIdentity
-from slipstream.learn.storage.state import LearnLane, LearnState, StateFile
+from slipstream.learn.storage.ring import RingIdentity, forget_records, ring_identity
+from slipstream.learn.storage.state import LearnLane, LearnState, StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
 FLOOR = "floor"
@@ -24,7 +22,7 @@ FLOOR = "floor"
 
 def freeze(folder: LearnFolder, frozen: bool) -> LearnState:
     """Let nothing be trained, tried or promoted any more, or let it again; what serves goes on serving."""
-    state = StateFile(folder).change(lambda state: replace(state, frozen=frozen))
+    state = StateStore(folder).change(lambda state: replace(state, frozen=frozen))
     EventLog(folder).add("frozen" if frozen else "thawed", by="hand")
     return state
 
@@ -53,7 +51,7 @@ def promote(
             raise LearnError(f"version {version_id!r} is retired: {state.retired[version_id]}")
         return state.with_lane(state.lane(tenant, task).promoted("" if version is None else version.id))
 
-    lane = StateFile(folder).change(promoted).lane(tenant, task)
+    lane = StateStore(folder).change(promoted).lane(tenant, task)
     _log(folder, "promoted", lane)
     return lane
 
@@ -70,7 +68,7 @@ def roll_back(folder: LearnFolder, tenant: str | None = None, task: str | None =
             lane.rolled_back() if lane.canary is None else replace(lane, canary=None, canary_share=0.0)
         )
 
-    lane = StateFile(folder).change(rolled_back).lane(tenant, task)
+    lane = StateStore(folder).change(rolled_back).lane(tenant, task)
     _log(folder, "rolled back", lane)
     return lane
 
@@ -98,8 +96,7 @@ def forget(folder: LearnFolder, tenant: str) -> Forgetting:
     read. Raises `LearnError` where something cannot be written.
     """
     key = tenant_key(tenant)
-    Forgotten(folder).add(tenant)
-    num_records = remove_from_ring(folder, tenant)
+    num_records = forget_records(folder, tenant)
 
     def learned_from_it(version: Version) -> bool:
         return key in version.taught_by or (version.tenant is not None and belongs_to(version.tenant, tenant))
@@ -114,8 +111,7 @@ def forget(folder: LearnFolder, tenant: str) -> Forgetting:
                 return state
             return replace(state, lanes=lanes, rebuild_since_s=time.time())
 
-        if versions or folder.state.is_file():
-            StateFile(folder).change(without)
+        StateStore(folder).change(without)
 
     store = VersionStore(folder)
     gone = store.remove_where(learned_from_it, retire)

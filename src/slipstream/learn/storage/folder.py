@@ -13,76 +13,86 @@ from slipstream.errors import LearnError
 
 
 class LearnFolder:
-    """`ring/`, `versions/`, `state.json`, `events.jsonl`, `forgotten.json`, `learner.log` below one path.
+    """`learn.sqlite`, `versions/` and `learner.log` below one path.
 
-    Readers need no lock: every file is replaced as a whole or appended to. Writers of several processes, such as a
-    server, its learner and `slipstream learn forget`, exclude each other by `lock`.
+    `storage.database` reads and writes the first. Those who write versions, such as a learner and `slipstream learn
+    forget`, exclude each other by `lock`; readers need none, since a version is there whole or not at all.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ring = path / "ring"
+        self.database = path / "learn.sqlite"
         self.versions = path / "versions"
-        self.state = path / "state.json"
-        self.events = path / "events.jsonl"
-        self.forgotten = path / "forgotten.json"
         self.learner_log = path / "learner.log"
         self.lanes = path / "lanes"
         """Checkpoints of versions while a server loads them."""
 
+    @property
+    def old_files(self) -> list[Path]:
+        """What a release before the database left here."""
+        names = ("ring", "state.json", "events.jsonl", "forgotten.json")
+        return [file for name in names if (file := self.path / name).exists()]
+
     def create(self) -> None:
         """Make the folder for its owner alone; raises `LearnError` where nothing can be written there."""
         try:
-            for folder in (self.path, self.ring, self.versions):
+            for folder in (self.path, self.versions):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.lock("state"):
+            with self.lock("versions"):
                 pass
         except OSError as error:
             raise self.unwritable(error) from None
 
     def check(self) -> None:
         """Raise `LearnError` unless a server has learned here."""
-        if not self.ring.is_dir() and not self.state.is_file():
+        if not self.database.is_file() and not self.old_files:
             raise LearnError(
-                f"{str(self.path)!r} is no folder of slipstream serve --learn: it has neither ring nor state.json"
+                f"{str(self.path)!r} is no folder of slipstream serve --learn: it has no {self.database.name}"
             )
 
     @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[None]:
-        """Exclude other threads and processes from what `name` guards: ring, versions or state. Not re-entrant."""
+    def lock(self, name: str, *, waits: bool = True) -> Iterator[None]:
+        """Exclude other threads and processes from what `name` guards. Not re-entrant. Raises `BlockingIOError` where
+        it is taken and the caller does not wait."""
         handle = os.open(self.path / f".{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         finally:
             os.close(handle)  # which releases the lock, as does the death of the process
 
+    @contextlib.contextmanager
+    def held_by_one_server(self) -> Iterator[None]:
+        """Be the one who adds records; raises `LearnError` where another process is."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self.lock("writer", waits=False))
+            except BlockingIOError:
+                raise LearnError(
+                    f"another server learns in {str(self.path)!r}; give --learn a folder of this one's own"
+                ) from None
+            yield
+
     def clear_leftovers(self) -> None:
-        """Delete what writers who were killed left half written: of older records, versions and states.
+        """Delete what writers who were killed left half written: of older versions and logs.
 
         Where a writer is at work it is waited for. Raises `LearnError`.
         """
-        guarded = {
-            "ring": [(self.ring, ".*.tmp")],
-            "versions": [(self.versions, ".tmp-*")],
-            "state": [(self.path, ".state.json.*.tmp"), (self.path, ".forgotten.json.*.tmp")],
-            "events": [(self.path, ".events.jsonl.*.tmp"), (self.path, ".learner.log.*.tmp")],
-        }
         try:
-            for name, places in guarded.items():
-                with self.lock(name):
-                    for leftover in [one for place, pattern in places for one in place.glob(pattern)]:
-                        if leftover.is_dir():
-                            shutil.rmtree(leftover)
-                        else:
-                            leftover.unlink()
+            with self.lock("versions"):
+                for leftover in [*self.versions.glob(".tmp-*"), *self.path.glob(".*.tmp")]:
+                    if leftover.is_dir():
+                        shutil.rmtree(leftover)
+                    else:
+                        leftover.unlink(missing_ok=True)
         except OSError as error:
             raise self.unwritable(error) from None
 
-    def unwritable(self, error: OSError) -> LearnError:
+    def unwritable(self, error: Exception) -> LearnError:
         """What to tell where a write failed."""
+        why = getattr(error, "strerror", None) or error
         return LearnError(
-            f"cannot write in {str(self.path)!r}: {error.strerror or error}; give --learn a folder that can be written"
+            f"cannot write in {str(self.path)!r}: {why}; give --learn a folder that can be written"
         )
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from slipstream.errors import LearnError
-from slipstream.learn.storage.disk_ring import remove_older
 from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.ring import remove_older
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RetentionThread:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._folder.ring.is_dir():
+        if self._folder.versions.is_dir():
             with contextlib.suppress(LearnError):  # what hinders this hinders the deletion, which tells
                 self._folder.clear_leftovers()
         self._retention.look()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from slipstream.errors import LearnError
-from slipstream.learn.storage.folder import LearnFolder, write_whole
+from slipstream.learn.storage.database import LearnDatabase
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.tables import document, put_document
 
 FORMAT = 1
 NUM_PREVIOUS = 8
@@ -66,7 +69,7 @@ class LearnLane:
 
 @dataclass(frozen=True, slots=True)
 class LearnState:
-    """All of `state.json`."""
+    """All that is said of versions in use."""
 
     number: int = 0
     """Counts the changes, so that a reader sees that there was one."""
@@ -116,35 +119,35 @@ class LearnState:
             raise LearnError(f"it is damaged: {error}") from None
 
 
-class StateFile:
-    """`state.json`, replaced as a whole. Server, learner and `slipstream learn` change it, one after another."""
+class StateStore:
+    """The state of a folder. Server, learner and `slipstream learn` change it, one after another."""
 
     def __init__(self, folder: LearnFolder) -> None:
         self._folder = folder
+        self._database = LearnDatabase(folder)
 
     def read(self) -> LearnState:
-        """The state; that of a new server where there is no file. Raises `LearnError` for one that cannot be read."""
-        file = self._folder.state
-        try:
-            return LearnState.from_json(json.loads(file.read_bytes()))
-        except FileNotFoundError:
-            return LearnState()
-        except OSError as error:
-            raise LearnError(f"cannot read {str(file)!r}: {error.strerror}") from None
-        except (ValueError, LearnError) as error:
-            raise LearnError(f"{str(file)!r} cannot be used: {error}; remove it to serve the floor") from None
+        """The state; that of a new server where there is none. Raises `LearnError` for one that cannot be read."""
+        with self._database.reading() as connection:
+            return self._found(connection)
 
     def change(self, change: Callable[[LearnState], LearnState]) -> LearnState:
         """Replace the state by what `change` makes of it; returns that. Raises `LearnError`, and what `change` does."""
-        try:
-            with self._folder.lock("state"):
-                before = self.read()
-                after = change(before)
-                if after == before:
-                    return before
-                after = replace(after, number=before.number + 1)
-                text = json.dumps(after.as_json(), indent=1, ensure_ascii=False)
-                write_whole(self._folder.state, text.encode("utf-8") + b"\n")
-        except OSError as error:
-            raise self._folder.unwritable(error) from None
+        with self._database.writing() as connection:
+            before = self._found(connection)
+            after = change(before)
+            if after == before:
+                return before
+            after = replace(after, number=before.number + 1)
+            put_document(connection, "state", json.dumps(after.as_json()))
         return after
+
+    def _found(self, connection: sqlite3.Connection) -> LearnState:
+        text = document(connection, "state")
+        try:
+            return LearnState() if text is None else LearnState.from_json(json.loads(text))
+        except (ValueError, LearnError) as error:
+            file = str(self._folder.database)
+            raise LearnError(
+                f"the state in {file!r} cannot be used: {error}; remove it to serve the floor"
+            ) from None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.errors import CorruptVersionError, LearnError
 from slipstream.learn.records.served import ServedRecord, tenant_keys
 from slipstream.learn.storage.folder import LearnFolder, sync_folder
-from slipstream.learn.storage.forgotten import Forgotten
+from slipstream.learn.storage.ring import check_remembered
 
 if TYPE_CHECKING:
     import torch
@@ -158,12 +158,13 @@ class VersionStore:
         data = save({name: one.detach().contiguous().cpu() for name, one in tensors.items()})
         taught_by = set(version.window.tenants)
         with self._folder.lock("versions"):
-            forgotten = Forgotten(self._folder)
             if version.parent:
                 parent = self.get(version.parent)
-                forgotten.check(parent.taught_by, parent.created_s)  # it is about to be removed
+                check_remembered(
+                    self._folder, parent.taught_by, parent.created_s
+                )  # it is about to be removed
                 taught_by |= set(parent.taught_by)
-            forgotten.check(version.window.tenants, version.window.read_s)
+            check_remembered(self._folder, version.window.tenants, version.window.read_s)
             digest = hashlib.sha256(data).hexdigest()
             number = 1 + max((one.number for one in self.all()), default=self._last_number())
             version = replace(

@@ -1,0 +1,133 @@
+"""The database of a folder of learning: one SQLite file, which a server, its learner and `slipstream learn` share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.errors import LearnError
+from slipstream.learn.records.privacy import belongs_to
+from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.old_files import take_over
+from slipstream.learn.storage.tables import FORMAT, make_tables
+
+WAIT_S = 30.0
+"""How long one writer waits for another one."""
+
+
+class LearnDatabase:
+    """A folder's database, or one in memory that ends with the object. May be used by several threads.
+
+    It keeps a write-ahead log: who reads never makes a writer wait, and a process that is killed loses nothing that it
+    has committed. What is deleted is overwritten with zeros. A reader may be stopped at any instant
+    (`background.pace`), so every read is a short transaction; while one is stopped, the log grows (`empty_log`).
+    """
+
+    def __init__(self, folder: LearnFolder | None, *, stays_open: bool = False) -> None:
+        """`stays_open` keeps one connection for writes, until `close`; the log is then not synced at each commit, so
+        that where the machine loses power the last ones may be lost. Raises `LearnError`."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        if stays_open or folder is None:
+            with self._explained():
+                self._connection = self._connect()
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection on which each statement reads for itself; a database that is not there is empty."""
+        with self._explained():
+            if self._folder is None:
+                assert self._connection is not None
+                with self._lock:
+                    yield self._connection
+            else:
+                with contextlib.closing(self._connect(makes_it=False)) as connection:
+                    yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A connection in a transaction, which is committed at the end of the body, or undone where that raises."""
+        with self._explained(), self._lock, contextlib.ExitStack() as closing:
+            connection = self._connection
+            if connection is None:
+                connection = closing.enter_context(contextlib.closing(self._connect()))
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def empty_log(self, wait_s: float = 0.0) -> bool:
+        """Have the log's content in the file alone, and free pages given back: what was deleted is then nowhere.
+
+        False where a reader was in the way for `wait_s`.
+        """
+        if self._folder is None:
+            return True
+        with self._explained(), contextlib.closing(self._connect()) as connection:
+            connection.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
+            connection.execute(f"PRAGMA busy_timeout = {int(wait_s * 1000)}")
+            [is_busy, *_] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            return not is_busy
+
+    @property
+    def log_bytes(self) -> int:
+        """Size of the log."""
+        try:
+            return 0 if self._folder is None else Path(f"{self._folder.database}-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def close(self) -> None:
+        """Close the connection that stays open; one that is in memory stays as long as the object does."""
+        with self._lock:
+            if self._folder is not None and self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _connect(self, makes_it: bool = True) -> sqlite3.Connection:
+        folder = self._folder
+        is_there = folder is not None and (folder.database.exists() or bool(folder.old_files))
+        if folder is not None and (is_there or makes_it):
+            with contextlib.suppress(FileExistsError):  # SQLite would let others read it
+                os.close(os.open(folder.database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        target = str(folder.database) if folder is not None and (is_there or makes_it) else ":memory:"
+        connection = sqlite3.connect(target, WAIT_S, isolation_level=None, check_same_thread=False)
+        try:
+            connection.create_function("belongs_to", 2, belongs_to, deterministic=True)
+            connection.execute("PRAGMA secure_delete = ON").fetchall()
+            [found] = connection.execute("PRAGMA user_version").fetchone()
+            if found > FORMAT:
+                raise LearnError(
+                    f"{str(folder and folder.database)!r} was written by a later release of slipstream"
+                )
+            if found < FORMAT:
+                make_tables(connection)
+            if folder is not None and folder.old_files:
+                take_over(connection, folder)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            if self._folder is None:
+                raise LearnError(f"records cannot be kept in memory: {error}") from None
+            if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+                raise LearnError(
+                    f"{str(self._folder.database)!r} is damaged: {error}; remove it to serve the floor"
+                ) from None
+            raise self._folder.unwritable(error) from None
