@@ -42,7 +42,7 @@ class ProjectedHeads(nn.Module):
     """Base of a set of heads: each head's blocks, then its own vocabulary projection or the target's for all heads."""
 
     blocks: nn.ModuleList
-    """Of each head."""
+    """Blocks of each head."""
     reads_tokens: ClassVar[bool] = False
     """Whether a head reads the embeddings of the tokens before its own, beside the target's state."""
 

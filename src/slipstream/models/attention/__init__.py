@@ -2,5 +2,5 @@
 
 A backend prepares once a pass and attends once a layer. `native` computes whole passes in the CPU kernels, `packed`
 attends with PyTorch's operators, sequence by sequence, and `posed` serves the few families that ask a cache for their
-keys instead of the attention interface. A backend that can `capture` and `replay` passes says so.
+keys instead of the attention interface.
 """
