@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from benchmarks.control.traffic import Question
+from slipstream.control.types import NOBODY
 from slipstream.core.types import RequestOptions, StepItem
-from slipstream.draft.choice import NOBODY
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 

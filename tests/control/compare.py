@@ -19,8 +19,7 @@ from typing import Any
 import world
 from world import Machine, Simulated, World
 
-from slipstream.control.types import DrafterTraits
-from slipstream.draft.choice import Choice
+from slipstream.control.types import Choice, DrafterTraits
 
 SEEDS = (0, 1)
 

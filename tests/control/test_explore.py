@@ -6,8 +6,7 @@ import pytest
 
 from slipstream.control.cost import Mean
 from slipstream.control.explore import MAX_CREDIT_STEPS, MAX_TRIAL_STEPS, NUM_TRIAL_STEPS, Budget, Trials
-from slipstream.control.types import Outcome, StepRequest
-from slipstream.draft.choice import Choice
+from slipstream.control.types import Choice, Outcome, StepRequest
 
 REQUESTS = [StepRequest(number, "t", limit=8) for number in range(3)]
 

@@ -9,11 +9,10 @@ import pytest
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
-from slipstream.control.types import DrafterTraits, StepRequest
+from slipstream.control.types import NOTHING, Choice, DrafterTraits, StepRequest
 from slipstream.core.types import RequestOptions
-from slipstream.draft.choice import NOTHING, Choice
 from slipstream.draft.combine.auto import AutoOptions
-from slipstream.draft.rules import PlanRule
+from slipstream.draft.combine.rules import PlanRule
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError

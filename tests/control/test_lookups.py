@@ -7,8 +7,7 @@ import pytest
 
 from slipstream.control.optimise import Priced, Problem
 from slipstream.control.policy import MIN_AGE, Policy
-from slipstream.control.types import Drafted, DrafterTraits, ObservedStep, StepRequest
-from slipstream.draft.choice import NOTHING, Choice
+from slipstream.control.types import NOTHING, Choice, Drafted, DrafterTraits, ObservedStep, StepRequest
 from tests.control.world import FakeClock
 
 SIZE = 8

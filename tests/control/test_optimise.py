@@ -11,8 +11,7 @@ import pytest
 from slipstream.control.acceptance import BUCKETS
 from slipstream.control.cost import MIN_CALLS, DraftCost, StepCost
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
-from slipstream.control.types import Drafted
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
+from slipstream.control.types import NOBODY, NOTHING, Choice, Drafted
 
 
 def draft_cost(call_s: float, level_s: float, token_s: float) -> DraftCost:

@@ -11,14 +11,16 @@ from slipstream.control.plans import MAX_AGE, Plan, load_bucket
 from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.types import (
     MAX_TASKS,
+    NOBODY,
+    NOTHING,
     Call,
+    Choice,
     Drafted,
     DrafterTraits,
     ObservedStep,
     Outcome,
     StepRequest,
 )
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from tests.control.world import PLAN_S, FakeClock
 
 DEEP, SHALLOW = Choice(0, 4), Choice(0, 1)

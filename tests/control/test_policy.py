@@ -15,14 +15,16 @@ from slipstream.control.plans import MAX_AGE
 from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.types import (
     MAX_TASKS,
+    NOBODY,
+    NOTHING,
     Call,
+    Choice,
     Drafted,
     DrafterTraits,
     ObservedStep,
     Outcome,
     StepRequest,
 )
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 FOREVER = 10**9
 

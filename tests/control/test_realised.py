@@ -17,8 +17,7 @@ from slipstream.control.explore import (
     Step,
     ratio_of,
 )
-from slipstream.control.types import MAX_TASKS, Outcome
-from slipstream.draft.choice import NOBODY
+from slipstream.control.types import MAX_TASKS, NOBODY, Outcome
 
 
 def gain(task: str, num_tokens: int) -> Outcome:

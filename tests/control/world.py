@@ -12,8 +12,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.policy import Policy
-from slipstream.control.types import Call, Drafted, DrafterTraits, ObservedStep, Outcome, StepRequest
-from slipstream.draft.choice import NOBODY, Choice
+from slipstream.control.types import (
+    NOBODY,
+    Call,
+    Choice,
+    Drafted,
+    DrafterTraits,
+    ObservedStep,
+    Outcome,
+    StepRequest,
+)
 
 PLAN_S = 2e-4
 """Seconds between two looks at the clock: what a search takes."""

@@ -16,11 +16,10 @@ from conftest import MakeLLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.policy import Policy
-from slipstream.control.types import StepRequest
+from slipstream.control.types import NOBODY, NOTHING, Choice, StepRequest
 from slipstream.core.types import Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
-from slipstream.draft.guard import FIRST_PAUSE_S
+from slipstream.draft.guarded.guard import FIRST_PAUSE_S
 from slipstream.errors import ConfigError, RequestError
 from slipstream.testing.stub_drafters import OracleOptions
 
@@ -316,7 +315,7 @@ def test_a_late_answer_retires_even_our_own_drafters_for_a_while(
     llm = make_llm({"method": "ngram", "draft_timeout_s": 1e-9})
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert llm.engine.control_report().methods[0].retired
-    [guard] = llm.engine.drafting.drafters.guards
+    guard = llm.engine.drafting.drafters.guards[0]
     guard.timeout_s, guard.clock = 120.0, lambda: time.monotonic() + FIRST_PAUSE_S
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert not llm.engine.control_report().methods[0].retired, "the pause is over"

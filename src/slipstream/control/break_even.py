@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from slipstream.control.cost import DraftCost, StepCost
 from slipstream.control.traffic import TaskUse
-from slipstream.control.types import Drafted, DrafterTraits
-from slipstream.draft.choice import NOBODY, Choice
+from slipstream.control.types import NOBODY, Choice, Drafted, DrafterTraits
 
 
 def usual_depth(choice: Choice, is_chain: bool, use: TaskUse) -> int:

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from slipstream.control.cost import Mean
 from slipstream.control.student import quantile
-from slipstream.control.types import MAX_TASKS, Outcome, Speedup, StepRequest
+from slipstream.control.types import MAX_TASKS, Choice, Outcome, Speedup, StepRequest
 from slipstream.core.bounded import BoundedDict
-from slipstream.draft.choice import Choice
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.control.types import DrafterTraits
-from slipstream.draft.choice import NOTHING, Choice
-from slipstream.draft.rules import PlanRule
+from slipstream.control.types import NOTHING, Choice, DrafterTraits
+from slipstream.draft.combine.rules import PlanRule
 
 
 class FixedPlan:

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, LookupYield
 from slipstream.control.cost import DraftCost, StepCost
-from slipstream.control.types import Drafted, DrafterTraits
-from slipstream.draft.choice import NOBODY, Choice
+from slipstream.control.types import NOBODY, Choice, Drafted, DrafterTraits
 
 MAX_ROUNDS = 3
 WORTH_ANOTHER_ROUND = 1.001

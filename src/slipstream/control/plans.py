@@ -8,9 +8,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.fixed import FixedPlan
-from slipstream.control.types import MAX_TASKS, StepRequest
+from slipstream.control.types import MAX_TASKS, NOBODY, NOTHING, Choice, StepRequest
 from slipstream.core.bounded import BoundedDict
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 MAX_AGE = 384
 """Steps after which a plan is searched anew, whatever the time that searches took."""

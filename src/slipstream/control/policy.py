@@ -33,6 +33,9 @@ from slipstream.control.plans import (
 )
 from slipstream.control.traffic import TaskUse, Traffic
 from slipstream.control.types import (
+    NOBODY,
+    NOTHING,
+    Choice,
     ControlReport,
     Drafted,
     DrafterTraits,
@@ -40,7 +43,6 @@ from slipstream.control.types import (
     StepRequest,
     TaskReport,
 )
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
 
 SEARCH_SHARE = 0.005
 """Share of the time for searching plans."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.cost import Mean
-from slipstream.control.types import MAX_TASKS, DrafterTraits, MethodReport, Outcome
+from slipstream.control.types import MAX_TASKS, NOBODY, DrafterTraits, MethodReport, Outcome
 from slipstream.core.bounded import BoundedDict
-from slipstream.draft.choice import NOBODY
 
 FIRST_LENGTH = 64.0
 """Tokens of an answer before any has ended."""

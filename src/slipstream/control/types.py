@@ -6,10 +6,32 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slipstream.draft.choice import NOBODY
-
+NOBODY = -1
+"""In place of a drafter's number."""
 MAX_TASKS = 256
 """Tasks that are remembered; of more, the latest."""
+
+
+class Choice(NamedTuple):
+    """What is drafted for one sequence; drafters go by their number in `engine.drafters.Drafters`."""
+
+    drafter: int = NOBODY
+    """Who drafts, or `NOBODY`."""
+    depth: int = 0
+    """Levels of a chain, the most nodes of anything else."""
+    lookup: int = NOBODY
+    """Who is asked before that, or `NOBODY`."""
+    min_tokens: int = 0
+    """A proposal of the lookup with at least so many tokens makes asking the drafter needless."""
+
+    @property
+    def drafts(self) -> bool:
+        """False where no drafter is called."""
+        return self.drafter != NOBODY or self.lookup != NOBODY
+
+
+NOTHING = Choice()
+"""No drafts."""
 
 
 @dataclass(frozen=True, slots=True)

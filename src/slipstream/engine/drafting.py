@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from operator import attrgetter
 
 from slipstream.control.policy import Policy
 from slipstream.control.types import (
-    Call,
+    NOBODY,
+    NOTHING,
+    Choice,
     ControlReport,
-    Drafted,
     MethodReport,
     ObservedStep,
     Outcome,
     StepRequest,
 )
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, RequestOptions, Sequence, StepItem
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, RequestOptions, Sequence, StepItem
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
-from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.draft.combine.merging import depth_along
-from slipstream.draft.drafters import Drafters, Wanted
-from slipstream.draft.forced import under_grammar
-from slipstream.draft.guard import Guard
-from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter
+from slipstream.engine.drafters import Draft, Drafters, Wanted
+from slipstream.engine.forced import under_grammar
 from slipstream.kv.cache import KVCache
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
 
@@ -36,87 +32,55 @@ SCORED_EVERY = 4
 """Steps between two looks at what a lookup would have proposed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unchecked:
-    """What a lookup would have proposed, until the text has grown past it."""
-
-    sequence: Sequence
-    drafter: int
-    proposal: Proposal
-    length: int
-
-
 class Drafting:
-    """An engine's guarded drafters and what chooses among them. Where one fails, decoding goes on without drafts."""
+    """An engine's drafters and what chooses among them. Where one fails, decoding goes on without its drafts."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        method: str,
-        vocab_size: int,
-        kinds: frozenset[ProposalKind],
-        timeout_s: float,
-        policy: Policy | None = None,
-        prediction: PredictionDrafter | None = None,
-    ) -> None:
-        """`kinds` are what the verifier can judge. Without a policy each sequence is drafted for as far as the
-        scheduler allows. `prediction` drafts what callers expect, before any drafter is asked."""
-        self.drafters = (
-            drafter.drafters
-            if isinstance(drafter, AutoDrafter)
-            else Drafters([Guard(drafter, vocab_size, kinds, timeout_s)], [method])
-        )
-        self._expecting = (
-            None
-            if prediction is None
-            else Drafters([Guard(prediction, vocab_size, kinds, timeout_s)], [METHOD])
-        )
-        self._expected: dict[int, Proposal] = {}
-        """By sequence, what is drafted of its prediction in the step under way."""
-        self._given: Mapping[int, Proposal] = {}
-        """By sequence, what others have drafted for the step under way."""
+    def __init__(self, drafter: Drafter, method: str, policy: Policy | None = None) -> None:
+        """`method` names the drafter. Without a policy each sequence is drafted for as far as the scheduler allows."""
+        self.drafters = Drafters(drafter, method)
         self.policy = policy
         self.task_of: Callable[[Sequence], str] = attrgetter("task")
         """What the policy keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
-        self._chooses = isinstance(drafter, AutoDrafter)
         self._most = Choice(0, drafter.max_nodes())
         self._num_steps = 0
         self._num_sequences = 0
         """Sequences that decode in the step under way."""
         self._num_prompt_rows = 0
+        self._given: Mapping[int, Proposal] = {}
+        """By sequence, what others have drafted for the step under way."""
+        self._expected: dict[int, Proposal] = {}
+        """By sequence, that and what is drafted of its prediction: no other drafter is asked."""
         self._choices: dict[int, Choice] = {}
         """By sequence, where a drafter is called in the step under way."""
-        self._calls: list[Call] = []
         self._outcomes: list[Outcome] = []
         self._num_drafted = 0
-        self._unchecked: list[_Unchecked] = []
+        self._unchecked: list[Draft] = []
+        """What lookups would have proposed, until the text has grown past it."""
 
     @property
     def methods(self) -> list[str]:
         """The drafters that a request may name as its own."""
-        return list(dict.fromkeys([*self.drafters.names, *self.drafters.methods]))
+        return self.drafters.choices
 
     @property
     def num_failures(self) -> int:
         """How often drafters, and drafters within drafters, have been retired for a sequence that they failed."""
-        guards = [*self.drafters.guards, *(self._expecting.guards if self._expecting else ())]
-        return sum(guard.num_failures + guard.drafter.num_failures for guard in guards)
+        return self.drafters.num_failures
 
     @property
     def retired(self) -> tuple[str, ...]:
         """Drafters that are paused or retired."""
-        guards = zip(self.drafters.names, self.drafters.guards, strict=True)
-        return tuple(name for name, guard in guards if guard.retired)
+        return self.drafters.retired
+
+    def attach(self, cache: KVCache) -> None:
+        """Introduce the drafters to their target's cache."""
+        self.drafters.attach(cache)
 
     def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
         """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""
         self.task_of = lambda sequence: name(sequence.options)
         if self.policy is not None:
             self.policy.read_tasks_by(task)
-
-    def attach(self, cache: KVCache) -> None:
-        """Introduce the drafters to their target's cache."""
-        self.drafters.attach(cache)
 
     # --- before the pass --------------------------------------------------------------------------------------
 
@@ -138,14 +102,15 @@ class Drafting:
             for item in scheduled
             if item.sequence.id in given and item.max_draft_tokens >= len(given[item.sequence.id])
         }
-        expected = self._expected = {**self._ask_expected(scheduled), **self._given}
-        if policy is None:
-            proposals = self.drafters.ask(self._everyone(scheduled)) | expected
-        else:
-            proposals = self._ask(policy, self._chosen(policy, scheduled))
-            if policy.in_probe:
-                self._expected = dict(self._given)
-            proposals |= self._expected
+        expected = self._ask_expected(scheduled)
+        self._expected = {key: draft.proposal for key, draft in expected.items()} | self._given
+        wanted = self._everyone(scheduled) if policy is None else self._chosen(policy, scheduled)
+        if policy is not None and policy.in_probe:
+            self._expected, expected = dict(self._given), {}
+        proposals = self.drafters.ask(wanted) | self._expected
+        if policy is not None:
+            self._note_asked(policy)
+        self.drafters.made |= expected
         if policy is None or not policy.in_probe:
             for item in scheduled:
                 sequence = item.sequence
@@ -157,12 +122,10 @@ class Drafting:
                     item.is_forced = not own and len(proposals[sequence.id]) > 0
         return {key: proposal for key, proposal in proposals.items() if len(proposal)}
 
-    def _ask_expected(self, scheduled: Seq[StepItem]) -> dict[int, Proposal]:
+    def _ask_expected(self, scheduled: Seq[StepItem]) -> dict[int, Draft]:
         """Sequence id to what is drafted of its prediction; absent where that has nothing to go on with."""
-        if self._expecting is None:
-            return {}
-        whole = Choice(0, MAX_PREDICTED_TOKENS)
-        answers = self._expecting.ask(
+        whole = Choice(self.drafters.prediction, MAX_PREDICTED_TOKENS)
+        self.drafters.ask(
             [
                 (item.sequence, item.max_draft_tokens, whole)
                 for item in scheduled
@@ -172,7 +135,13 @@ class Drafting:
                 and item.sequence.id not in self._given
             ]
         )
-        return {key: proposal for key, proposal in answers.items() if len(proposal)}
+        return {key: draft for key, draft in self.drafters.made.items() if len(draft.proposal)}
+
+    def _note_asked(self, policy: Policy) -> None:
+        """Say who was asked to draft, but for lookups, which have nothing to catch up with."""
+        for draft in self.drafters.made.values():
+            if draft.budget and not policy.drafters[draft.drafter].looks_up:
+                policy.note_asked(draft.drafter, draft.sequence.id, draft.length)
 
     def _everyone(self, scheduled: Seq[StepItem]) -> list[Wanted]:
         return [
@@ -184,9 +153,7 @@ class Drafting:
         ]
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        return sequence.options.max_draft_tokens != 0 and any(
-            guard.serves(sequence) for guard in self.drafters.guards
-        )
+        return sequence.options.max_draft_tokens != 0 and self.drafters.serve(sequence)
 
     def _chosen(self, policy: Policy, scheduled: Seq[StepItem]) -> list[Wanted]:
         """The sequences to draft for, with the policy's choices."""
@@ -194,7 +161,7 @@ class Drafting:
         self._num_steps += 1
         self._num_sequences = len(decoding)
         self._num_prompt_rows = sum(item.num_rows for item in scheduled) - len(decoding)
-        self._choices, self._calls, self._outcomes, self._num_drafted = {}, [], [], 0
+        self._choices, self._outcomes, self._num_drafted = {}, [], 0
         wanted: list[Wanted] = []
         choices = policy.choose([self._request(item) for item in decoding], self._num_prompt_rows)
         for item, choice in zip(decoding, choices, strict=True):
@@ -234,18 +201,6 @@ class Drafting:
             if drafter != NOBODY:
                 yield sequence, 0, Choice(drafter)
 
-    def _ask(self, policy: Policy, wanted: Seq[Wanted]) -> dict[int, Proposal]:
-        """Sequence id to proposal; keeps what the calls took."""
-        proposals = self.drafters.ask(wanted)
-        for number, sequences, budgets, seconds in self.drafters.calls:
-            traits = policy.drafters[number]
-            if not traits.looks_up:
-                for sequence, budget in zip(sequences, budgets, strict=True):
-                    if budget:
-                        policy.note_asked(number, sequence.id, len(sequence.token_ids))
-            self._calls.append(Call(number, _drafted(budgets, traits.is_chain), seconds))
-        return proposals
-
     def _look_up(self, policy: Policy, item: StepItem) -> None:
         """Ask a lookup that was not chosen what it would have proposed, to see later whether it was right.
 
@@ -259,16 +214,18 @@ class Drafting:
             limit = min(item.max_draft_tokens, traits.max_depth)
             if limit and policy.may_score(number):
                 [proposal] = self.drafters.guards[number].ask([sequence], [limit])
-                self._unchecked.append(_Unchecked(sequence, number, proposal, len(sequence.token_ids)))
+                self._unchecked.append(Draft(sequence, number, proposal, len(sequence.token_ids)))
                 return
 
     def _request(self, item: StepItem) -> StepRequest:
-        sequence, drafters = item.sequence, self.drafters
+        sequence = item.sequence
         limit, allowed = item.max_draft_tokens, None
         if sequence.id in self._expected:
             limit = 0  # it has its draft
-        if sequence.options.draft_method is not None or drafters.num_failures:
-            allowed = frozenset(n for n in range(len(drafters.guards)) if drafters.serves(n, sequence))
+        if sequence.options.draft_method is not None or self.drafters.has_failed:
+            allowed = frozenset(
+                n for n in range(self.drafters.prediction) if self.drafters.serves(n, sequence)
+            )
         length = len(sequence.token_ids)
         num_output = length - sequence.num_prompt_tokens
         return StepRequest(sequence.id, self.task_of(sequence), limit, length, num_output, allowed)
@@ -285,19 +242,12 @@ class Drafting:
             if self._unchecked:
                 self._score(self.policy)
         self.drafters.observe(observations)
-        if self._expecting is not None:
-            self._expecting.observe(observations)
 
     def method_of(self, sequence: Sequence) -> str:
         """The drafter called for a sequence in this step, until it is observed; `off` where the policy chose none."""
         if sequence.id in self._given:
             return STEPS
-        if sequence.id in self._expected:
-            return METHOD
-        drafter = self.drafters.drafted_by(sequence)
-        if drafter == NOBODY:
-            return "off" if self._chooses else self.drafters.names[0]
-        return self.drafters.names[drafter]
+        return self.drafters.name_of(sequence)
 
     def choice_of(self, sequence: Sequence) -> Choice:
         """The policy's choice for a sequence in the step that was made last."""
@@ -312,8 +262,10 @@ class Drafting:
                 num_sequences=self._num_sequences,
                 num_rows=report.num_rows + report.num_draft_tokens,
                 num_prompt_rows=self._num_prompt_rows,
-                undrafted_s=step_s - sum(call.seconds for call in self._calls) - self.policy.planning_s,
-                calls=self._calls,
+                undrafted_s=step_s
+                - sum(call.seconds for call in self.drafters.calls)
+                - self.policy.planning_s,
+                calls=self.drafters.calls,
                 outcomes=self._outcomes,
                 num_drafted=self._num_drafted,
                 num_checked=report.num_draft_tokens,
@@ -326,8 +278,6 @@ class Drafting:
             self._score(self.policy)
             self._unchecked = [each for each in self._unchecked if each.sequence is not sequence]
         self.drafters.release(sequence)
-        if self._expecting is not None:
-            self._expecting.release(sequence)
         self._expected.pop(sequence.id, None)
         if self.policy is not None:
             num_tokens = sequence.num_output_tokens if sequence.finished else None
@@ -335,7 +285,7 @@ class Drafting:
 
     def report(self) -> ControlReport:
         """What is known of the drafters' worth."""
-        guards = self.drafters.guards
+        guards = self.drafters.guards[: self.drafters.prediction]
         failures = [guard.num_failures + guard.drafter.num_failures for guard in guards]
         retired = [bool(guard.retired) for guard in guards]
         if self.policy is not None:
@@ -346,8 +296,7 @@ class Drafting:
 
     def num_held(self) -> int:
         """Sequences for which anything is kept."""
-        expecting = 0 if self._expecting is None else self._expecting.num_held()
-        return max(self.drafters.num_held(), expecting, 0 if self.policy is None else self.policy.num_held)
+        return max(self.drafters.num_held(), 0 if self.policy is None else self.policy.num_held)
 
     def integrity(self) -> list[str]:
         """What is wrong in the drafters' own accounting (empty when nothing is)."""
@@ -360,7 +309,7 @@ class Drafting:
         checked, accepted = len(own.proposal), own.num_accepted
         cut = sequence.finished and own.was_cut  # what follows was not looked at
         depth = max(own.proposal.depths, default=0)
-        if drafter == choice.drafter != NOBODY and depth < choice.depth and self._ends_early(drafter):
+        if drafter == choice.drafter != NOBODY and depth < choice.depth and self.drafters.ends_early(drafter):
             depth += 1  # not confident enough to go on: no better than a rejected token
         reached = min(accepted + (not cut), depth)
         num_tokens = len(sequence.token_ids) - own.length_before
@@ -370,16 +319,13 @@ class Drafting:
             found = self.drafters.found.get(sequence.id, EMPTY_PROPOSAL)
             if len(found):  # too short to be used: what the text becomes says what it was worth
                 lookup = NOBODY
-                self._unchecked.append(_Unchecked(sequence, choice.lookup, found, own.length_before))
+                self._unchecked.append(Draft(sequence, choice.lookup, found, own.length_before))
         task = self.task_of(sequence)
         return Outcome(sequence.id, task, drafter, checked, reached, accepted, num_tokens, lookup)
 
-    def _ends_early(self, number: int) -> bool:
-        return self.drafters.guards[number].drafter.ends_early()
-
     def _score(self, policy: Policy) -> None:
         """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
-        waiting: list[_Unchecked] = []
+        waiting: list[Draft] = []
         for unchecked in self._unchecked:
             sequence, proposal = unchecked.sequence, unchecked.proposal
             depth = max(proposal.depths, default=0)
@@ -390,11 +336,3 @@ class Drafting:
             else:
                 policy.score(unchecked.drafter, self.task_of(sequence), len(proposal), accepted)
         self._unchecked = waiting
-
-
-def _drafted(budgets: Seq[int], is_chain: bool) -> Drafted:
-    """How much a call was for; announced prompts have no budget."""
-    wanted = [budget for budget in budgets if budget]
-    if is_chain:
-        return Drafted(len(wanted), max(wanted, default=0), sum(wanted))
-    return Drafted(len(wanted), 1, len(wanted))

@@ -14,7 +14,6 @@ from typing import Any
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.garbage import uncollected
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.lookup.prediction import PredictionDrafter, PredictionOptions
 from slipstream.draft.registry import create_drafter
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
@@ -90,15 +89,7 @@ def create_engine(
     drafter.allocate(plan.num_slots)
     extension.begin(plan.num_slots, ends, plan.max_model_len)
     runner = _runner(config, model, drafter, plan)
-    drafting = Drafting(
-        drafter,
-        speculative.method,
-        model.vocab_size,
-        verifier.kinds,
-        speculative.draft_timeout_s,
-        create_policy(speculative, drafter, model),
-        PredictionDrafter(PredictionOptions(), drafter.context),
-    )
+    drafting = Drafting(drafter, speculative.method, create_policy(speculative, drafter, model))
     drafting.attach(runner.cache)
     return Engine(
         EngineParts(

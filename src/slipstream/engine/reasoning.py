@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig
 from slipstream.core.types import Proposal, Sequence, StepItem
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.guard import Guard
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.registry import create_drafter
 from slipstream.engine.extension import StepExtension, Verify
 from slipstream.errors import ConfigError, ReasoningError

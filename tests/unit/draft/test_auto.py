@@ -11,10 +11,11 @@ import torch
 
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
+from slipstream.control.types import NOBODY, NOTHING, Choice
 from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.choice import NOBODY, NOTHING, Choice
 from slipstream.draft.combine.auto import AutoDrafter, AutoOptions
+from slipstream.engine.drafters import Drafters
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams
@@ -63,7 +64,7 @@ class CoupledDrafter(SaysDrafter):
         return [replace(made, kind=ProposalKind.COUPLED) for made in super().propose(sequences, budgets)]
 
 
-def make(*methods: str, verifier: str = "coupled") -> tuple[AutoDrafter, list[SaysDrafter]]:
+def make_auto(*methods: str, verifier: str = "coupled") -> tuple[AutoDrafter, list[SaysDrafter]]:
     options = AutoOptions(drafters=[{"method": f"{__name__}:{method}", "texts": [[1]]} for method in methods])
     auto = AutoDrafter(options, draft_context(VOCAB, verifier=verifier))
     drafters = [member.drafter for member in auto.members]
@@ -71,14 +72,19 @@ def make(*methods: str, verifier: str = "coupled") -> tuple[AutoDrafter, list[Sa
     return auto, drafters  # type: ignore[return-value]
 
 
+def make(*methods: str, verifier: str = "coupled") -> tuple[Drafters, list[SaysDrafter]]:
+    auto, drafters = make_auto(*methods, verifier=verifier)
+    return Drafters(auto, "auto"), drafters
+
+
 def text(number: int, *token_ids: int) -> Sequence:
     return Sequence(number, "r", 0, list(token_ids) or [1, 2, 3], 1, SamplingParams(), 0)
 
 
 def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
-    auto, (left, right) = make("SaysDrafter", "SaysDrafter")
+    drafting, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (1, 2, 3), (4, 5, 6)
-    proposals = auto.drafters.ask(
+    proposals = drafting.ask(
         [
             (text(0), 8, Choice(0, 8)),
             (text(1), 8, Choice(1, 2)),
@@ -92,40 +98,40 @@ def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
         3: (1,),
     }
     assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
-    assert [(call.drafter, len(call.sequences)) for call in auto.drafters.calls] == [(0, 2), (1, 1)]
+    assert [(call.drafter, call.drafted.num_sequences) for call in drafting.calls] == [(0, 2), (1, 1)]
 
 
 def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough() -> None:
-    auto, (lookup, draft) = make("SaysDrafter", "SaysDrafter")
+    drafting, (lookup, draft) = make("SaysDrafter", "SaysDrafter")
     lookup.says, draft.says = (1, 2, 3), (4, 5, 6)
     taken, short = Choice(1, 2, lookup=0, min_tokens=3), Choice(1, 2, lookup=0, min_tokens=4)
     nothing_else = Choice(lookup=0, min_tokens=4)
-    proposals = auto.drafters.ask([(text(0), 8, taken), (text(1), 8, short), (text(2), 8, nothing_else)])
+    proposals = drafting.ask([(text(0), 8, taken), (text(1), 8, short), (text(2), 8, nothing_else)])
     assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (1, 2, 3), 1: (4, 5)}
     assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
     assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
-    assert {key: len(found) for key, found in auto.drafters.found.items()} == {0: 3, 1: 3, 2: 3}
-    assert [auto.drafters.drafted_by(text(number)) for number in range(3)] == [0, 1, NOBODY]
+    assert {key: len(found) for key, found in drafting.found.items()} == {0: 3, 1: 3, 2: 3}
+    assert [drafting.drafted_by(text(number)) for number in range(3)] == [0, 1, NOBODY]
 
 
 def test_a_drafter_that_was_asked_for_a_prompt_has_not_drafted_in_the_step_after_it() -> None:
-    auto, (asked, other) = make("SaysDrafter", "SaysDrafter")
+    drafting, (asked, other) = make("SaysDrafter", "SaysDrafter")
     asked.says = other.says = (7,)
-    auto.drafters.ask([(text(0), 0, Choice(0))])
-    assert auto.drafters.drafted_by(text(0)) == 0
-    auto.drafters.ask([(text(1), 8, Choice(1, 8)), (text(0), 0, NOTHING)])
-    assert [auto.drafters.drafted_by(text(number)) for number in range(2)] == [NOBODY, 1]
+    drafting.ask([(text(0), 0, Choice(0))])
+    assert drafting.drafted_by(text(0)) == 0
+    drafting.ask([(text(1), 8, Choice(1, 8)), (text(0), 0, NOTHING)])
+    assert [drafting.drafted_by(text(number)) for number in range(2)] == [NOBODY, 1]
 
 
 def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
-    auto, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
+    drafting, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
     left.says, right.says = (7, 8), (9,)
     sequences = [text(0, 1, 2), text(1, 1, 2)]
-    answers = auto.drafters.ask([(sequences[0], 8, Choice(0, 8)), (sequences[1], 8, Choice(1, 8))])
+    answers = drafting.ask([(sequences[0], 8, Choice(0, 8)), (sequences[1], 8, Choice(1, 8))])
     proposals = [answers[0], answers[1]]
     for sequence, proposal in zip(sequences, proposals, strict=True):
         sequence.token_ids += [*proposal.token_ids, 5]
-    auto.observe(
+    drafting.observe(
         [
             Observation(sequence, proposal, len(proposal), torch.zeros(1 + len(proposal), VOCAB), 2)
             for sequence, proposal in zip(sequences, proposals, strict=True)
@@ -137,62 +143,62 @@ def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     ]
     assert [seen.logits.shape[0] for seen in left.seen] == [3, 1]
     assert [(seen.sequence.id, seen.proposal.token_ids) for seen in right.seen] == [(1, (9,))]
-    assert auto.num_held() == 0
+    assert drafting.num_held() == 0
 
 
 @pytest.mark.parametrize("was_cut", [False, True])
 def test_each_drafter_learns_whether_the_answer_was_cut(was_cut: bool) -> None:
     """Also one that was not asked, and the author of what another tree held."""
-    auto, (asked, other) = make("SaysDrafter", "SaysDrafter")
+    drafting, (asked, other) = make("SaysDrafter", "SaysDrafter")
     asked.says = (7, 8)
     sequence = text(0, 1, 2)
-    auto.drafters.ask([(sequence, 8, Choice(0, 8))])
+    drafting.ask([(sequence, 8, Choice(0, 8))])
     sequence.token_ids += [7]
     checked = Proposal((7,), (ROOT,))
-    auto.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2, was_cut)])
+    drafting.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2, was_cut)])
     assert [seen.was_cut for seen in (*asked.seen, *other.seen)] == [was_cut, was_cut]
 
 
 def test_what_a_grammar_took_away_is_not_told() -> None:
     """The engine may check another tree than the drafter's own: that with which it shares nodes."""
-    auto, (only,) = make("SaysDrafter")
+    drafting, (only,) = make("SaysDrafter")
     only.says = (7, 8)
     sequence = text(0, 1, 2)
-    auto.propose([sequence], [8])
+    drafting.ask([(sequence, 8, Choice(0, 8))])
     sequence.token_ids += [7, 5]
     checked = Proposal((7,), (ROOT,))
-    auto.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2)])
+    drafting.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2)])
     assert [(seen.proposal.token_ids, seen.num_accepted) for seen in only.seen] == [((7,), 1)]
 
 
 def test_a_failing_member_leaves_the_others_alone() -> None:
-    auto, (left, right) = make("SaysDrafter", "SaysDrafter")
+    drafting, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (99999,), (4,)
-    proposals = auto.drafters.ask([(text(0), 8, Choice(0, 8)), (text(1), 8, Choice(1, 8))])
+    proposals = drafting.ask([(text(0), 8, Choice(0, 8)), (text(1), 8, Choice(1, 8))])
     assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (), 1: (4,)}
-    assert auto.num_failures == 1
-    assert not auto.members[0].serves(text(0))
-    assert auto.members[1].serves(text(0))
+    assert drafting.num_failures == 1
+    assert not drafting.guards[0].serves(text(0))
+    assert drafting.guards[1].serves(text(0))
 
 
 @pytest.mark.parametrize(("verifier", "judged"), [("coupled", True), ("rejection", False)])
 def test_only_what_the_verifier_judges_is_proposed(verifier: str, judged: bool) -> None:
     """The guards of the members are the only ones that the proposals of `auto` go through."""
-    auto, (only,) = make("CoupledDrafter", verifier=verifier)
+    drafting, (only,) = make("CoupledDrafter", verifier=verifier)
     only.says = (7,)
-    answers = auto.drafters.ask([(text(0), 8, Choice(0, 8))])
+    answers = drafting.ask([(text(0), 8, Choice(0, 8))])
     assert [len(proposal) for proposal in answers.values()] == [int(judged)]
-    assert auto.num_failures == (not judged)
+    assert drafting.num_failures == (not judged)
 
 
 def test_released_sequences_are_forgotten() -> None:
-    auto, (only,) = make("SaysDrafter")
+    drafting, (only,) = make("SaysDrafter")
     only.says = (7,)
-    auto.drafters.ask([(text(0), 8, Choice(0, 8))])
-    assert auto.num_held() == 1
-    auto.release(text(0))
-    assert auto.num_held() == 0
-    assert auto.drafters.drafted_by(text(0)) == NOBODY
+    drafting.ask([(text(0), 8, Choice(0, 8))])
+    assert drafting.num_held() == 1
+    drafting.release(text(0))
+    assert drafting.num_held() == 0
+    assert drafting.drafted_by(text(0)) == NOBODY
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def test_it_keeps_the_contract() -> None:
 
 
 def test_where_nobody_chooses_the_first_is_asked() -> None:
-    auto, (first, second) = make("SaysDrafter", "SaysDrafter")
+    auto, (first, second) = make_auto("SaysDrafter", "SaysDrafter")
     first.says, second.says = (7,), (8,)
     assert auto.propose([text(0)], [8]) == [Proposal.chain([7])]
     assert second.asked == []

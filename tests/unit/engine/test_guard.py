@@ -12,7 +12,7 @@ import torch
 
 from slipstream.core.types import FinishReason, Proposal, ProposalKind, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.guard import FIRST_PAUSE_S, MAX_TIMEOUTS, Guard
+from slipstream.draft.guarded.guard import FIRST_PAUSE_S, MAX_TIMEOUTS, Guard
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.sampling.params import SamplingParams

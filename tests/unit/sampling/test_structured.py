@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
 from slipstream.draft.base import Observation
-from slipstream.draft.forced import under_grammar
 from slipstream.draft.lookup.ngram import NgramDrafter
+from slipstream.engine.forced import under_grammar
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars import compiler as grammars
 from slipstream.sampling.grammars.compiler import GrammarCompiler

@@ -10,13 +10,13 @@ from typing import Any
 from slipstream.config import SpeculativeConfig, check_types
 from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Fit, Observation
-from slipstream.draft.choice import Choice
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
+from slipstream.draft.combine.merging import text_of
+from slipstream.draft.combine.rules import PlanRule, read_rules
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays, target_copy
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
-from slipstream.draft.rules import PlanRule, read_rules
 from slipstream.errors import ConfigError
 from slipstream.models.identity import ModelIdentity
 
@@ -68,7 +68,7 @@ class AutoOptions:
 
 
 class AutoDrafter(DrafterGroup):
-    """The drafters from which the engine's policy chooses; its `drafters` are asked directly."""
+    """The drafters from which the engine's policy chooses; its members are asked directly."""
 
     Options = AutoOptions
 
@@ -100,14 +100,19 @@ class AutoDrafter(DrafterGroup):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The first drafter's proposals: outside an engine no policy chooses."""
-        first = Choice(0, self.max_nodes())
-        answers = self.drafters.ask(
-            [(sequence, budget, first) for sequence, budget in zip(sequences, budgets, strict=True)]
-        )
-        return [answers.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
+        first = self.members[0]
+        most = first.drafter.max_nodes()
+        served = [place for place, sequence in enumerate(sequences) if first.serves(sequence)]
+        answers = first.ask([sequences[n] for n in served], [min(budgets[n], most) for n in served])
+        made = dict(zip(served, answers, strict=True))
+        return [made.get(place, EMPTY_PROPOSAL) for place in range(len(sequences))]
 
     def observe(self, observations: Seq[Observation]) -> None:
-        self.drafters.observe(observations)
+        """The first drafter learns the verdicts, the others the texts."""
+        self.members[0].observe(observations)
+        for member in self.members[1:]:
+            if member.drafter.observes_all:
+                member.observe([text_of(seen) for seen in observations])
 
 
 def _copy_bytes(quantization: str, context: DraftContext, target: ModelIdentity) -> int:

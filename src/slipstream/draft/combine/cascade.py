@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.config import DTYPES, EngineConfig, SpeculativeConfig, check_types, reject_unknown
 from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.guard import Guard
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.model.borrowed import (
     BorrowingDrafter,
     check_choice,

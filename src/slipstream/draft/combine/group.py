@@ -9,8 +9,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.worker import WorkerStats
 from slipstream.core.types import ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.drafters import Drafters
-from slipstream.draft.guard import Guard
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.kv.cache import KVCache
@@ -50,13 +49,19 @@ class DrafterGroup(Drafter):
             )
             for config in configs
         ]
-        self.drafters = Drafters(self.members, [config.method for config in configs])
-        self.names = self.drafters.names
+        self.methods = [config.method for config in configs]
+        self.names = [
+            method
+            if self.methods.count(method) == 1
+            else f"{method}-{self.methods[:place].count(method) + 1}"
+            for place, method in enumerate(self.methods)
+        ]
+        """Methods, with a number behind those that occur more than once."""
 
     @property
     def num_failures(self) -> int:
         """How often members have been retired for a sequence."""
-        return self.drafters.num_failures
+        return sum(member.num_failures for member in self.members)
 
     def remembers(self) -> bool:
         """As some member does."""
@@ -70,7 +75,8 @@ class DrafterGroup(Drafter):
         return max(member.drafter.max_nodes() for member in self.members)
 
     def release(self, sequence: Sequence) -> None:
-        self.drafters.release(sequence)
+        for member in self.members:
+            member.release(sequence)
 
     def reset(self) -> None:
         for member in self.members:
@@ -91,12 +97,21 @@ class DrafterGroup(Drafter):
         return sum(member.drafter.kv_bytes_per_token() for member in self.members)
 
     def feature_layers(self) -> Seq[int]:
-        """Every layer that some member reads, once."""
-        return self.drafters.feature_layers()
+        """What one member reads, in its own order; of several, every layer that some member reads, once."""
+        if len(self.members) == 1:
+            return self.members[0].drafter.feature_layers()
+        layers = (layer for member in self.members for layer in member.drafter.feature_layers())
+        return tuple(dict.fromkeys(layers))
 
     def attach(self, cache: KVCache) -> None:
         """Give each member the cache with the features that it asked for, in its own order."""
-        self.drafters.attach(cache)
+        layers = tuple(self.feature_layers())
+        width = cache.feature_width // max(len(layers), 1)
+        for member in self.members:
+            own = tuple(member.drafter.feature_layers())
+            starts = [layers.index(layer) * width for layer in own]
+            columns = [column for start in starts for column in range(start, start + width)]
+            member.attach(cache if own == layers else cache.view(columns))
 
     def allocate(self, num_tokens: int) -> None:
         for member in self.members:
@@ -106,7 +121,14 @@ class DrafterGroup(Drafter):
         return sum(member.drafter.memory_bytes() for member in self.members)
 
     def num_held(self) -> int:
-        return self.drafters.num_held()
+        """Sequences for which a member keeps anything."""
+        return max(max(member.num_held(), member.num_retired) for member in self.members)
 
     def integrity(self) -> list[str]:
-        return self.drafters.integrity()
+        """Violated invariants of the members' own state, without those that are paused or retired."""
+        return [
+            f"{name}: {fault}" if len(self.members) > 1 else fault
+            for name, member in zip(self.names, self.members, strict=True)
+            if not member.retired
+            for fault in member.drafter.integrity()
+        ]

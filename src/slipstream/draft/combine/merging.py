@@ -169,3 +169,8 @@ def share_of(seen: Observation, proposal: Proposal, num_before: int | None) -> O
     accepted = [] if num_before is None else seen.sequence.token_ids[num_before:][: seen.num_accepted]
     logits = seen.logits if rows == list(range(len(seen.logits))) else seen.logits[rows]
     return Observation(seen.sequence, part, depth_along(part, accepted), logits, num_before, seen.was_cut)
+
+
+def text_of(seen: Observation) -> Observation:
+    """The observation for a drafter that did not propose for the sequence: the text alone."""
+    return Observation(seen.sequence, EMPTY_PROPOSAL, 0, seen.logits[:1], seen.num_before, seen.was_cut)

@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.config import SpeculativeConfig, check_at_least, check_types
 from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.guard import Guard
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError

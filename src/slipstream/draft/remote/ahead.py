@@ -16,7 +16,7 @@ import torch
 
 from slipstream.core.types import ROOT, FinishReason, Proposal, RequestOptions, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.guard import Guard
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message, PrefixHash
 from slipstream.draft.remote.sampling import sampling_of
 from slipstream.errors import ProtocolError

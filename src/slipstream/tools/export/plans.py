@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.draft.rules import PlanRule
+from slipstream.draft.combine.rules import PlanRule
 from slipstream.errors import ConfigError
 from slipstream.tools.export.record import ScheduleRange
 

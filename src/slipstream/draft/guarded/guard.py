@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.call_thread import CallThread, CallTimeout
-from slipstream.draft.copies import SequenceCopies, copies_of_proposals, copy_of_observation
+from slipstream.draft.guarded.call_thread import CallThread, CallTimeout
+from slipstream.draft.guarded.copies import SequenceCopies, copies_of_proposals, copy_of_observation
 from slipstream.kv.cache import KVCache, ReadOnlyCache
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Guard:
     sequence is released before its next call. After `MAX_TIMEOUTS` late calls, or `MAX_FAILURES` failures in a row, it
     is retired for good. `retired` says why a drafter is not called. Failures are counted in `num_failures` and logged
     once. Drafters of other packages are called in a thread of their own, so that one that never returns blocks no
-    request, and exchange copies only (`draft.copies`), so that a late call cannot change the engine's objects.
+    request, and exchange copies only (`draft.guarded.copies`), so that a late call cannot change the engine's objects.
     """
 
     def __init__(

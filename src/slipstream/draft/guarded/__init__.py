@@ -1,0 +1,1 @@
+"""Drafters behind a guard: nothing that they do can harm their engine."""
