@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.harness.page import table
+
 NAMES = {
     "llama-cpp": "llama.cpp",
     "transformers": "Transformers",
     "openvino": "OpenVINO GenAI",
     "vllm": "vLLM",
 }
+HEAD = (
+    *("engine", "drafter", "texts as ours", "passes, ours", "passes, theirs"),
+    *("accepted a pass, ours", "accepted a pass, theirs", "theirs over ours"),
+)
 METHODS = {"draft_model": "draft model", "eagle3": "EAGLE-3"}
 TOLERANCE = 0.02
 """Acceptance there may differ from ours by this share."""
@@ -30,10 +36,7 @@ def page(result: dict[str, Any]) -> str:
         f"{result['num_tokens']:,} tokens of answers. The engines compute in float32 as far as they can.",
         "[What is written](../guides/export.md), [raw result](export_engines.json).",
         "",
-        "| engine | drafter | texts as ours | passes, ours | passes, theirs | accepted a pass, ours "
-        "| accepted a pass, theirs | theirs over ours |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_row(cell, result["num_prompts"]) for cell in ran),
+        *table(HEAD, (_row(cell, result["num_prompts"]) for cell in ran)),
         "",
         "Passes are those of the target behind the prompt's own pass. In that one Transformers and Slipstream check",
         "tokens of a draft model, the others check none. Ours goes on from the tokens that theirs began with, so both",
@@ -60,9 +63,9 @@ def met(cell: dict[str, Any]) -> bool:
     return abs(float(cell["theirs_over_ours"]) - 1) <= TOLERANCE
 
 
-def _row(cell: dict[str, Any], num_prompts: int) -> str:
+def _row(cell: dict[str, Any], num_prompts: int) -> list[str]:
     passes, accepted = cell["passes"], cell["accepted_per_pass"]
-    words = [
+    return [
         f"{NAMES[cell['engine']]} {cell['version']}",
         METHODS[cell["method"]],
         f"{cell['same_texts']} of {num_prompts}",
@@ -72,7 +75,6 @@ def _row(cell: dict[str, Any], num_prompts: int) -> str:
         f"{accepted['theirs']:.3f}",
         f"{cell['theirs_over_ours']:.3f}",
     ]
-    return f"| {' | '.join(words)} |"
 
 
 def _verdict(cells: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 
 from benchmarks.harness.command import DOCS, command, names
 from benchmarks.harness.kept import Kept
+from benchmarks.harness.page import table
 from benchmarks.harness.pictures import drawing
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt
@@ -250,19 +251,20 @@ def page(result: dict[str, Any]) -> str:
         "",
         "![Times as fast as layer by layer](families.svg)",
         "",
-        f"| family | {' | '.join(columns)} |",
-        f"|---|{'---|' * len(columns)}",
+        *table(["family", *columns], map(_row, result["rows"])),
     ]
-    for row in result["rows"]:
-        cells = [
-            f"{cell['whole_ms']:.1f} | {cell['layers_ms']:.1f} | {cell['ratio']:.2f} "
-            f"({cell['quartiles'][0]:.2f} to {cell['quartiles'][1]:.2f})"
-            for cell in row["passes"]
-        ]
-        lines.append(f"| `{row['family']}` | {' | '.join(cells)} |")
     if settings["not_measured"]:
         lines += ["", f"Not measured: {', '.join(settings['not_measured'])}."]
     return "\n".join(lines) + "\n"
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    cells = [
+        f"{cell['whole_ms']:.1f} | {cell['layers_ms']:.1f} | {cell['ratio']:.2f} "
+        f"({cell['quartiles'][0]:.2f} to {cell['quartiles'][1]:.2f})"
+        for cell in row["passes"]
+    ]
+    return [f"`{row['family']}`", *cells]
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:

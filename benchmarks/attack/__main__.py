@@ -20,25 +20,22 @@ from typing import Any
 from benchmarks.attack.run import Bounds, attack
 from benchmarks.attack.scenarios import SCENARIOS
 from benchmarks.attack.table import table
-from benchmarks.harness.command import DOCS, ROOT, command
+from benchmarks.harness.command import DOCS, ROOT, add_settings, command
+from benchmarks.harness.kept import write_result
 from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "attack.json"
 
 
 def main() -> None:
-    default = Bounds()
     parser = command(__doc__, RESULT)
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), help="scenarios; all unless given")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of attacking requests")
-    parser.add_argument(
-        "--seconds", type=float, default=default.seconds, help="the longest an attack may last"
-    )
-    parser.add_argument(
-        "--memory-bytes",
-        type=int,
-        default=default.memory_bytes,
-        help="resident memory of the server and its children at which it is killed",
+    add_settings(
+        parser,
+        Bounds(),
+        scale="of the number of attacking requests",
+        seconds="the longest an attack may last",
+        memory_bytes="resident memory of the server and its children at which it is killed",
     )
     parser.add_argument(
         "--server-python-path",
@@ -65,7 +62,7 @@ def main() -> None:
     try:
         for name, figures in attack(options.server_python_path, options.only or list(SCENARIOS), bounds):
             result["scenarios"][name] = figures
-            options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_result(options.output, result)
     except KeyboardInterrupt:
         stopped = True
     print(table(result["scenarios"], None if earlier is None else earlier["scenarios"]))

@@ -47,25 +47,27 @@ def page(result: Mapping[str, Any]) -> str:
         lines += [_row(fault, kind, kinds[kind]) for kind in KINDS if kind in kinds]
     if honest := result.get("honest"):
         lines += _honest(honest, result["num_pool"])
-    lines += [
-        "",
-        "## Through the command",
-        "",
-        "The same faults in a server of ours, over HTTP, audited by what `slipstream audit URL --against URL` and",
-        "`slipstream audit URL --reference embedded` run, one audit each. The other URL is ours without speculation:",
-        "with shared seeds where both draw alike, else from samples alone. Parameters are the command's own mix, so",
-        "each set of them has fewer answers than above.",
-        "",
-        "| server | kind of audit | asked | answered | tokens each | decision | by |",
-        "|---|---|---:|---:|---:|---|---|",
-    ]
-    lines += [_verb_row(each) for each in result.get("verb", ())]
+    lines += [*_COMMAND, *map(_verb_row, result.get("verb", ()))]
     lines += [
         "",
         f"`{origin['command']}`, {origin['date']}; {_measured_at(result['commits'])}.",
         "",
     ]
     return "\n".join(lines)
+
+
+_COMMAND = [
+    "",
+    "## Through the command",
+    "",
+    "The same faults in a server of ours, over HTTP, audited by what `slipstream audit URL --against URL` and",
+    "`slipstream audit URL --reference embedded` run, one audit each. The other URL is ours without speculation:",
+    "with shared seeds where both draw alike, else from samples alone. Parameters are the command's own mix, so",
+    "each set of them has fewer answers than above.",
+    "",
+    "| server | kind of audit | asked | answered | tokens each | decision | by |",
+    "|---|---|---:|---:|---:|---|---|",
+]
 
 
 def _honest(honest: Mapping[str, Any], num_pool: int) -> list[str]:

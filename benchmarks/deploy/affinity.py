@@ -19,16 +19,15 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from benchmarks.deploy.fleet import ROOM, greedy
+from benchmarks.deploy.fleet import ROOM, greedy, relayed
 from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
-from benchmarks.harness.command import command
+from benchmarks.harness.command import add_settings, command
 from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
-from slipstream.deploy.router import Router
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.profiling.provenance import provenance
 
@@ -137,17 +136,12 @@ async def measure(num: int, cache_mib: int, traffic: Traffic) -> tuple[Found, li
     options = ROOM | {"kv_cache_bytes": cache_mib * 2**20}
     replicas = LocalReplicas(num, EMBEDDED_TARGET, engine_options=options)
     await replicas.start()
-    relay = Relay(Router(), replicas.secret)
-    keeping = asyncio.create_task(relay.run(replicas.discover))
     try:
-        while relay.router.fleet.num_ready < num:
-            await asyncio.sleep(0.01)
-        found = Found(num_slots=sum(state.facts.num_slots for state in relay.router.fleet))
-        said = await run_turns(RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET)), traffic, found)
-        await _wait_for_counts(relay, found)
+        async with relayed(replicas, num) as relay:
+            found = Found(num_slots=sum(state.facts.num_slots for state in relay.router.fleet))
+            said = await run_turns(RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET)), traffic, found)
+            await _wait_for_counts(relay, found)
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
         await replicas.close()
     return found, said
 
@@ -183,8 +177,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser = command(__doc__, FOLDER / "deploy_affinity.json")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--cache-mib", type=int, nargs="+", default=[16, 64], help="of each replica")
-    for each in fields(Traffic):
-        parser.add_argument("--" + each.name.replace("_", "-"), type=int, default=each.default)
+    add_settings(parser, Traffic(), **dict.fromkeys((each.name for each in fields(Traffic)), ""))
     options = parser.parse_args(arguments)
     traffic = Traffic(**{each.name: getattr(options, each.name) for each in fields(Traffic)})
     kept = Kept(options.output, asdict(traffic))

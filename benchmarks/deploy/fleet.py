@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,7 +20,10 @@ from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.harness.models import expanded
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.deploy.relay import Address, Relay
+from slipstream.deploy.router import Router
 
+Discover = Callable[[], Awaitable[Seq[Address]]]
 ROOM: dict[str, Any] = {"kv_cache_bytes": 256 * 2**20, "max_num_seqs": 8, "num_threads": 1}
 
 
@@ -56,6 +60,22 @@ async def pinned_replicas(num: int, model: str, options: dict[str, Any]) -> Asyn
     finally:
         pin(os.getpid(), set(cores))
         await replicas.close()
+
+
+@asynccontextmanager
+async def relayed(
+    replicas: LocalReplicas, num: int, router: Router | None = None, discover: Discover | None = None
+) -> AsyncIterator[Relay]:
+    """A relay with a router before these replicas, from when `num` of them are ready."""
+    relay = Relay(router or Router(), replicas.secret)
+    keeping = asyncio.create_task(relay.run(discover or replicas.discover))
+    try:
+        while relay.router.fleet.num_ready < num:
+            await asyncio.sleep(0.01)
+        yield relay
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 def pin(pid: int, cores: set[int]) -> None:

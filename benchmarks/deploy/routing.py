@@ -25,6 +25,7 @@ from benchmarks.deploy.fleet import (
     model_settings,
     pinned_replicas,
     prompts,
+    relayed,
     target,
 )
 from benchmarks.deploy.page import FOLDER, write_page
@@ -34,9 +35,7 @@ from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.protocol import AttemptUpdate, BeginRequest, ReplicaMessage
-from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
-from slipstream.deploy.router import Router
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.profiling.provenance import provenance
 from slipstream.serve.process.answers import AnswerUpdate, params_out
@@ -104,15 +103,11 @@ async def measure(
     blocks = [range(first, min(first + BLOCK, num_rounds)) for first in range(0, num_rounds, BLOCK)]
     names = {block: f"{num_streams} streams, rounds {block[0] + 1} to {block[-1] + 1}" for block in blocks}
     left = [block for block in blocks if not kept.has(names[block])]
-    async with pinned_replicas(1, model, options) as replicas:
-        relay = Relay(Router(), replicas.secret)
+    async with pinned_replicas(1, model, options) as replicas, relayed(replicas, 1) as relay:
         routed = RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET))
-        keeping = asyncio.create_task(relay.run(replicas.discover))
         [address] = await replicas.discover()
         connection = await ReplicaConnection.open(*address, "direct", replicas.secret)
         direct = DirectClient(connection)
-        while not relay.router.fleet.num_ready:
-            await asyncio.sleep(0.01)
         for block in [range(-WARM_PAIRS, 0), *left] if left else []:
             pairs: list[tuple[Timed, Timed]] = []
             for number in block:
@@ -120,8 +115,6 @@ async def measure(
             if block in names:
                 kept.put(names[block], [[asdict(one) for one in pair] for pair in pairs])
                 say(f"  {names[block]} of {num_rounds}")
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
         await connection.close()
     stored = [pair for block in blocks for pair in kept.get(names[block])]
     return compared([(Timed(**direct), Timed(**routed)) for direct, routed in stored])
@@ -173,13 +166,13 @@ def main() -> None:
     settings = {"pairs": options.pairs, **asked}
     kept = Kept(options.output, settings)
     with target(options.expand) as model:
-        cells = {}
-        for num in options.streams:
-
-            def one(num: int = num) -> dict[str, Any]:
-                return asyncio.run(measure(num, options.pairs, model, engine, kept))
-
-            cells[str(num)] = kept.cell(f"{num} streams", one)
+        cells = {
+            str(num): kept.cell(
+                f"{num} streams",
+                lambda num=num: asyncio.run(measure(num, options.pairs, model, engine, kept)),  # type: ignore[misc]
+            )
+            for num in options.streams
+        }
     kept.finish({"provenance": provenance(), **settings, "cells": cells})
     for name, cell in cells.items():
         say(f"{name} streams: {cell}")

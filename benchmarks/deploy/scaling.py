@@ -26,6 +26,7 @@ from benchmarks.deploy.fleet import (
     model_settings,
     pinned_replicas,
     prompts,
+    relayed,
     target,
 )
 from benchmarks.deploy.local_replicas import LocalReplicas
@@ -34,9 +35,8 @@ from benchmarks.harness.command import command
 from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.deploy.relay import Address, Relay
+from slipstream.deploy.relay import Address
 from slipstream.deploy.routed import RoutedEngine
-from slipstream.deploy.router import Router
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.profiling.provenance import provenance
 
@@ -63,34 +63,29 @@ async def tokens_per_s(routed: RoutedEngine, asked: Seq[Seq[int]], tenant: str) 
     return num_tokens / (time.perf_counter() - started_s)
 
 
-async def first_of(replicas: LocalReplicas, num: int) -> list[Address]:
-    """The addresses of the first `num` replicas."""
-    return (await replicas.discover())[:num]
+async def first_of(replicas: LocalReplicas) -> list[Address]:
+    """The address of the first replica."""
+    return (await replicas.discover())[:1]
 
 
 async def measure(num_rounds: int, model: str, options: dict[str, Any], kept: Kept) -> dict[str, Any]:
     """All rounds, each of which is kept as it ends; what came out."""
     tokenizer = load_tokenizer(EMBEDDED_TARGET)
     left = [round_ for round_ in range(num_rounds) if not kept.has(f"round {round_ + 1}")]
-    async with pinned_replicas(2, model, options) as replicas:
-        relays = {num: Relay(Router(), replicas.secret) for num in (1, 2)}
-        keeping = [
-            asyncio.create_task(relay.run(partial(first_of, replicas, num))) for num, relay in relays.items()
-        ]
-        while any(relay.router.fleet.num_ready < num for num, relay in relays.items()):
-            await asyncio.sleep(0.01)
+    async with (
+        pinned_replicas(2, model, options) as replicas,
+        relayed(replicas, 2) as both,
+        relayed(replicas, 1, discover=partial(first_of, replicas)) as alone,
+    ):
         for round_ in [-1, *left] if left else []:
             speeds = {}
             for num in (1, 2) if round_ % 2 else (2, 1):
                 asked = prompts(NUM_REQUESTS, PROMPT_TOKENS, random.Random(f"{num} {round_}"))
-                routed = RoutedEngine(relays[num], tokenizer)
+                routed = RoutedEngine(alone if num == 1 else both, tokenizer)
                 speeds[num] = await tokens_per_s(routed, asked, f"{num} {round_}")
             if round_ >= 0:
                 kept.put(f"round {round_ + 1}", [speeds[1], speeds[2]])
                 say(f"  round {round_ + 1} of {num_rounds}: {speeds[1]:.0f} and {speeds[2]:.0f} tokens/s")
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
     rounds = [kept.get(f"round {round_ + 1}") for round_ in range(num_rounds)]
     return {
         "rounds": num_rounds,

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.deploy.fleet import relayed
 from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.deploy.requests import ROOM, Case, cases, differences
@@ -29,7 +30,6 @@ from benchmarks.harness.kept import Kept, say
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.deploy.config import RouterConfig
-from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
 from slipstream.engine.outputs import Update
@@ -53,6 +53,7 @@ class Ledger:
     moves: Counter[int] = field(default_factory=Counter)
     gaps_s: list[float] = field(default_factory=list)
     """The longest gap of each stream."""
+    disruptions: Counter[str] = field(default_factory=Counter)
 
 
 async def soak(all_cases: list[Case], num_replicas: int, num_disruptions: int, seed: int) -> dict[str, Any]:
@@ -66,11 +67,8 @@ async def soak(all_cases: list[Case], num_replicas: int, num_disruptions: int, s
     router = Router(
         RouterConfig(max_waiting=10_000, hang_timeout_s=HANG_TIMEOUT_S, max_fruitless_attempts=50)
     )
-    relay = Relay(router, replicas.secret)
-    routed = RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET))
     ledger, started_s = Ledger(), time.monotonic()
     await replicas.start()
-    keeping = asyncio.create_task(relay.run(replicas.discover))
     waiting = iter(enumerate(all_cases))
     done = 0
 
@@ -82,33 +80,40 @@ async def soak(all_cases: list[Case], num_replicas: int, num_disruptions: int, s
             if done % 200 == 0:
                 say(f"  {done} requests, {time.monotonic() - started_s:.0f} s, {router.counts.moved} moved")
 
-    workers = [asyncio.create_task(serve_some()) for _ in range(NUM_AT_ONCE)]
-    disrupting = asyncio.create_task(
-        disrupt(replicas, router, num_disruptions, random.Random(seed), lambda: done / len(all_cases))
-    )
-    await asyncio.gather(*workers)
-    disrupting.cancel()
-    disruptions = (await asyncio.gather(disrupting, return_exceptions=True))[0]
-    faults = router.integrity()
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
+    async with relayed(replicas, 0, router) as relay:
+        routed = RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET))
+        workers = [asyncio.create_task(serve_some()) for _ in range(NUM_AT_ONCE)]
+        disrupting = asyncio.create_task(
+            disrupt(
+                replicas, router, ledger, num_disruptions, random.Random(seed), lambda: done / len(all_cases)
+            )
+        )
+        await asyncio.gather(*workers)
+        disrupting.cancel()
+        await asyncio.gather(disrupting, return_exceptions=True)
+        faults = router.integrity()
     await replicas.close()
+    counted = {"replicas": num_replicas, "requests": len(all_cases), "moved": router.counts.moved}
+    return (
+        counted
+        | told(ledger, len(all_cases))
+        | {"router_faults": faults, "wall_s": time.monotonic() - started_s}
+    )
+
+
+def told(ledger: Ledger, num_cases: int) -> dict[str, Any]:
+    """What the result says of the ledger."""
     gaps = np.array(ledger.gaps_s)
     return {
-        "replicas": num_replicas,
-        "requests": len(all_cases),
         "equal": ledger.equal,
         "differing": ledger.differing[:20],
         "errors": ledger.errors[:20],
-        "lost": len(all_cases) - len(ledger.ends),
+        "lost": num_cases - len(ledger.ends),
         "ended_twice": sum(number > 1 for number in ledger.ends.values()),
-        "disruptions": dict(DISRUPTED) if isinstance(disruptions, BaseException) else disruptions,
-        "moved": router.counts.moved,
+        "disruptions": dict(ledger.disruptions),
         "moves_of_a_request": {str(moves): number for moves, number in sorted(ledger.moves.items())},
         "longest_gap_s": {"median": float(np.median(gaps)), "p99": float(np.quantile(gaps, 0.99))},
-        "router_faults": faults,
-        "wall_s": time.monotonic() - started_s,
-    }  # fmt: skip
+    }
 
 
 async def serve_one(routed: RoutedEngine, number: int, case: Case, ledger: Ledger) -> None:
@@ -140,14 +145,10 @@ async def serve_one(routed: RoutedEngine, number: int, case: Case, ledger: Ledge
         ledger.equal += 1
 
 
-DISRUPTED: Counter[str] = Counter()
-
-
 async def disrupt(
-    replicas: LocalReplicas, router: Router, number: int, rng: random.Random, progress: Any
-) -> dict[str, int]:
+    replicas: LocalReplicas, router: Router, ledger: Ledger, number: int, rng: random.Random, progress: Any
+) -> None:
     """Disrupt a replica that has streams under way whenever another share of the requests is done."""
-    DISRUPTED.clear()
     for which in range(number):
         while progress() < 0.95 * which / number:
             await asyncio.sleep(0.02)
@@ -160,7 +161,7 @@ async def disrupt(
         name = rng.choice(busy)
         pid = replicas.pids()[name]
         say(f"  {kind} {name} with {len(router.fleet[name].requests)} streams")
-        DISRUPTED[kind] += 1
+        ledger.disruptions[kind] += 1
         if kind == "kill":
             os.kill(pid, signal.SIGKILL)
         elif kind == "drain":
@@ -169,7 +170,6 @@ async def disrupt(
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(HANG_TIMEOUT_S + 1.0)
             os.kill(pid, signal.SIGCONT)
-    return dict(DISRUPTED)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.command import DOCS, add_settings, command
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.models import expanded
 from benchmarks.overhead.rounds import Plan, facts, measure
@@ -34,13 +34,8 @@ def main() -> None:
     parser = command(__doc__, RESULT)
     parser.add_argument("--model", help="the embedded pair's target unless given")
     parser.add_argument("--spec", default=",".join(default.specs), help="drafters in short, with commas")
-    parser.add_argument("--streams", type=int, default=default.streams)
-    parser.add_argument("--rounds", type=int, default=default.rounds)
-    parser.add_argument("--requests", type=int, default=default.requests, help="of a round")
-    parser.add_argument("--max-tokens", type=int, default=default.max_tokens)
-    parser.add_argument("--temperature", type=float, default=default.temperature)
-    parser.add_argument("--threads", type=int, default=default.threads, help="of each engine")
-    parser.add_argument("--kv-cache-bytes", type=int, default=default.kv_cache_bytes)
+    own = ("streams", "rounds", "max_tokens", "temperature", "kv_cache_bytes")
+    add_settings(parser, default, requests="of a round", threads="of each engine", **dict.fromkeys(own, ""))
     parser.add_argument("--processes", default="1,2", help="of the servers, with commas")
     parser.add_argument("--expand", help="parameters of the enlarged target, as in 300M")
     parser.add_argument("--quantization", help="of the target")

@@ -28,6 +28,15 @@ PRECISIONS = {
     "Q4_K_M": "int4",
 }
 """Weight formats, and the one that each is compared with."""
+NAMES = {
+    "slipstream": "Slipstream",
+    "transformers": "Transformers",
+    "vllm": "vLLM (CPU)",
+    "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
+}
+"""As pages and pictures call them."""
+OURS = "slipstream"
 CACHES = ("", "float32", "bfloat16", "float16", "int8")
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.catalog import PRECISIONS
+from benchmarks.peers.catalog import NAMES, OURS, PRECISIONS
 from benchmarks.peers.figures import Ratio, student
 from benchmarks.peers.groups import PRECISION_ORDER
-from benchmarks.peers.report import NAMES, OURS
-from benchmarks.peers.results import Results, Sample
+from benchmarks.peers.results import ModelEntries, Results, Sample
 
 Speed = Callable[[Sample, int], float | None]
 """What is compared: a rate of one sample with so many prompt tokens."""
@@ -58,30 +57,17 @@ class Side:
         )
 
 
-class Cells:
+class Cells(ModelEntries):
     """One model's samples, by task (a length, and what was beside it) and by mode."""
 
-    def __init__(self, results: Results, model: str) -> None:
-        self.model = model
-        self.title: str = results.models[model]["title"]
-        self.entries = {
-            key.split(": ", 1)[1]: entry
-            for key, entry in results.modes.items()
-            if key.startswith(f"{model}: ")
-        }
-        self.refused = {
-            key.split(": ", 1)[1]: why for key, why in results.refused.items() if key.startswith(f"{model}: ")
-        }
+    def __init__(self, results: Results, name: str) -> None:
+        super().__init__(results, name)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
         for sample in results.samples:
-            if sample.model == model:
+            if sample.model == name:
                 self.samples.setdefault((sample.task, sample.mode), []).append(sample)
         self.tasks = sorted({task for task, _ in self.samples}, key=lambda task: (length_of(task), task))
         self.modes = sorted({mode for _, mode in self.samples}, key=self._order)
-
-    def definition(self, mode: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.entries[mode]["definition"]
-        return found
 
     def fastest(self, side: Side, task: str, speed: Speed) -> str | None:
         """Return the fastest of the modes that the side may take and that answered most texts."""

@@ -10,8 +10,8 @@ import statistics
 from dataclasses import dataclass
 from html import escape
 
+from benchmarks.peers.catalog import NAMES, OURS
 from benchmarks.peers.cells import Cells, Side, condition_of, decode_rate, length_of, step_ms
-from benchmarks.peers.report import NAMES, OURS
 from benchmarks.peers.results import Results
 from benchmarks.peers.svg import framed
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.page import refusals, wrapped
-from benchmarks.peers.catalog import PRECISIONS
+from benchmarks.peers.catalog import OURS, PRECISIONS
 from benchmarks.peers.cells import (
     Cells,
     Side,
@@ -27,7 +27,6 @@ from benchmarks.peers.cells import (
 )
 from benchmarks.peers.figures import equal_texts
 from benchmarks.peers.markdown import versions
-from benchmarks.peers.report import OURS
 from benchmarks.peers.results import Results
 
 
@@ -192,7 +191,7 @@ def _bar_line(bar: Bar, cells: Cells, task: str) -> list[str]:
     if ratio is None:
         return []
     verdict = "yes" if ratio.value >= bar.least else "**no**"
-    row = [bar.what, cells.model, task, label(ours), label(theirs), f"≥ {bar.least}", str(ratio)]
+    row = [bar.what, cells.name, task, label(ours), label(theirs), f"≥ {bar.least}", str(ratio)]
     return [f"| {' | '.join([*row, str(ratio.num_pairs), verdict])} |"]
 
 

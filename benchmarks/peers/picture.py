@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from benchmarks.peers.catalog import NAMES, OURS
 from benchmarks.peers.figures import task_mean
-from benchmarks.peers.report import NAMES, OURS, ModelResults
+from benchmarks.peers.report import ModelResults
 from benchmarks.peers.results import Results
 from benchmarks.peers.svg import framed
 

@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.harness.page import refusals, wrapped
+from benchmarks.harness.page import refusals, row, table, wrapped
+from benchmarks.peers.catalog import NAMES, OURS, PEERS
 from benchmarks.peers.figures import (
     Ratio,
     best_by_task,
@@ -20,16 +21,8 @@ from benchmarks.peers.figures import (
     task_mean,
 )
 from benchmarks.peers.markdown import versions
-from benchmarks.peers.results import BATCH, Results, Sample
+from benchmarks.peers.results import BATCH, ModelEntries, Results, Sample
 
-NAMES = {
-    "slipstream": "Slipstream",
-    "transformers": "Transformers",
-    "vllm": "vLLM (CPU)",
-    "openvino": "OpenVINO GenAI",
-    "llamacpp": "llama.cpp",
-}
-OURS = "slipstream"
 DISTURBED_CORES = 0.1
 LONG_S = 0.5
 """Processor time is counted in hundredths of a second: a shorter sample says little about others."""
@@ -46,49 +39,27 @@ class Bar:
     """The ratio for one model, and against what it was taken."""
 
 
-class ModelResults:
-    """One model's part of the results, by mode key (`peer/name/weights`)."""
+class ModelResults(ModelEntries):
+    """One model's part of the results, by mode key."""
 
     def __init__(self, results: Results, name: str) -> None:
-        self.name = name
-        self.title: str = results.models[name]["title"]
-        self.parameters: int = results.models[name]["parameters"]
-        self.entries = {
-            key.split(": ", 1)[1]: entry
-            for key, entry in results.modes.items()
-            if key.startswith(f"{name}: ")
-        }
-        self.single = {key: list(results.of(name, key)) for key in self.entries}
-        self.batch = {key: list(results.of(name, key, batch=True)) for key in self.entries}
-        self.single = {key: samples for key, samples in self.single.items() if samples}
-        self.batch = {key: samples for key, samples in self.batch.items() if samples}
-        self.refused = {
-            key.split(": ", 1)[1]: reason
-            for key, reason in results.refused.items()
-            if key.startswith(f"{name}: ")
-        }
+        super().__init__(results, name)
+        single = {key: list(results.of(name, key)) for key in self.entries}
+        batch = {key: list(results.of(name, key, batch=True)) for key in self.entries}
+        self.single = {key: samples for key, samples in single.items() if samples}
+        self.batch = {key: samples for key, samples in batch.items() if samples}
 
-    def keys(
-        self,
-        *,
-        ours: bool | None = None,
-        peer: str | None = None,
-        kind: str | None = None,
-        weights: str | None = None,
-    ) -> list[str]:
-        """Modes of this kind that answered every prompt: means over different prompts cannot be compared."""
-        found = []
-        most = max((len(samples) for samples in self.single.values()), default=0)
-        for key in self.single:
-            if len(self.single[key]) < most:
-                continue
-            definition = self.entries[key]["definition"]
-            if ours is not None and ours != (definition["peer"] == OURS):
-                continue
-            if any(want not in (None, definition[what]) for what, want in _wanted(peer, kind, weights)):
-                continue
-            found.append(key)
-        return found
+    def keys(self, *, ours: bool | None = None, **wanted: str | None) -> list[str]:
+        """Modes of this `peer`, `kind` and `weights` that answered every prompt: means over different prompts cannot be
+        compared. None takes any."""
+        most = max(map(len, self.single.values()), default=0)
+        return [
+            key
+            for key, samples in self.single.items()
+            if len(samples) == most
+            and ours in (None, self.definition(key)["peer"] == OURS)
+            and all(want in (None, self.definition(key)[what]) for what, want in wanted.items())
+        ]
 
     def off(self, key: str) -> str | None:
         """The mode without speculation of the same peer and weights."""
@@ -98,10 +69,6 @@ class ModelResults:
 
     def bytes_per_step(self, weights: str) -> float:
         return self.parameters * {"float32": 4, "int8": 1, "int4": 0.5}[weights]
-
-
-def _wanted(peer: str | None, kind: str | None, weights: str | None) -> list[tuple[str, str | None]]:
-    return [("peer", peer), ("kind", kind), ("weights", weights)]
 
 
 def _parts(key: str) -> tuple[str, str, str]:
@@ -132,19 +99,17 @@ def _only(keys: list[str]) -> str | None:
     return keys[0] if keys else None
 
 
-def _off_against_peers(model: ModelResults) -> tuple[Ratio | None, str]:
-    ours = _only(model.keys(peer=OURS, kind="off", weights="float32"))
-    return _against_fastest(model, ours, model.keys(ours=False, kind="off", weights="float32"))
+def _mode_against_peers(
+    kind: str, weights: str, **theirs: str
+) -> Callable[[ModelResults], tuple[Ratio | None, str]]:
+    """Our mode of this kind and weights over the peers' fastest of the same kind, of `theirs` where it is given."""
 
+    def measure(model: ModelResults) -> tuple[Ratio | None, str]:
+        ours = _only(model.keys(peer=OURS, kind=kind, weights=weights))
+        wanted = theirs or {"weights": weights}
+        return _against_fastest(model, ours, model.keys(ours=False, kind=kind, **wanted))
 
-def _draft_against_peers(model: ModelResults) -> tuple[Ratio | None, str]:
-    ours = _only(model.keys(peer=OURS, kind="draft", weights="float32"))
-    return _against_fastest(model, ours, model.keys(ours=False, kind="draft", weights="float32"))
-
-
-def _int8_off_against_openvino(model: ModelResults) -> tuple[Ratio | None, str]:
-    ours = _only(model.keys(peer=OURS, kind="off", weights="int8"))
-    return _against_fastest(model, ours, model.keys(peer="openvino", kind="off"))
+    return measure
 
 
 def _best(model: ModelResults, keys: Iterable[str]) -> list[Sample]:
@@ -160,25 +125,21 @@ def _best_against_off(model: ModelResults) -> tuple[Ratio | None, str]:
 
 
 def _best_against_best(
-    model: ModelResults, weights: str, peers: Iterable[str], their_weights: str | None
-) -> tuple[Ratio | None, str]:
+    weights: str, peers: Iterable[str], their_weights: str | None
+) -> Callable[[ModelResults], tuple[Ratio | None, str]]:
     """Our best mode by task over the best modes by task of the peer whose best are the fastest."""
-    ours = _best(model, model.keys(peer=OURS, weights=weights))
-    theirs = {peer: _best(model, model.keys(peer=peer, weights=their_weights)) for peer in peers}
-    theirs = {peer: samples for peer, samples in theirs.items() if samples}
-    if not ours or not theirs:
-        return None, "nothing to compare"
-    peer = max(theirs, key=lambda name: task_mean(theirs[name]))
-    modes = sorted({_label(sample.mode).split(", ", 1)[1] for sample in theirs[peer]})
-    return over_tasks(paired_ratios(ours, theirs[peer])), f"{NAMES[peer]} ({'; '.join(modes)})"
 
+    def measure(model: ModelResults) -> tuple[Ratio | None, str]:
+        ours = _best(model, model.keys(peer=OURS, weights=weights))
+        theirs = {peer: _best(model, model.keys(peer=peer, weights=their_weights)) for peer in peers}
+        theirs = {peer: samples for peer, samples in theirs.items() if samples}
+        if not ours or not theirs:
+            return None, "nothing to compare"
+        peer = max(theirs, key=lambda name: task_mean(theirs[name]))
+        modes = sorted({_label(sample.mode).split(", ", 1)[1] for sample in theirs[peer]})
+        return over_tasks(paired_ratios(ours, theirs[peer])), f"{NAMES[peer]} ({'; '.join(modes)})"
 
-def _best_float32(model: ModelResults) -> tuple[Ratio | None, str]:
-    return _best_against_best(model, "float32", [peer for peer in NAMES if peer != OURS], "float32")
-
-
-def _best_int8(model: ModelResults) -> tuple[Ratio | None, str]:
-    return _best_against_best(model, "int8", ["openvino"], None)
+    return measure
 
 
 def _batch_against_vllm(model: ModelResults) -> tuple[Ratio | None, str]:
@@ -198,21 +159,20 @@ def _batch_against_vllm(model: ModelResults) -> tuple[Ratio | None, str]:
 
 
 EMBEDDED, SMALL, LARGE = "embedded", "expanded-300m", "expanded-1g"
+ALL, LARGER = (EMBEDDED, SMALL, LARGE), (SMALL, LARGE)
+_OFF = _mode_against_peers("off", "float32")
+_DRAFT = _mode_against_peers("draft", "float32")
+_INT8_OFF = _mode_against_peers("off", "int8", peer="openvino")
+_BEST = _best_against_best("float32", PEERS[1:], "float32")
+_INT8_BEST = _best_against_best("int8", ["openvino"], None)
 BARS = (
-    Bar("speculation off over the fastest peer's off", (EMBEDDED, SMALL, LARGE), 1.0, _off_against_peers),
-    Bar(
-        "the same draft, 4 tokens, over the fastest peer with it", (SMALL, LARGE), 1.05, _draft_against_peers
-    ),
-    Bar("best mode by task over own off", (SMALL, LARGE), 1.9, _best_against_off),
+    Bar("speculation off over the fastest peer's off", ALL, 1.0, _OFF),
+    Bar("the same draft, 4 tokens, over the fastest peer with it", LARGER, 1.05, _DRAFT),
+    Bar("best mode by task over own off", LARGER, 1.9, _best_against_off),
     Bar("best mode by task over own off", (EMBEDDED,), 1.3, _best_against_off),
-    Bar("best mode by task over the best peer's", (EMBEDDED, SMALL, LARGE), 1.15, _best_float32),
-    Bar(
-        "int8 off over OpenVINO's fastest off at any weight format",
-        (SMALL, LARGE),
-        1.2,
-        _int8_off_against_openvino,
-    ),
-    Bar("int8 best mode by task over OpenVINO's at any weight format", (SMALL, LARGE), 1.7, _best_int8),
+    Bar("best mode by task over the best peer's", ALL, 1.15, _BEST),
+    Bar("int8 off over OpenVINO's fastest off at any weight format", LARGER, 1.2, _INT8_OFF),
+    Bar("int8 best mode by task over OpenVINO's at any weight format", LARGER, 1.7, _INT8_BEST),
     Bar("8 requests at once over vLLM's best mode", (EMBEDDED, SMALL), 1.4, _batch_against_vllm),
 )
 
@@ -306,18 +266,17 @@ def _bars(models: list[ModelResults]) -> str:
             ratio, against = bar.measure(by_name[name])
             reached = str(ratio) if ratio else "not measured"
             verdict = "—" if ratio is None else "yes" if ratio.value >= bar.least else "**no**"
-            lines.append(f"| {bar.what} | {name} | {against} | ≥ {bar.least} | {reached} | {verdict} |")
+            lines.append(row((bar.what, name, against, f"≥ {bar.least}", reached, verdict)))
     for model in models:
-        if row := _int8_texts(model):
-            lines.append(row)
+        lines += _int8_texts(model)
     return "\n".join([*lines, ""])
 
 
-def _int8_texts(model: ModelResults) -> str:
+def _int8_texts(model: ModelResults) -> list[str]:
     """Whether int8 texts are those of int8 off, over all our int8 modes."""
     off = _only(model.keys(peer=OURS, kind="off", weights="int8"))
     if off is None:
-        return ""
+        return []
     counts = [
         equal_texts(model.single[key], model.single[off])
         for key in model.keys(peer=OURS, weights="int8")
@@ -325,10 +284,10 @@ def _int8_texts(model: ModelResults) -> str:
     ]
     equal, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
     if not total:
-        return ""
+        return []
     verdict = "yes" if equal == total else "**no**"
     what = "int8 texts with speculation on equal to off's"
-    return f"| {what} | {model.name} | {_label(off)} | 100 % | {equal} of {total} | {verdict} |"
+    return [row((what, model.name, _label(off), "100 %", f"{equal} of {total}", verdict))]
 
 
 def _speeds(model: ModelResults, results: Results) -> str:
@@ -379,9 +338,9 @@ def _speeds(model: ModelResults, results: Results) -> str:
 
 def _ratios(model: ModelResults) -> str:
     """Each mode over its peer's off, and over our own mode of the same kind."""
-    lines = ["| mode | over its own off | Slipstream's same kind over it |", "|---|---|---|"]
+    rows = []
     for key in _in_order(model):
-        definition = model.entries[key]["definition"]
+        definition = model.definition(key)
         off = model.off(key)
         own = ""
         if off is not None and off != key:
@@ -393,35 +352,31 @@ def _ratios(model: ModelResults) -> str:
             if same is not None:
                 against = str(over_tasks(paired_ratios(model.single[same], model.single[key])) or "")
         if own or against:
-            lines.append(f"| {_label(key)} | {own} | {against} |")
-    return "\n".join(["Paired ratios, geometric mean over tasks (95 % interval):", "", *lines, ""])
+            rows.append((_label(key), own, against))
+    head = ("mode", "over its own off", "Slipstream's same kind over it")
+    return "\n".join(
+        ["Paired ratios, geometric mean over tasks (95 % interval):", "", *table(head, rows), ""]
+    )
 
 
 def _tasks(model: ModelResults) -> str:
     tasks = sorted({sample.task for samples in model.single.values() for sample in samples})
-    lines = [f"| tokens/s, median | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
+    rows = []
     for key in _in_order(model):
-        cells = []
-        for task in tasks:
-            speeds = [sample.tokens_per_s for sample in model.single[key] if sample.task == task]
-            cells.append(f"{statistics.median(speeds):.1f}" if speeds else "")
-        lines.append(f"| {_label(key)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        speeds = [[s.tokens_per_s for s in model.single[key] if s.task == task] for task in tasks]
+        rows.append([_label(key), *(f"{statistics.median(each):.1f}" if each else "" for each in speeds)])
+    return "\n".join([*table(["tokens/s, median", *tasks], rows), ""])
 
 
 def _batches(model: ModelResults) -> str:
     size = max(len(sample.token_ids) for samples in model.batch.values() for sample in samples)
-    lines = [
-        f"{size} requests at once:",
-        "",
-        "| mode | tokens/s together, median | least and most |",
-        "|---|---|---|",
-    ]
+    rows = []
     for key in _in_order(model):
         if speeds := [sample.tokens_per_s for sample in model.batch.get(key, [])]:
             spread = f"{min(speeds):.1f} to {max(speeds):.1f}"
-            lines.append(f"| {_label(key)} | {statistics.median(speeds):.1f} | {spread} |")
-    return "\n".join([*lines, ""])
+            rows.append((_label(key), f"{statistics.median(speeds):.1f}", spread))
+    head = ("mode", "tokens/s together, median", "least and most")
+    return "\n".join([f"{size} requests at once:", "", *table(head, rows), ""])
 
 
 def _refusals(model: ModelResults) -> str:

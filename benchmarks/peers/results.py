@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,25 @@ class Results:
         temporary = path.with_suffix(".partial")
         temporary.write_text(f'{head},\n "samples": [\n{samples}\n ]\n}}\n', encoding="utf-8")
         temporary.replace(path)
+
+
+class ModelEntries:
+    """What results say of one model's modes, by mode key (`peer/name/weights`)."""
+
+    def __init__(self, results: Results, name: str) -> None:
+        self.name = name
+        self.title: str = results.models[name]["title"]
+        self.parameters: int = results.models[name]["parameters"]
+        self.entries = _of_model(results.modes, name)
+        self.refused = _of_model(results.refused, name)
+
+    def definition(self, mode: str) -> dict[str, Any]:
+        """The mode as the catalogue had it."""
+        return self.entries[mode]["definition"]
+
+
+def _of_model(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key.split(": ", 1)[1]: entry for key, entry in entries.items() if key.startswith(f"{name}: ")}
 
 
 def load(path: Path) -> Results:

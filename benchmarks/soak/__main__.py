@@ -8,11 +8,11 @@ Exit code 1 unless every demand is met.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.command import DOCS, add_settings, command
+from benchmarks.harness.kept import write_result
 from benchmarks.soak.run import Plan, soak
 from slipstream.profiling.provenance import provenance
 
@@ -20,18 +20,20 @@ RESULT = DOCS / "soak.json"
 
 
 def main() -> None:
-    default = Plan()
     parser = command(__doc__, RESULT)
-    parser.add_argument("--num-requests", type=int, default=default.num_requests)
-    parser.add_argument("--num-clients", type=int, default=default.num_clients)
-    parser.add_argument("--num-cases", type=int, default=default.num_cases, help="different requests")
-    parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of the longest answer")
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--spec", help="the server's drafter in short; the embedded draft unless given")
+    helps = {
+        "num_requests": "",
+        "num_clients": "",
+        "num_cases": "different requests",
+        "max_tokens": "of the longest answer",
+        "seed": "",
+        "spec": "the server's drafter in short; the embedded draft unless given",
+    }
+    add_settings(parser, Plan(), **helps)
     options = vars(parser.parse_args())
     output: Path = options.pop("output")
     result = {"provenance": provenance()} | soak(Plan(**options))
-    output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_result(output, result)
     for name, demand in result["checks"].items():
         print(f"{'met ' if demand['met'] else 'FAIL'} {name}")
     print(f"{result['num_requests']:,} requests in {result['wall_s']} s; written: {output.name}")

@@ -92,7 +92,6 @@ def check(
     server_4xx = {status: n for status, n in http.items() if n and status not in (200, 499)}
     idle = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
     gauges = {name: after[name] for name in idle}
-
     return {
         "nothing lost": _demand(not ledger.lost, lost=len(ledger.lost)),
         "nothing wrong": _demand(not ledger.wrong, wrong=len(ledger.wrong)),
@@ -102,19 +101,9 @@ def check(
         ),
         "gauges idle": _demand(gauges == idle, **gauges),
         "tokens as counted": _demand(whole == ledger.num_tokens, server=whole, clients=ledger.num_tokens),
-        "broken tokens within bounds": _demand(
-            ledger.num_broken_tokens <= broken <= ledger.most_broken_tokens,
-            server=broken,
-            at_least=ledger.num_broken_tokens,
-            at_most=ledger.most_broken_tokens,
-        ),
+        "broken tokens within bounds": _between(broken, ledger.num_broken_tokens, ledger.most_broken_tokens),
         "tasks add up": _demand(whole + broken == tokens, tasks=whole + broken, all=tokens),
-        "prompt tokens within bounds": _demand(
-            ledger.num_prompt_tokens <= prompts <= ledger.most_prompt_tokens,
-            server=prompts,
-            at_least=ledger.num_prompt_tokens,
-            at_most=ledger.most_prompt_tokens,
-        ),
+        "prompt tokens within bounds": _between(prompts, ledger.num_prompt_tokens, ledger.most_prompt_tokens),
         "ends as counted": _demand(
             all(ends.get(reason, 0) >= n for reason, n in ledger.ends.items())
             and answers <= all_ends <= all_answers,
@@ -156,6 +145,10 @@ def told(faults: list[str]) -> list[str]:
 
 def _sum(grown: Samples, name: str) -> float:
     return sum(value for key, value in grown.items() if key.split(",")[0] == name)
+
+
+def _between(value: float, least: int, most: int) -> dict[str, Any]:
+    return _demand(least <= value <= most, server=value, at_least=least, at_most=most)
 
 
 def _demand(met: bool, **figures: Any) -> dict[str, Any]:
