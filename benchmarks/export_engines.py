@@ -34,8 +34,9 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, 
 from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
 from slipstream.tools.export import ENGINES, SpeculativeRecord
-from slipstream.tools.export.contract import ExportedSetting, ExportError
+from slipstream.tools.export.contract import ExportedSetting
 from slipstream.tools.export.converting import converted
+from slipstream.tools.export.refusals import ExportError
 
 HERE = Path(__file__).parent
 RESULT = DOCS / "export_engines.json"

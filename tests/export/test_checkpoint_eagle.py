@@ -17,9 +17,9 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints import convert, convert_back
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.contract import ExportError
 from slipstream.tools.export.head_facts import AuxLayers, HeadFacts
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 
 SHIFTED = {"vllm": [1, 3, 5], "sglang": [0, 2, 4], "tensorrt_llm": [0, 2, 4]}
 

@@ -22,8 +22,8 @@ from slipstream.models.files.gguf_rope import llama3_factors
 from slipstream.tools.export.checkpoints import convert, convert_back
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.contract import ExportError
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 from tests.export.test_checkpoint_eagle import equal, random_head, record
 from tests.kit.tokenizer_families import byte_fallback, byte_level, save_model
 

@@ -3,7 +3,6 @@
 from slipstream.tools.export.contract import (
     ExportedFile,
     ExportedSetting,
-    ExportError,
     ImportedSetting,
     SettingsFormat,
 )
@@ -11,6 +10,7 @@ from slipstream.tools.export.engines import ENGINES, setting_or_nearest, setting
 from slipstream.tools.export.own import from_own, to_own
 from slipstream.tools.export.reading import SettingSource, read_source
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 
 __all__ = [
     "ENGINES",

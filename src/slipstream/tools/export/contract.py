@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import METHODS, NGRAM, OFF, WITH_MODEL, names_in
 from slipstream.errors import ConfigError
 from slipstream.tools.export.reading import SettingSource
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import refuse_method
 
 USUAL_DEPTH = 4
 _WRITTEN = "the depth is always written, so that it does not change with the engine's defaults"
-
-
-class ExportError(ConfigError):
-    """An engine cannot run a speculative setting; `nearest` is one that it can run, if there is any."""
-
-    def __init__(self, why: str, nearest: SpeculativeRecord | None = None, instead: str = "") -> None:
-        self.nearest = nearest
-        self.instead = instead
-        """What `nearest` is, in a few words."""
-        super().__init__(f"{why}; the nearest that it can run is {instead}" if instead else why)
 
 
 @dataclass(frozen=True)
@@ -60,10 +52,56 @@ class ImportedSetting:
     """What was left out, and what to know."""
 
 
+class Losses:
+    """Collects what an engine's form cannot express, while a record is adapted to it."""
+
+    def __init__(self, record: SpeculativeRecord) -> None:
+        self.record = record.setting()
+        self.lost: dict[str, str] = {}
+
+    def change(self, name: str, value: Any, why: str) -> None:
+        """Set a field to what the engine will run, with the reason; nothing happens where it is that already."""
+        if getattr(self.record, name) == value:
+            return
+        before, self.record = self.record, replace(self.record, **{name: value})
+        for changed in before.differences(self.record):  # a schedule that is always the depth is none
+            self.lost.setdefault(changed, why)
+
+
+NEUTRAL: Mapping[str, Any] = {"confidence_threshold": 0.0, "schedule": (), "verify": "any"}
+"""What a field of the record is where a form has no place for it; the others are None."""
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A field of the record for which an engine's form has no place."""
+
+    field: str
+    why: str
+    """May name `{engine}` and `{method}`."""
+    kept_by: Collection[str] = ()
+    """Methods with which there is a place."""
+
+
+_DRAFTING = METHODS.keys() - {OFF.name}
+NOTHING_DRAFTED = Lack("depth", "nothing is drafted", _DRAFTING)
+NO_MODEL = Lack("model", "this drafter has no model", WITH_MODEL)
+NO_REVISION = Lack("revision", "this drafter has no model", WITH_MODEL)
+NO_THRESHOLD = Lack("confidence_threshold", "{engine} drafts the whole depth always")
+NO_EXIT = Lack("exit_layer", "{engine} has no early exit")
+NO_SUFFIX = Lack("suffix", "{engine} has no suffix drafter")
+NO_LOAD = Lack("schedule", "{engine} drafts the same depth at any load")
+NO_NGRAM = Lack("ngram", "only ngram has it", (NGRAM.name,))
+
+
 class SettingsFormat(ABC):
     """One engine's form. `to_engine` and `from_engine` read no checkpoint and start nothing."""
 
     name: ClassVar[str]
+    title: ClassVar[str]
+    """The engine's name in messages."""
+    lacks: ClassVar[tuple[Lack, ...]]
+    """What a form of its has no place for, by the method alone."""
     versions: ClassVar[tuple[str, ...]]
     """Versions whose settings are known, the newest last; that is the default."""
     default_depths: ClassVar[Mapping[str, int]] = {}
@@ -91,34 +129,63 @@ class SettingsFormat(ABC):
         return replace(setting, lost={name: why for name, why in reasons.items() if name in different})
 
     def _with_depth(self, record: SpeculativeRecord) -> SpeculativeRecord:
-        if record.method == "off" or record.depth is not None:
+        if record.method == OFF.name or record.depth is not None:
             return record
         deepest = max((each.depth for each in record.schedule), default=0)
         return replace(record, depth=deepest or self.default_depths.get(record.method, USUAL_DEPTH))
 
+    def methods(self, version: str) -> Mapping[str, str]:
+        """Our methods that a version runs, each with its name there; `off` goes without saying."""
+        return names_in(self.name)
+
+    def why_not(self, method: str, version: str) -> str:
+        """Why a version lacks a method, where there is more to say."""
+        return ""
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """Raise `ExportError` for a tree or a head that the engine cannot run."""
+        return
+
     @abstractmethod
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        """Change in `losses` what depends on more than the method; `lacks` have been applied."""
+
+    @abstractmethod
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        """(the command, the files) of an adapted record; `given` has the facts of its checkpoints."""
+
+    @abstractmethod
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        """What the user should know; as in `form`."""
+
     def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
         """What `to_engine` says of a record with a depth, for a known version; `lost` may name too much."""
+        has = self.methods(version)
+        if record.method not in (OFF.name, *has):
+            raise refuse_method(record, self.title, has, self.why_not(record.method, version))
+        self.check(record)
+        losses = Losses(record)
+        for lack in self.lacks:
+            if record.method not in lack.kept_by:
+                why = lack.why.format(engine=self.title, method=record.method)
+                losses.change(lack.field, NEUTRAL.get(lack.field), why)
+        self.adapt(record, losses, version)
+        command, files = self.form(losses.record, record, version)
+        return ExportedSetting(
+            engine=self.name,
+            version=version,
+            record=losses.record,
+            argv=tuple(command),
+            files=tuple(files),
+            lost=losses.lost,
+            notes=tuple(self.notes(losses.record, record)),
+        )
 
     @abstractmethod
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """The record of an engine's own form; raises `ConfigError` for what Slipstream cannot run, with what it can."""
-
-
-class Losses:
-    """Collects what an engine's form cannot express, while a record is adapted to it."""
-
-    def __init__(self, record: SpeculativeRecord) -> None:
-        self.record = record.setting()
-        self.lost: dict[str, str] = {}
-
-    def change(self, name: str, value: Any, why: str) -> None:
-        """Set a field to what the engine will run, with the reason; nothing happens where it is that already."""
-        if getattr(self.record, name) == value:
-            return
-        before, self.record = self.record, replace(self.record, **{name: value})
-        for changed in before.differences(self.record):  # a schedule that is always the depth is none
-            self.lost.setdefault(changed, why)
 
 
 def changes_the_text(what: str, instead: str = "omit it") -> ConfigError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from slipstream.config import reject_unknown
-from slipstream.tools.export.contract import ExportedSetting, ExportError, SettingsFormat
+from slipstream.tools.export.contract import ExportedSetting, SettingsFormat
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 from slipstream.tools.export.settings.llama_cpp import LlamaCppSettings
 from slipstream.tools.export.settings.openvino import OpenvinoSettings
 from slipstream.tools.export.settings.sglang import SglangSettings

@@ -11,12 +11,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import EAGLE, EAGLE3, HEADS, HYDRA, MEDUSA, kind_of_checkpoint
 from slipstream.errors import ModelError
 from slipstream.tools.export.vocabulary import KINDS, kind_of_map
 
 CONVENTIONS = ("before_layer", "after_layer")
 """Two numberings of a hidden state: by the layer that reads it (EAGLE's own code, vLLM, Slipstream), and by the layer
 that wrote it, one less (SpecForge, TensorRT-LLM, and SGLang's explicit ids)."""
+SPECULATORS = "speculators"
+"""The layout of that library, whose heads are EAGLE-3's."""
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 
 
@@ -88,7 +91,7 @@ class HeadFacts:
     @property
     def method(self) -> str:
         """The method that runs it."""
-        return {"eagle": "eagle", "medusa": "medusa", "hydra": "hydra"}.get(self.layout, "eagle3")
+        return EAGLE3.name if self.layout == SPECULATORS else self.layout
 
 
 def read_config(folder: str | Path) -> dict[str, Any] | None:
@@ -120,7 +123,7 @@ def head_facts(folder: str | Path) -> HeadFacts | None:
     layout = _layout(config)
     if layout is None:
         return None
-    if layout in ("medusa", "hydra"):
+    if layout in (MEDUSA.name, HYDRA.name):
         return HeadFacts(
             layout=layout, num_heads=config.get(f"{layout}_num_heads") or config.get("num_heads")
         )
@@ -128,16 +131,10 @@ def head_facts(folder: str | Path) -> HeadFacts | None:
 
 
 def _layout(config: Mapping[str, Any]) -> str | None:
-    names = " ".join(map(str, config.get("architectures") or ()))
-    if "hydra_num_heads" in config:
-        return "hydra"
-    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
-        return "medusa"
     if "speculators_model_type" in config:
-        return "speculators"
-    if "draft_vocab_size" in config or "Eagle3" in names:
-        return "eagle3"
-    return "eagle" if "Eagle" in names else None
+        return SPECULATORS
+    kind = kind_of_checkpoint(config)
+    return kind if kind in HEADS else None
 
 
 def _eagle_facts(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> HeadFacts:
@@ -146,7 +143,7 @@ def _eagle_facts(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> H
     layers = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
     return HeadFacts(
         layout=layout,
-        version=1 if layout == "eagle" else 3,
+        version=1 if layout == EAGLE.name else 3,
         num_layers=int(layer.get("num_hidden_layers", 1)),
         vocabulary=tensors.vocabulary(layer.get("vocab_size") or 0, config.get("draft_vocab_size") or 0),
         aux_layers=None if not layers else AuxLayers(tuple(layers)),

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
+from slipstream.draft.methods import AUTO, EAGLE, EAGLE3, HEADS, METHODS, OFF, WITH_MODEL
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.tools.export.head_facts import context_length, head_facts
 from slipstream.tools.export.plans import DEPTH, as_plan, of_plan
 from slipstream.tools.export.record import (
-    METHODS,
-    METHODS_WITH_MODEL,
     NgramLookup,
     SpeculativeRecord,
     SuffixLimits,
@@ -47,7 +46,7 @@ def from_own(
             f"verifier {config.verifier!r} is a package's own; export with coupled, rejection or block"
         )
     _, options = validate(config)
-    if config.method == "auto" and options.plan is not None:
+    if config.method == AUTO.name and options.plan is not None:
         return _from_plan(config, options, target)
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
@@ -56,7 +55,7 @@ def from_own(
         for name, value in values.items()
         if name not in _USED and value != defaults[name] and config.method in _CARRIED
     )
-    model = values.get("model") if config.method in METHODS_WITH_MODEL else None
+    model = values.get("model") if config.method in WITH_MODEL else None
     record = SpeculativeRecord(
         method=config.method,
         target=target,
@@ -109,7 +108,7 @@ def _with_depth(config: SpeculativeConfig) -> SpeculativeConfig:
     return config if depth is None else dataclasses.replace(config, options={DEPTH: depth, **config.options})
 
 
-_CARRIED = frozenset({"ngram", "suffix", *METHODS_WITH_MODEL, "layer_skip"})
+_CARRIED = frozenset({*WITH_MODEL, *(name for name, spec in METHODS.items() if spec.elsewhere)})
 """Methods that some other engine runs."""
 
 
@@ -150,9 +149,8 @@ def _ngram(values: Mapping[str, Any]) -> NgramLookup | None:
 
 
 def _of_checkpoints(method: str, model: str | None, target: str | None) -> dict[str, Any]:
-    is_head = method in ("eagle", "eagle3", "medusa", "hydra")
     return {
-        "head": head_facts(model) if model and is_head else None,
+        "head": head_facts(model) if model and method in HEADS else None,
         "draft_context": context_length(model),
         "target_context": context_length(target),
     }
@@ -163,17 +161,17 @@ def to_own(record: SpeculativeRecord) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     Raises `ConfigError` for a record that is no valid configuration, such as a group of drafters.
     """
-    if record.method in ("cascade", "ensemble", "auto", "versions"):
+    if METHODS[record.method].inner:
         raise ConfigError(
             f"a record of {record.method!r} does not name its drafters; write the configuration"
         )
     config: dict[str, Any] = {"method": record.method}
     notes: list[str] = []
-    if record.method in METHODS_WITH_MODEL:
+    if record.method in WITH_MODEL:
         config["model"] = record.model
         if record.revision is not None:
             config["revision"] = record.revision
-    if record.method == "off":
+    if record.method == OFF.name:
         return config, ()
     if record.quantization is not None:
         config["quantization"] = record.quantization
@@ -220,7 +218,7 @@ def _shape(record: SpeculativeRecord) -> dict[str, Any]:
         shape["num_speculative_tokens"] = record.depth
     if tree is not None and tree.choices is None:
         shape |= {"tree_top_k": tree.top_k, "num_draft_nodes": tree.num_nodes}
-    elif record.method in ("eagle", "eagle3"):  # whose own default is a tree
+    elif record.method in (EAGLE.name, EAGLE3.name):  # whose own default is a tree
         shape |= {"tree_top_k": 1, "num_draft_nodes": None}
     if record.confidence_threshold:
         shape["confidence_threshold"] = record.confidence_threshold

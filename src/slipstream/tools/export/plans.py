@@ -8,26 +8,24 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.combine.rules import PlanRule
+from slipstream.draft.methods import CHAINS, LOOKUPS, OFF
 from slipstream.errors import ConfigError
 from slipstream.tools.export.record import ScheduleRange
 
 DEPTH = "num_speculative_tokens"
-CHAINS = frozenset({"draft_model", "tli", "eagle", "eagle3", "layer_skip"})
-"""Methods of which a rule says how deep they draft."""
-LOOKUPS = frozenset({"ngram", "suffix"})
-"""Methods that draft as configured: a plan has one drafter for each depth."""
 
 
 def as_plan(config: Mapping[str, Any], schedule: Seq[ScheduleRange]) -> dict[str, Any]:
     """`auto` with the one drafter that `config` is, by the schedule; raises `ConfigError` for any other method."""
     method = config["method"]
-    if method not in CHAINS | LOOKUPS:
+    if method not in (*CHAINS, *LOOKUPS):
         raise ConfigError(f"the depth of {method} does not change with the load")
     drafter = {key: value for key, value in config.items() if key != "verifier"}
+    # Lookups draft as configured: a plan has one for each depth.
     depths = sorted({each.depth for each in schedule if each.depth}, reverse=True)
     listed = [{**drafter, DEPTH: depth} for depth in (depths if method in LOOKUPS else depths[:1])]
     if not listed:
-        return {"method": "off"}
+        return {"method": OFF.name}
     rules: list[dict[str, Any]] = []
     for each in schedule:
         rule: dict[str, Any] = {}

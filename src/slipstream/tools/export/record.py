@@ -11,16 +11,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from slipstream.config import check_at_least, options_from, reject_unknown
+from slipstream.draft.methods import METHODS, WITH_MODEL
 from slipstream.errors import ConfigError
 from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
 
-METHODS_WITH_MODEL = ("draft_model", "tli", "slem", "eagle", "eagle3", "medusa", "hydra")
-"""Methods that cannot run without a draft model or a head."""
-METHODS = (
-    *("off", "ngram", "suffix", *METHODS_WITH_MODEL, "layer_skip"),
-    *("self", "token_recycling", "siblings", "lookahead", "jacobi", "cascade", "ensemble", "auto"),
-    "versions",
-)
 VERIFIES = ("any", "rejection", "block", "coupled")
 """`any` is the engine's default; each of them keeps the target's distribution."""
 SAMPLINGS = ("one_hot", "sampled", "coupled")
@@ -87,7 +81,7 @@ class SpeculativeRecord:
     """A speculative setting without any engine's names. Raises `ConfigError` for values that contradict each other."""
 
     method: str
-    """One of `METHODS`."""
+    """One of the built-in methods, see `slipstream.draft.methods`."""
     target: str | None = None
     """Folder, file or hub id."""
     model: str | None = None
@@ -122,7 +116,7 @@ class SpeculativeRecord:
         reject_unknown([self.verify], VERIFIES, "verify of a record")
         if self.draft_sampling is not None:
             reject_unknown([self.draft_sampling], SAMPLINGS, "draft_sampling of a record")
-        if self.method in METHODS_WITH_MODEL and not self.model:
+        if self.method in WITH_MODEL and not self.model:
             raise ConfigError(f"a record of method {self.method!r} needs a model")
         for name in ("depth", "exit_layer"):
             if getattr(self, name) is not None:

@@ -5,49 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slipstream.tools.export.contract import ExportError
+from slipstream.draft.methods import METHODS, NGRAM, OFF, SUFFIX
+from slipstream.errors import ConfigError
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
 
-NEAREST = {
-    "tli": ("ngram",),
-    "slem": ("tli", "ngram"),
-    "eagle": ("ngram",),
-    "eagle3": ("ngram",),
-    "medusa": ("ngram",),
-    "hydra": ("ngram",),
-    "suffix": ("ngram",),
-    "token_recycling": ("suffix", "ngram"),
-    "siblings": ("suffix", "ngram"),
-    "lookahead": ("ngram",),
-    "jacobi": ("ngram",),
-    "self": ("ngram",),
-    "layer_skip": ("ngram",),
-    "cascade": ("draft_model", "ngram"),
-    "ensemble": ("suffix", "ngram"),
-    "auto": ("suffix", "ngram"),
-    "versions": ("ngram",),
-}
-"""Method to what comes nearest to it, the first that an engine has counts. A head or a draft of another vocabulary
-cannot be made into a draft model, so what is left without training is looking up n-grams."""
-
 _LOOKUP = NgramLookup(2, 4)
+
+
+class ExportError(ConfigError):
+    """An engine cannot run a speculative setting; `nearest` is one that it can run, if there is any."""
+
+    def __init__(self, why: str, nearest: SpeculativeRecord | None = None, instead: str = "") -> None:
+        self.nearest = nearest
+        self.instead = instead
+        """What `nearest` is, in a few words."""
+        super().__init__(f"{why}; the nearest that it can run is {instead}" if instead else why)
 
 
 def refuse_method(record: SpeculativeRecord, engine: str, has: Iterable[str], why: str = "") -> ExportError:
     """The error for a record whose method `engine` lacks; `has` are the methods that it runs."""
     has = frozenset(has)
     reason = why or f"{engine} has no {record.method} drafter"
-    for method in NEAREST.get(record.method, ()):
-        if method not in has or (method in ("draft_model", "tli") and not record.model):
+    # A head or a draft of another vocabulary cannot be made into a draft model, so what is left without training is
+    # looking up n-grams.
+    for method in METHODS[record.method].nearest:
+        keeps_model = METHODS[method].needs_model
+        if method not in has or (keeps_model and not record.model):
             continue
         nearest = replace(
-            SpeculativeRecord(method="off", target=record.target),
+            SpeculativeRecord(method=OFF.name, target=record.target),
             method=method,
             depth=record.depth,
-            model=record.model if method in ("draft_model", "tli") else None,
-            revision=record.revision if method in ("draft_model", "tli") else None,
-            ngram=(record.ngram or _LOOKUP) if method == "ngram" else None,
-            suffix=record.suffix if method == "suffix" else None,
+            model=record.model if keeps_model else None,
+            revision=record.revision if keeps_model else None,
+            ngram=(record.ngram or _LOOKUP) if method == NGRAM.name else None,
+            suffix=record.suffix if method == SUFFIX.name else None,
             schedule=record.schedule,
         )
         return ExportError(reason, nearest, described(nearest))
@@ -62,7 +54,7 @@ def refuse_tree(record: SpeculativeRecord, engine: str, why: str = "") -> Export
 
 def described(record: SpeculativeRecord) -> str:
     """A record in a few words: 'eagle3, a chain of 4 tokens'."""
-    if record.method == "off":
+    if record.method == OFF.name:
         return "no speculation"
     shape = "a chain" if record.tree is None else f"a tree of {record.tree.num_nodes} tokens"
     depth = (

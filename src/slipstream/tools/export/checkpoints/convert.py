@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA
 from slipstream.models import load_tokenizer
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
@@ -15,13 +16,11 @@ from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from slipstream.tools.export.checkpoints.medusa_folders import read_medusa, write_medusa
 from slipstream.tools.export.checkpoints.openvino_folders import write_openvino
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.contract import ExportError
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 
 ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino", "transformers")
-DRAFT_MODELS = ("draft_model", "tli", "slem")
-"""Methods whose draft is a language model of its own."""
-EAGLE = {"eagle": 1, "eagle3": 3}
+EAGLE_VERSIONS = {EAGLE.name: 1, EAGLE3.name: 3}
 NEAREST_TO_HEADS = "use a draft model, or train an EAGLE-3 head with `slipstream train eagle3`"
 
 
@@ -40,7 +39,7 @@ def convert(
     checkpoint as it was trained, with what can be done instead; `ModelError` where it cannot be read.
     """
     reject_unknown([engine], ENGINES, "engine")
-    if layout not in (None, "eagle3", "speculators"):
+    if layout not in (None, EAGLE3.name, "speculators"):
         raise ExportError(f"the layout of an EAGLE-3 head is eagle3 or speculators, got {layout!r}")
     if layout == "speculators" and engine != "vllm":
         raise ExportError("the speculators layout is read by vLLM only; leave the layout out")
@@ -49,11 +48,11 @@ def convert(
         return _llama_cpp(record, folder)
     if engine == "openvino":
         return write_openvino(record, folder)
-    if record.method in EAGLE:
+    if record.method in EAGLE_VERSIONS:
         return _eagle(record, engine, folder, layout)
-    if record.method == "medusa":
+    if record.method == MEDUSA.name:
         return _medusa(record, engine, folder, version)
-    if record.method == "hydra":
+    if record.method == HYDRA.name:
         raise ExportError(f"no other engine runs Hydra heads; {NEAREST_TO_HEADS}")
     notes = (
         ("the target and the draft model are loaded as they are",) if record.method in DRAFT_MODELS else ()
@@ -87,15 +86,15 @@ def _medusa(record: SpeculativeRecord, engine: str, folder: Path, version: str |
 
 def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
     """The target too: llama.cpp reads GGUF files only. Nothing is written where either cannot be."""
-    if record.method in ("medusa", "hydra", "eagle"):
+    if record.method in (MEDUSA.name, HYDRA.name, EAGLE.name):
         raise ExportError(f"llama.cpp runs no {record.method} heads; {NEAREST_TO_HEADS}")
     draft = None
-    if record.method in (*DRAFT_MODELS, "eagle3"):
-        draft = folder / ("eagle3.gguf" if record.method == "eagle3" else "draft.gguf")
+    if record.method in (*DRAFT_MODELS, EAGLE3.name):
+        draft = folder / ("eagle3.gguf" if record.method == EAGLE3.name else "draft.gguf")
     target = folder / "target.gguf"
     writers = []
     notes = ["16-bit and 32-bit weights are written as they are; llama-quantize makes smaller files of them"]
-    if draft is not None and record.method == "eagle3":
+    if draft is not None and record.method == EAGLE3.name:
         files, model = target_of(record), model_of(record)
         head = read_head(model, files, record.revision)
         writers.append(eagle3_writer(head, files, load_tokenizer(files.path), draft, model))

@@ -10,16 +10,17 @@ from slipstream.config import reject_unknown
 from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import default_feature_layers
+from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3
 from slipstream.errors import ModelError
-from slipstream.tools.export.checkpoints.convert import DRAFT_MODELS, EAGLE, ENGINES, model_of, target_of
+from slipstream.tools.export.checkpoints.convert import EAGLE_VERSIONS, ENGINES, model_of, target_of
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.eagle_heads import read_head
 from slipstream.tools.export.checkpoints.gguf_eagle3 import ARCH, read_eagle3
 from slipstream.tools.export.checkpoints.gguf_reading import read_gguf, write_folder
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.contract import ExportError
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 
 
 def convert_back(record: SpeculativeRecord, engine: str, folder: Path) -> ConvertedCheckpoint:
@@ -31,7 +32,7 @@ def convert_back(record: SpeculativeRecord, engine: str, folder: Path) -> Conver
     folder = Path(folder)
     target = _model_back(record.target, folder / "target") if record.target else None
     named = str(target) if target else record.target
-    if record.method in EAGLE:
+    if record.method in EAGLE_VERSIONS:
         return _head_back(record, engine, named, target, folder)
     draft = None
     if record.method in DRAFT_MODELS:
@@ -81,12 +82,12 @@ def _folder_head_back(
             f"{model!r} reads the target's last hidden state only (use_aux_hidden_state false), which is not supported"
         )
     head = read_head(model, target, record.revision)
-    version = EAGLE[record.method]
+    version = EAGLE_VERSIONS[record.method]
     if head.config.version != version:
         raise ModelError(f"{model!r} is an EAGLE-{head.config.version} head, not an EAGLE-{version} one")
-    layout = "speculators" if "speculators_model_type" in raw else {1: "eagle", 3: "eagle3"}[version]
+    layout = "speculators" if "speculators_model_type" in raw else {1: EAGLE.name, 3: EAGLE3.name}[version]
     save_eagle(head, place, target=target.path, layout=layout, num_speculative_tokens=record.depth or 4)
-    if version == 3 and layout == "eagle3":
+    if version == 3 and layout == EAGLE3.name:
         config, tensors = read_checkpoint(str(place))
         layers = _layers(record, engine, raw, target)
         config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}

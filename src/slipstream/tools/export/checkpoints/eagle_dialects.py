@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.target_shape import TargetShape
-from slipstream.tools.export.contract import ExportError
+from slipstream.draft.methods import EAGLE3
+from slipstream.tools.export.refusals import ExportError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ DIALECTS: Mapping[str, EagleDialect] = {
     ),
     "llama_cpp": EagleDialect(
         name="llama.cpp",
-        architectures={3: "eagle3"},
+        architectures={3: EAGLE3.name},
         layer_shift=0,
         num_layers_read=3,
         attention_bias=False,

@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.methods import EAGLE, EAGLE3
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import EagleDialect, check_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
@@ -34,7 +35,7 @@ def write_eagle(
     Raises `ExportError` where the engine would not run the head as it was trained.
     """
     check_head(dialect, head, target, path)
-    layout = layout or {1: "eagle", 3: "eagle3"}[head.config.version]
+    layout = layout or {1: EAGLE.name, 3: EAGLE3.name}[head.config.version]
     save_eagle(head, folder, target=target.path, layout=layout, num_speculative_tokens=num_speculative_tokens)
     config, tensors = read_checkpoint(str(folder))
     tensors = _tensors(tensors, head, dialect)

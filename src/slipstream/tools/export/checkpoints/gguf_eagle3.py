@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.draft.methods import EAGLE3
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS, check_head
 from slipstream.tools.export.checkpoints.gguf_models import FILE_TYPES, with_neighbours
@@ -23,7 +24,7 @@ from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, halves
 from slipstream.tools.export.checkpoints.gguf_tokenizer import add_tokenizer
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 
-ARCH = "eagle3"
+ARCH = EAGLE3.name
 LAYER_KEYS = ("target_layers", "extract_layers")
 """llama.cpp's key of the hidden states' numbers, now and in its first releases with EAGLE-3."""
 NAMES: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from slipstream.tools.export.checkpoints.gguf_package import gguf_package
 from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes
 from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, neighbouring
 from slipstream.tools.export.checkpoints.gguf_tokenizer import CONVERTER, add_tokenizer
-from slipstream.tools.export.contract import ExportError
+from slipstream.tools.export.refusals import ExportError
 
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 

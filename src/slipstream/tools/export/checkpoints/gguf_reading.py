@@ -17,7 +17,7 @@ from slipstream.tools.export.checkpoints.gguf_models import FAMILIES
 from slipstream.tools.export.checkpoints.gguf_package import gguf_package
 from slipstream.tools.export.checkpoints.gguf_shape import read_rope, read_sizes
 from slipstream.tools.export.checkpoints.gguf_tensors import halves, read_tensors
-from slipstream.tools.export.contract import ExportError
+from slipstream.tools.export.refusals import ExportError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.models.files.gguf_rope import llama3_factors
 from slipstream.tools.export.checkpoints.gguf_package import gguf_package
-from slipstream.tools.export.contract import ExportError
+from slipstream.tools.export.refusals import ExportError
 
 SIZES = {
     "context_length": "max_position_embeddings",

@@ -10,13 +10,14 @@ import shlex
 from pathlib import Path
 
 from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.eagle_folders import write_eagle
 from slipstream.tools.export.checkpoints.eagle_heads import read_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.contract import ExportError
 from slipstream.tools.export.record import SpeculativeRecord
+from slipstream.tools.export.refusals import ExportError
 
 SCRIPT = "convert.sh"
 ONLY = "OpenVINO GenAI runs draft models, EAGLE-3 heads and prompt lookup"
@@ -29,7 +30,7 @@ def write_openvino(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoi
     """
     if record.target is None:
         raise ExportError("a checkpoint is converted for its target, and the setting names none")
-    if record.method in ("eagle", "medusa", "hydra"):
+    if record.method in (EAGLE.name, MEDUSA.name, HYDRA.name):
         raise ExportError(f"{ONLY}, not {record.method} heads; train one with `slipstream train eagle3`")
     commands = [_command(record.target, "target")]
     notes = [
@@ -38,7 +39,7 @@ def write_openvino(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoi
     ]
     files: tuple[Path, ...] = ()
     draft = None
-    if record.method == "eagle3" and record.model is not None:
+    if record.method == EAGLE3.name and record.model is not None:
         target = TargetFiles(record.target)
         head = read_head(record.model, target, record.revision)
         written = write_eagle(head, DIALECTS["openvino"], target, folder / "head", path=record.model)

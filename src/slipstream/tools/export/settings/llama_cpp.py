@@ -6,16 +6,33 @@ rejection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    EAGLE3,
+    LLAMA_CPP,
+    NGRAM,
+    OFF,
+    WITH_MODEL,
+    names_from,
+    names_in,
+)
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    ExportedSetting,
+    NO_EXIT,
+    NO_LOAD,
+    NO_MODEL,
+    NO_NGRAM,
+    NO_SUFFIX,
+    NOTHING_DRAFTED,
+    ExportedFile,
     ImportedSetting,
+    Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
@@ -25,9 +42,9 @@ from slipstream.tools.export.reading import SettingSource, command_flags, real_n
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
 
-TYPES = {"draft_model": "draft-simple", "eagle3": "draft-eagle3", "ngram": "ngram-simple"}
-LOOKUPS = {"ngram-simple": "ngram", "ngram-map-k": "ngram", "ngram-map-k4v": "ngram", "ngram-mod": "ngram"}
-"""Its kinds of n-gram drafters, all of them `ngram` here."""
+TYPES = names_in(LLAMA_CPP)
+KINDS = names_from(LLAMA_CPP)
+"""Its kinds of drafters, to our methods."""
 ELSEWHERE = {
     "draft-mtp": "train an EAGLE-3 head for the model",
     "draft-dflash": "convert or train an EAGLE-3 head",
@@ -97,28 +114,43 @@ class LlamaCppSettings(SettingsFormat):
     name = "llama-cpp"
     versions = (WITHOUT_SAMPLED_DRAFTS, "2026-11")
     default_depths: ClassVar[Mapping[str, int]] = {
-        "draft_model": DEFAULT_DEPTH,
-        "eagle3": DEFAULT_DEPTH,
-        "ngram": DEFAULT_SIZES[1],
+        DRAFT_MODEL.name: DEFAULT_DEPTH,
+        EAGLE3.name: DEFAULT_DEPTH,
+        NGRAM.name: DEFAULT_SIZES[1],
     }
 
-    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """A chain of a GGUF draft model, a GGUF EAGLE-3 head, or n-grams."""
-        if record.method not in ("off", *TYPES):
-            raise refuse_method(record, "llama.cpp", TYPES)
-        if record.tree is not None and record.method != "off":
-            raise refuse_tree(record, "llama.cpp")
+    title = "llama.cpp"
+    lacks = (
+        Lack("quantization", "a GGUF file has its own format"),
+        *(NO_EXIT, NO_SUFFIX, NO_LOAD),
+        Lack("revision", "{engine} takes a file or the newest of the hub"),
+        NO_MODEL,
+        Lack("confidence_threshold", "an n-gram has no probability", WITH_MODEL),
+        Lack("tree", "nothing is drafted", WITH_MODEL),
+        *(NOTHING_DRAFTED, NO_NGRAM),
+    )
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """It runs a chain of a GGUF draft model, a GGUF EAGLE-3 head, or n-grams."""
+        if record.tree is not None and record.method != OFF.name:
+            raise refuse_tree(record, self.title)
         _check_head(record)
-        samples_drafts = version != WITHOUT_SAMPLED_DRAFTS
-        losses = _adapted(record, samples_drafts)
-        return ExportedSetting(
-            engine=self.name,
-            version=version,
-            record=losses.record,
-            argv=("llama-server", *_model_words(record.target), *_words(losses.record, samples_drafts)),
-            lost=losses.lost,
-            notes=tuple(_notes(record)),
-        )
+
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        _adapt_verification(record, losses, version != WITHOUT_SAMPLED_DRAFTS)
+        if record.method == NGRAM.name:
+            length = DEFAULT_SIZES[0] if record.ngram is None else record.ngram.min
+            why = "its own default" if record.ngram is None else "llama.cpp looks up n-grams of one length"
+            losses.change("ngram", NgramLookup(length, length), why)
+
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        words = _words(record, version != WITHOUT_SAMPLED_DRAFTS)
+        return ("llama-server", *_model_words(given.target), *words), ()
+
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        return _notes(given)
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """Read it from a command of `llama-server` or `llama-cli`."""
@@ -137,16 +169,17 @@ class LlamaCppSettings(SettingsFormat):
         kind = _kind(given)
         if kind is None:
             return ImportedSetting(
-                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+                SpeculativeRecord(method=OFF.name, target=target),
+                (f"{source.where} asks for no speculation",),
             )
         notes = _import_notes(given)
-        record = _lookup(kind, given, target) if kind in LOOKUPS else _draft(kind, given, target)
+        record = (_lookup if KINDS[kind] == NGRAM.name else _draft)(kind, given, target)
         return ImportedSetting(record, tuple(notes))
 
 
 def _check_head(record: SpeculativeRecord) -> None:
     head = record.head
-    if record.method != "eagle3" or head is None:
+    if record.method != EAGLE3.name or head is None:
         return
     reasons = []
     if head.norms.fc_norm:
@@ -160,33 +193,9 @@ def _check_head(record: SpeculativeRecord) -> None:
         raise refuse_method(record, "llama.cpp", TYPES, why + " and ".join(reasons))
 
 
-def _adapted(record: SpeculativeRecord, samples_drafts: bool) -> Losses:
-    losses = Losses(record)
-    losses.change("quantization", None, "a GGUF file has its own format")
-    losses.change("exit_layer", None, "llama.cpp has no early exit")
-    losses.change("suffix", None, "llama.cpp has no suffix drafter")
-    losses.change("schedule", (), "llama.cpp drafts the same depth at any load")
-    losses.change("revision", None, "llama.cpp takes a file or the newest of the hub")
-    _adapt_verification(record, losses, samples_drafts)
-    if record.method not in ("draft_model", "eagle3"):
-        losses.change("model", None, "this drafter has no model")
-        losses.change("confidence_threshold", 0.0, "an n-gram has no probability")
-        losses.change("tree", None, "nothing is drafted")
-    if record.method == "off":
-        losses.change("depth", None, "nothing is drafted")
-    if record.method != "ngram":
-        losses.change("ngram", None, "only ngram has it")
-    elif record.ngram is None:
-        losses.change("ngram", NgramLookup(DEFAULT_SIZES[0], DEFAULT_SIZES[0]), "its own default")
-    else:
-        shortest = record.ngram.min
-        losses.change("ngram", NgramLookup(shortest, shortest), "llama.cpp looks up n-grams of one length")
-    return losses
-
-
 def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_drafts: bool) -> None:
     """Only a draft model may be sampled, and only by newer builds; then it is verified by rejection."""
-    drawn = record.method == "draft_model" and record.draft_sampling in ("sampled", "coupled")
+    drawn = record.method == DRAFT_MODEL.name and record.draft_sampling in ("sampled", "coupled")
     if drawn and not samples_drafts:
         losses.change("draft_sampling", "one_hot", "llama.cpp samples drafts from build 11368 on")
     elif drawn:
@@ -200,12 +209,12 @@ def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_draft
     losses.change(
         "verify", "any", "llama.cpp compares drafts with the target's own draw; the same distribution"
     )
-    if record.method != "draft_model":
+    if record.method != DRAFT_MODEL.name:
         losses.change("draft_sampling", None, "llama.cpp drafts the most probable tokens here")
 
 
 def _words(record: SpeculativeRecord, samples_drafts: bool) -> list[str]:
-    if record.method == "off":
+    if record.method == OFF.name:
         return []
     words = ["--spec-type", TYPES[record.method]]
     if record.ngram is not None:
@@ -239,16 +248,16 @@ def _notes(record: SpeculativeRecord) -> list[str]:
     for name, what in (("target", record.target), ("draft", record.model)):
         if what and Path(what).is_dir():
             notes.append(f"llama.cpp reads GGUF files: the {name} {what} must be converted (--checkpoint)")
-    if record.confidence_threshold and record.method in ("draft_model", "eagle3"):
+    if record.confidence_threshold and record.method in (DRAFT_MODEL.name, EAGLE3.name):
         notes.append(
             "--spec-draft-p-min compares each token's probability, confidence_threshold the product of them: the same "
             "number drafts longer there"
         )
-    if record.method == "eagle3" and record.head is not None and record.head.vocabulary is not None:
+    if record.method == EAGLE3.name and record.head is not None and record.head.vocabulary is not None:
         notes.append(
             "a GGUF head holds the target's token ids in d2t, not offsets; the conversion changes them"
         )
-    if record.method != "off":
+    if record.method != OFF.name:
         notes.append(
             "llama-server reports the log-probability 0 for every token that a speculating pass yields"
         )
@@ -275,7 +284,7 @@ def _kind(given: Mapping[str, str]) -> str | None:
         raise changes_the_text(f"--spec-type {kind} of llama.cpp")
     if kind in ELSEWHERE:
         raise ConfigError(f"--spec-type {kind} of llama.cpp has no counterpart here; {ELSEWHERE[kind]}")
-    reject_unknown([kind], (*TYPES.values(), *LOOKUPS), "--spec-type of llama.cpp")
+    reject_unknown([kind], KINDS, "--spec-type of llama.cpp")
     return kind
 
 
@@ -306,7 +315,7 @@ def _import_notes(given: Mapping[str, str]) -> list[str]:
 
 
 def _draft(kind: str, given: Mapping[str, str], target: str | None) -> SpeculativeRecord:
-    method = next(ours for ours, theirs in TYPES.items() if theirs == kind)
+    method = KINDS[kind]
     model = given.get("--spec-draft-model", given.get("--spec-draft-hf"))
     if not model:
         raise ConfigError(f"--spec-type {kind} needs a draft: --spec-draft-model FILE")
@@ -315,7 +324,9 @@ def _draft(kind: str, given: Mapping[str, str], target: str | None) -> Speculati
     if chosen not in sampling:
         raise ConfigError(f"--spec-draft-sampling must be greedy or probabilistic, got {chosen!r}")
     depth: Any = given.get("--spec-draft-n-max", given.get("--draft-max", DEFAULT_DEPTH))
-    drawn = sampling[chosen] if method == "draft_model" else None  # EAGLE-3 drafts greedily whatever is said
+    drawn = (
+        sampling[chosen] if method == DRAFT_MODEL.name else None
+    )  # EAGLE-3 drafts greedily whatever is said
     return SpeculativeRecord(
         method=method,
         target=target,
@@ -328,7 +339,7 @@ def _draft(kind: str, given: Mapping[str, str], target: str | None) -> Speculati
 
 
 def _lookup(kind: str, given: Mapping[str, str], target: str | None) -> SpeculativeRecord:
-    record = SpeculativeRecord(method="ngram", target=target)
+    record = SpeculativeRecord(method=NGRAM.name, target=target)
     if kind == "ngram-mod":
         names = ("--spec-ngram-mod-n-match", "--spec-ngram-mod-n-max")
         defaults = DEFAULT_MOD

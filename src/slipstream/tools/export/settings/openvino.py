@@ -6,30 +6,38 @@ Read in its documentation of speculative decoding of August 2026. `num_assistant
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, NGRAM, OFF, OPENVINO, WITH_MODEL, names_in
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
+    NO_EXIT,
+    NO_LOAD,
+    NO_MODEL,
+    NO_NGRAM,
+    NO_SUFFIX,
+    NOTHING_DRAFTED,
     ExportedFile,
-    ExportedSetting,
-    ExportError,
     ImportedSetting,
+    Lack,
     Losses,
     SettingsFormat,
     check_keys,
 )
 from slipstream.tools.export.reading import PythonCall, SettingSource, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord, TreeShape
-from slipstream.tools.export.refusals import described, refuse_method, refuse_tree
+from slipstream.tools.export.refusals import ExportError, described, refuse_tree
 
 PROGRAM = "run_openvino.py"
 FILE = "openvino_genai.json"
-METHODS = frozenset({"draft_model", "eagle3", "ngram"})
+METHODS = names_in(OPENVINO)
+DRAFT_KEY = DRAFT_MODEL.elsewhere[OPENVINO][0]
+"""Its keyword of any draft, also of a head."""
 KEYS = dict.fromkeys(
     (
-        *("model", "device", "draft_model", "draft_device", "prompt_lookup", "num_assistant_tokens"),
+        *("model", "device", DRAFT_KEY, "draft_device", "prompt_lookup", "num_assistant_tokens"),
         *("assistant_confidence_threshold", "max_ngram_size", "branching_factor", "tree_depth", "method"),
     )
 )
@@ -44,22 +52,40 @@ class OpenvinoSettings(SettingsFormat):
     versions = ("2026",)
     default_depths: ClassVar[Mapping[str, int]] = dict.fromkeys(METHODS, DEFAULT_DEPTH)
 
-    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """A chain, or for EAGLE-3 a dynamic tree within the bounds that it documents."""
-        if record.method not in ("off", *METHODS):
-            raise refuse_method(record, "OpenVINO GenAI", METHODS)
+    title = "OpenVINO GenAI"
+    lacks = (
+        Lack("quantization", "weights have the format in which they were exported"),
+        *(NO_EXIT, NO_SUFFIX, NO_LOAD),
+        Lack("revision", "{engine} reads a folder"),
+        Lack("verify", "{engine} has one rule; the same distribution"),
+        Lack("draft_sampling", "{engine} has no choice of it"),
+        NO_MODEL,
+        Lack("tree", "this drafter proposes chains", WITH_MODEL),
+        Lack("confidence_threshold", "only a draft model has it", (DRAFT_MODEL.name,)),
+        *(NO_NGRAM, NOTHING_DRAFTED),
+    )
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """A dynamic tree is for EAGLE-3, within the bounds that it documents."""
         _check_tree(record)
-        losses = _adapted(record)
-        values = _values(losses.record)
-        program = _program(values)
-        return ExportedSetting(
-            engine=self.name,
-            version=version,
-            record=losses.record,
-            files=(ExportedFile(FILE, json.dumps(values, indent=2) + "\n"), ExportedFile(PROGRAM, program)),
-            lost=losses.lost,
-            notes=tuple(_notes(losses.record)),
-        )
+
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        if record.method == NGRAM.name:
+            longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
+            losses.change("ngram", NgramLookup(1, longest), "OpenVINO GenAI looks up any shorter n-gram too")
+        if losses.record.confidence_threshold:
+            why = "OpenVINO GenAI has a threshold or a number of tokens, never both"
+            losses.change("depth", None, why)
+
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        values = _values(record)
+        text = json.dumps(values, indent=2) + "\n"
+        return (), (ExportedFile(FILE, text), ExportedFile(PROGRAM, _program(values)))
+
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        return _notes(record)
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """Read it from the JSON, or from a program that makes an `LLMPipeline`."""
@@ -69,7 +95,7 @@ class OpenvinoSettings(SettingsFormat):
         given = dict(source.mapping) if source.mapping is not None else _from_calls(source)
         check_keys(given, KEYS, "OpenVINO GenAI")
         record = _record(given)
-        unsaid = source.calls is not None and record.method == "draft_model"
+        unsaid = source.calls is not None and record.method == DRAFT_MODEL.name
         note = "a program does not say whether its draft is an EAGLE-3 head; where it is, set the method to eagle3"
         return ImportedSetting(record, (note,) if unsaid else ())
 
@@ -84,9 +110,9 @@ def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:
 
 def _check_tree(record: SpeculativeRecord) -> None:
     tree = record.tree
-    if tree is None or record.method in ("off", "ngram"):
+    if tree is None or record.method in (OFF.name, NGRAM.name):
         return
-    if record.method != "eagle3":
+    if record.method != EAGLE3.name:
         raise refuse_tree(record, "OpenVINO GenAI", "OpenVINO GenAI grows trees for EAGLE-3 only")
     depth = record.depth or 1
     if tree.choices is None and tree_fits(tree.top_k, depth, tree.num_nodes):
@@ -104,41 +130,15 @@ def _check_tree(record: SpeculativeRecord) -> None:
     raise ExportError(why, nearest, described(nearest))
 
 
-def _adapted(record: SpeculativeRecord) -> Losses:
-    losses = Losses(record)
-    losses.change("quantization", None, "weights have the format in which they were exported")
-    losses.change("exit_layer", None, "OpenVINO GenAI has no early exit")
-    losses.change("suffix", None, "OpenVINO GenAI has no suffix drafter")
-    losses.change("schedule", (), "OpenVINO GenAI drafts the same depth at any load")
-    losses.change("revision", None, "OpenVINO GenAI reads a folder")
-    losses.change("verify", "any", "OpenVINO GenAI has one rule; the same distribution")
-    losses.change("draft_sampling", None, "OpenVINO GenAI has no choice of it")
-    if record.method in ("off", "ngram"):
-        losses.change("model", None, "this drafter has no model")
-        losses.change("tree", None, "this drafter proposes chains")
-    if record.method != "draft_model":
-        losses.change("confidence_threshold", 0.0, "only a draft model has it")
-    if record.method != "ngram":
-        losses.change("ngram", None, "only ngram has it")
-    else:
-        longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
-        losses.change("ngram", NgramLookup(1, longest), "OpenVINO GenAI looks up any shorter n-gram too")
-    if record.method == "off":
-        losses.change("depth", None, "nothing is drafted")
-    elif losses.record.confidence_threshold:
-        losses.change("depth", None, "OpenVINO GenAI has a threshold or a number of tokens, never both")
-    return losses
-
-
 def _values(record: SpeculativeRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"model": record.target or "MODEL", "device": "CPU"}
-    if record.method == "off":
+    if record.method == OFF.name:
         return values
-    if record.method == "ngram":
+    if record.method == NGRAM.name:
         assert record.ngram is not None
         values |= {"prompt_lookup": True, "max_ngram_size": record.ngram.max}
     else:
-        values |= {"draft_model": record.model, "draft_device": "CPU", "method": record.method}
+        values |= {DRAFT_KEY: record.model, "draft_device": "CPU", "method": record.method}
     if record.confidence_threshold:
         return values | {"assistant_confidence_threshold": record.confidence_threshold}
     if record.tree is None:
@@ -160,12 +160,10 @@ OPTIONS = (
 def _program(values: Mapping[str, Any]) -> str:
     lines = ["import openvino_genai", ""]
     extra = ""
-    if "draft_model" in values:
-        kind = "an EAGLE-3 head" if values["method"] == "eagle3" else "a draft model"
+    if DRAFT_KEY in values:
+        kind = "an EAGLE-3 head" if values["method"] == EAGLE3.name else "a draft model"
         lines.append(f"# {kind}; {values['method']} in Slipstream")
-        lines.append(
-            f"draft = openvino_genai.draft_model({values['draft_model']!r}, {values['draft_device']!r})"
-        )
+        lines.append(f"draft = openvino_genai.draft_model({values[DRAFT_KEY]!r}, {values['draft_device']!r})")
         extra = ", draft_model=draft"
     elif values.get("prompt_lookup"):
         extra = ", prompt_lookup=True"
@@ -179,7 +177,7 @@ def _program(values: Mapping[str, Any]) -> str:
 def _notes(record: SpeculativeRecord) -> list[str]:
     notes: list[str] = []
     if record.model is not None:
-        trust = " --trust-remote-code" if record.method == "eagle3" else ""
+        trust = " --trust-remote-code" if record.method == EAGLE3.name else ""
         notes.append(
             "target and draft are folders that `optimum-cli export openvino --task text-generation-with-past"
             f"{trust}` writes; they share the cache's size"
@@ -210,21 +208,21 @@ def _from_calls(source: SettingSource) -> dict[str, Any]:
 
 def _pipeline(call: PythonCall) -> dict[str, Any]:
     values: dict[str, Any] = {"model": call.args[0] if call.args else call.kwargs.get("models_path")}
-    draft = call.kwargs.get("draft_model")
+    draft = call.kwargs.get(DRAFT_KEY)
     if isinstance(draft, PythonCall) and draft.args:
-        values["draft_model"] = draft.args[0]
+        values[DRAFT_KEY] = draft.args[0]
     elif isinstance(draft, str):
-        values["draft_model"] = draft
+        values[DRAFT_KEY] = draft
     if call.kwargs.get("prompt_lookup") is True:
         values["prompt_lookup"] = True
     return {name: value for name, value in values.items() if isinstance(value, str | bool)}
 
 
 def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
-    lookup, draft = bool(given.get("prompt_lookup")), given.get("draft_model")
+    lookup, draft = bool(given.get("prompt_lookup")), given.get(DRAFT_KEY)
     if lookup and draft:
         raise ConfigError("OpenVINO GenAI takes draft_model or prompt_lookup, not both")
-    record = SpeculativeRecord(method="off", target=given.get("model"))
+    record = SpeculativeRecord(method=OFF.name, target=given.get("model"))
     if not lookup and not draft:
         return record
     threshold = real_number(
@@ -238,12 +236,12 @@ def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
     total = whole_number(number or DEFAULT_DEPTH, "num_assistant_tokens")
     if lookup:
         longest = whole_number(given.get("max_ngram_size") or DEFAULT_NGRAM, "max_ngram_size")
-        return replace(record, method="ngram", depth=total, ngram=NgramLookup(1, longest))
+        return replace(record, method=NGRAM.name, depth=total, ngram=NgramLookup(1, longest))
     depth = given.get("tree_depth")
     if not depth:
         return replace(
             record,
-            method=given.get("method", "draft_model"),
+            method=given.get("method", DRAFT_MODEL.name),
             model=draft,
             depth=None if threshold else total,
             confidence_threshold=threshold,
@@ -255,4 +253,4 @@ def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
             f"OpenVINO GenAI refuses a tree of {total} tokens with tree_depth {depth}: it takes one for each level"
         )
     tree = None if top_k == 1 else TreeShape(top_k=top_k, num_nodes=total)
-    return replace(record, method="eagle3", model=draft, depth=depth, tree=tree)
+    return replace(record, method=EAGLE3.name, model=draft, depth=depth, tree=tree)

@@ -6,17 +6,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    EAGLE,
+    EAGLE3,
+    NGRAM,
+    OFF,
+    SGLANG,
+    WITH_MODEL,
+    names_from,
+    names_in,
+)
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
+    NO_EXIT,
+    NO_MODEL,
+    NO_REVISION,
+    NO_SUFFIX,
+    NO_THRESHOLD,
+    NOTHING_DRAFTED,
     ExportedFile,
-    ExportedSetting,
-    ExportError,
     ImportedSetting,
+    Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
@@ -30,10 +46,10 @@ from slipstream.tools.export.reading import (
     whole_number,
 )
 from slipstream.tools.export.record import ScheduleRange, SpeculativeRecord, TreeShape
-from slipstream.tools.export.refusals import described, refuse_method
+from slipstream.tools.export.refusals import ExportError, described
 
 ADAPTIVE_FILE = "speculative_adaptive.json"
-ALGORITHMS = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "ngram": "NGRAM"}
+ALGORITHMS = names_in(SGLANG)
 ELSEWHERE = {
     "NEXTN": "train an EAGLE-3 head for the model",
     "DFLASH": "convert or train an EAGLE-3 head",
@@ -62,7 +78,7 @@ _DEFAULT_NGRAM_TOKENS = 12
 """What it checks in a step of NGRAM unless told otherwise, the root included."""
 _DEFAULT_BREADTH = 10
 _NUMBERS = ("num-steps", "eagle-topk", "num-draft-tokens")
-_DEFAULT_SHAPES = {"draft_model": (3, 1, 4), "eagle": (5, 4, 8), "eagle3": (5, 4, 8)}
+_DEFAULT_SHAPES = {DRAFT_MODEL.name: (3, 1, 4), EAGLE.name: (5, 4, 8), EAGLE3.name: (5, 4, 8)}
 """The three numbers that it chooses itself; of EAGLE for Llama, and (3, 1, 4) for most other targets."""
 
 
@@ -72,24 +88,35 @@ class SglangSettings(SettingsFormat):
     name = "sglang"
     versions = ("0.5",)
 
-    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """Chains and dynamic trees; a schedule needs an EAGLE chain."""
-        if record.method not in ("off", *ALGORITHMS):
-            raise refuse_method(record, "SGLang", ALGORITHMS)
+    title = "SGLang"
+    lacks = (
+        NO_THRESHOLD,
+        Lack("quantization", "{engine} quantises a draft by its checkpoint; give one in that format"),
+        *(NO_EXIT, NO_SUFFIX),
+        Lack("ngram", "SGLang's n-gram drafter matches any length up to its trie's depth"),
+        *(NO_MODEL, NO_REVISION),
+        Lack("tree", "SGLang is given a chain of n-grams", WITH_MODEL),
+        NOTHING_DRAFTED,
+    )
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """It grows its trees itself, as large as EAGLE-2 finds them."""
         _check_tree(record)
-        losses = _adapted(record)
-        words, files = _words(losses.record)
-        words += _token_map(record)
-        target = record.target or "MODEL"
-        return ExportedSetting(
-            engine=self.name,
-            version=version,
-            record=losses.record,
-            argv=("python", "-m", "sglang.launch_server", "--model-path", target, *words),
-            files=files,
-            lost=losses.lost,
-            notes=tuple(_notes(record, losses.record)),
-        )
+
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        """A schedule needs an EAGLE chain."""
+        _adapt_verification(record, losses)
+        _adapt_schedule(losses)
+
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        words, files = _words(record)
+        server = ("python", "-m", "sglang.launch_server", "--model-path", given.target or "MODEL")
+        return [*server, *words, *_token_map(given)], files
+
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        return _notes(given, record)
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """Read it from a command, a configuration file of the server, or a program that calls `Engine`."""
@@ -99,7 +126,8 @@ class SglangSettings(SettingsFormat):
         algorithm = given.get(_PREFIX + "algorithm")
         if algorithm is None:
             return ImportedSetting(
-                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+                SpeculativeRecord(method=OFF.name, target=target),
+                (f"{source.where} asks for no speculation",),
             )
         algorithm = str(algorithm).upper()
         if algorithm in ELSEWHERE:
@@ -108,7 +136,7 @@ class SglangSettings(SettingsFormat):
             )
         reject_unknown([algorithm], ALGORITHMS.values(), "algorithm of SGLang")
         _check_thresholds(given)
-        method = next(ours for ours, theirs in ALGORITHMS.items() if theirs == algorithm)
+        method = names_from(SGLANG)[algorithm]
         notes = [
             f"{flag} is left out: it sets loading or speed of SGLang's own parts"
             for flag in sorted(given)
@@ -121,7 +149,7 @@ def _check_tree(record: SpeculativeRecord) -> None:
     tree = record.tree
     if tree is None:
         return
-    if record.method == "ngram":
+    if record.method == NGRAM.name:
         return
     if tree.choices is not None:
         nearest = replace(record, tree=replace(tree, choices=None, top_k=max(2, tree.top_k)))
@@ -147,26 +175,8 @@ def _within(record: SpeculativeRecord) -> TreeShape:
     return replace(record.tree, num_nodes=min(record.tree.num_nodes, _most_nodes(record)))
 
 
-def _adapted(record: SpeculativeRecord) -> Losses:
-    losses = Losses(record)
-    losses.change("confidence_threshold", 0.0, "SGLang drafts the whole depth always")
-    losses.change("quantization", None, "SGLang quantises a draft by its checkpoint; give one in that format")
-    losses.change("exit_layer", None, "SGLang has no early exit")
-    losses.change("suffix", None, "SGLang has no suffix drafter")
-    losses.change("ngram", None, "SGLang's n-gram drafter matches any length up to its trie's depth")
-    if record.method in ("off", "ngram"):
-        losses.change("model", None, "this drafter has no model")
-        losses.change("revision", None, "this drafter has no model")
-        losses.change("tree", None, "SGLang is given a chain of n-grams")
-    if record.method == "off":
-        losses.change("depth", None, "nothing is drafted")
-    _adapt_verification(record, losses)
-    _adapt_schedule(losses)
-    return losses
-
-
 def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
-    is_eagle_chain = record.method in ("eagle", "eagle3") and record.tree is None
+    is_eagle_chain = record.method in (EAGLE.name, EAGLE3.name) and record.tree is None
     whole = record.head is None or record.head.vocabulary is None
     if is_eagle_chain and record.verify == "block":
         losses.change("draft_sampling", None, "block verification of SGLang draws as it needs to")
@@ -191,18 +201,18 @@ def _adapt_schedule(losses: Losses) -> None:
     record = losses.record
     if not record.schedule:
         return
-    if record.method not in ("eagle", "eagle3") or record.tree is not None:
+    if record.method not in (EAGLE.name, EAGLE3.name) or record.tree is not None:
         losses.change("schedule", (), "SGLang changes the depth of EAGLE chains only")
         return
     deepest = max(each.depth for each in record.schedule)
     if deepest == 0:
-        nearest = SpeculativeRecord(method="off", target=record.target)
+        nearest = SpeculativeRecord(method=OFF.name, target=record.target)
         raise ExportError("this schedule never drafts", nearest, described(nearest))
     losses.change("depth", deepest, "SGLang's steps are the schedule's deepest")
 
 
 def _words(record: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ...]]:
-    if record.method == "off":
+    if record.method == OFF.name:
         return [], ()
     assert record.depth is not None
     flags: dict[str, Any] = {"algorithm": ALGORITHMS[record.method]}
@@ -210,7 +220,7 @@ def _words(record: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ..
         flags["draft-model-path"] = record.model
     if record.revision is not None:
         flags["draft-model-revision"] = record.revision
-    if record.method == "ngram":
+    if record.method == NGRAM.name:
         # A breadth of 1 is a chain; its default is a tree.
         flags |= {
             "num-draft-tokens": record.depth + 1,
@@ -242,11 +252,11 @@ def _token_map(record: SpeculativeRecord) -> list[str]:
 
 
 def _notes(record: SpeculativeRecord, runs: SpeculativeRecord) -> list[str]:
-    if record.method == "off":
+    if record.method == OFF.name:
         return []
     notes = ["without --max-running-requests SGLang runs at most 48 requests at once while it speculates"]
     head = record.head
-    if record.method == "eagle3" and head is not None:
+    if record.method == EAGLE3.name and head is not None:
         if head.embedding == "own":
             notes.append(
                 "SGLang replaces the head's own embedding by the target's: fewer draft tokens are accepted than here"
@@ -298,14 +308,14 @@ def _check_thresholds(given: Mapping[str, Any]) -> None:
 def _record(
     method: str, given: Mapping[str, Any], target: str | None, source: SettingSource, notes: list[str]
 ) -> SpeculativeRecord:
-    depth, tree = _ngram_shape(given, notes) if method == "ngram" else _shape(given, method, notes)
+    depth, tree = _ngram_shape(given, notes) if method == NGRAM.name else _shape(given, method, notes)
     block = _PREFIX + "use-block-verification" in given
     rejection = _PREFIX + "use-rejection-sampling" in given
     model = given.get(_PREFIX + "draft-model-path", given.get(_PREFIX + "draft-model"))
     record = SpeculativeRecord(
         method=method,
         target=target,
-        model=None if method == "ngram" else model,
+        model=None if method == NGRAM.name else model,
         revision=given.get(_PREFIX + "draft-model-revision"),
         depth=depth,
         tree=tree,
@@ -336,7 +346,7 @@ def _shape(given: Mapping[str, Any], method: str, notes: list[str]) -> tuple[int
         return None, None
     if not number:
         number = dict(zip(_NUMBERS, _DEFAULT_SHAPES[method], strict=True))
-        if method != "draft_model":
+        if method != DRAFT_MODEL.name:
             notes.append(
                 "SGLang chooses its numbers by the target: here those of Llama; most others have 3 steps and top-k 1"
             )

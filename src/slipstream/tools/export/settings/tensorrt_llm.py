@@ -6,19 +6,35 @@ Read in the documentation and `llm_args.py` of 1.3. `max_draft_len` does not cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    EAGLE,
+    EAGLE3,
+    LOOKAHEAD,
+    MEDUSA,
+    NGRAM,
+    OFF,
+    TENSORRT_LLM,
+    WITH_MODEL,
+    names_from,
+    names_in,
+)
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
+    NO_EXIT,
+    NO_MODEL,
+    NO_NGRAM,
+    NO_THRESHOLD,
     ExportedFile,
-    ExportedSetting,
-    ExportError,
     ImportedSetting,
+    Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
@@ -27,11 +43,11 @@ from slipstream.tools.export.contract import (
 from slipstream.tools.export.head_facts import AuxLayers, HeadFacts
 from slipstream.tools.export.reading import PythonCall, SettingSource, command_flags, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
-from slipstream.tools.export.refusals import described, refuse_method, refuse_tree
+from slipstream.tools.export.refusals import ExportError, described, refuse_method, refuse_tree
 
 FILE = "config.yaml"
-TYPES = {"draft_model": "DraftTarget", "eagle3": "Eagle3", "ngram": "NGram", "suffix": "SA"}
-SYNONYMS = {"Eagle": "Eagle3", "Draft_Target": "DraftTarget", "SA": "SA"}
+TYPES = names_in(TENSORRT_LLM)
+SYNONYMS = {name: TYPES[method] for name, method in names_from(TENSORRT_LLM).items()}
 ELSEWHERE = {
     "MTP": "train an EAGLE-3 head for the model",
     "PARD": "draft models draft token by token here; train a draft model",
@@ -78,8 +94,16 @@ _USED = frozenset(
     }
 )
 NO_END = 65_536
-_NO_OVERLAP = frozenset({"draft_model", "ngram"})
+_NO_OVERLAP = frozenset({DRAFT_MODEL.name, NGRAM.name})
 """Drafters that its documentation runs without the overlap scheduler."""
+
+
+_REASONS = {
+    EAGLE.name: "TensorRT-LLM's PyTorch backend cannot load EAGLE-1 and EAGLE-2 heads",
+    MEDUSA.name: "only TensorRT-LLM's old TensorRT backend runs Medusa",
+    LOOKAHEAD.name: "only TensorRT-LLM's old TensorRT backend runs lookahead",
+}
+"""Why it lacks a method."""
 
 
 class TensorrtLlmSettings(SettingsFormat):
@@ -88,23 +112,46 @@ class TensorrtLlmSettings(SettingsFormat):
     name = "tensorrt-llm"
     versions = ("1.3",)
 
-    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """Chains, and dynamic trees for EAGLE-3."""
-        if record.method not in ("off", *TYPES):
-            raise refuse_method(record, "TensorRT-LLM", TYPES, _REASONS.get(record.method, ""))
+    title = "TensorRT-LLM"
+    lacks = (
+        NO_THRESHOLD,
+        Lack("quantization", "{engine} takes a draft's format from its checkpoint"),
+        NO_EXIT,
+        Lack("revision", "{engine} takes a folder or the newest of the hub"),
+        Lack("suffix", "SA of {engine} has none of these limits"),
+        NO_MODEL,
+        Lack("tree", "this drafter proposes chains", WITH_MODEL),
+        NO_NGRAM,
+    )
+
+    def why_not(self, method: str, version: str) -> str:
+        return _REASONS.get(method, "")
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """Dynamic trees are for EAGLE-3."""
         _check_tree(record)
-        losses = _adapted(record)
-        config = _config(losses.record, _captured(record))
-        target = record.target or "MODEL"
-        return ExportedSetting(
-            engine=self.name,
-            version=version,
-            record=losses.record,
-            argv=("trtllm-serve", target, *(("--config", FILE) if config else ())),
-            files=(ExportedFile(FILE, yaml.safe_dump(config, sort_keys=False)),) if config else (),
-            lost=losses.lost,
-            notes=tuple(_notes(record)),
-        )
+        _captured(record)
+
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        if record.method == NGRAM.name:
+            longest = 2 if record.ngram is None else record.ngram.max
+            looks_up = "TensorRT-LLM looks up any shorter n-gram too"
+            why = "TensorRT-LLM's own default" if record.ngram is None else looks_up
+            losses.change("ngram", NgramLookup(1, longest), why)
+        _adapt_verification(record, losses)
+        _adapt_schedule(record, losses)
+
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        config = _config(record, _captured(given))
+        command = ("trtllm-serve", given.target or "MODEL")
+        if not config:
+            return command, ()
+        return (*command, "--config", FILE), (ExportedFile(FILE, yaml.safe_dump(config, sort_keys=False)),)
+
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        return _notes(given)
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """Read it from the YAML, the server's command beside it, or a program with a `…DecodingConfig`."""
@@ -112,7 +159,8 @@ class TensorrtLlmSettings(SettingsFormat):
         given, target = _found(source)
         if given is None:
             return ImportedSetting(
-                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+                SpeculativeRecord(method=OFF.name, target=target),
+                (f"{source.where} asks for no speculation",),
             )
         if given.get(RELAXED) not in (None, False):
             raise changes_the_text(f"{RELAXED} of TensorRT-LLM")
@@ -141,18 +189,11 @@ class TensorrtLlmSettings(SettingsFormat):
         return ImportedSetting(record, tuple(notes))
 
 
-_REASONS = {
-    "eagle": "TensorRT-LLM's PyTorch backend cannot load EAGLE-1 and EAGLE-2 heads",
-    "medusa": "only TensorRT-LLM's old TensorRT backend runs Medusa",
-    "lookahead": "only TensorRT-LLM's old TensorRT backend runs lookahead",
-}
-
-
 def _check_tree(record: SpeculativeRecord) -> None:
     tree = record.tree
-    if tree is None or record.method == "off":
+    if tree is None or record.method == OFF.name:
         return
-    if record.method != "eagle3":
+    if record.method != EAGLE3.name:
         raise refuse_tree(record, "TensorRT-LLM", "TensorRT-LLM grows trees for EAGLE-3 only")
     depth = record.depth or 1
     fits = replace(tree, choices=None, top_k=max(2, tree.top_k))
@@ -170,7 +211,7 @@ def _check_tree(record: SpeculativeRecord) -> None:
 def _captured(record: SpeculativeRecord) -> list[int] | None:
     """`eagle3_layers_to_capture`: it takes the layers from here, not from the head, by the layer that wrote."""
     head = record.head
-    if record.method != "eagle3" or head is None or head.aux_layers is None:
+    if record.method != EAGLE3.name or head is None or head.aux_layers is None:
         return None
     ids = head.aux_layers.as_convention("after_layer").ids
     if any(layer < 0 for layer in ids):
@@ -185,32 +226,9 @@ def _captured(record: SpeculativeRecord) -> list[int] | None:
     return list(ids)
 
 
-def _adapted(record: SpeculativeRecord) -> Losses:
-    losses = Losses(record)
-    losses.change("confidence_threshold", 0.0, "TensorRT-LLM drafts the whole depth always")
-    losses.change("quantization", None, "TensorRT-LLM takes a draft's format from its checkpoint")
-    losses.change("exit_layer", None, "TensorRT-LLM has no early exit")
-    losses.change("revision", None, "TensorRT-LLM takes a folder or the newest of the hub")
-    losses.change("suffix", None, "SA of TensorRT-LLM has none of these limits")
-    if record.method in ("off", "ngram", "suffix"):
-        losses.change("model", None, "this drafter has no model")
-        losses.change("tree", None, "this drafter proposes chains")
-    if record.method != "ngram":
-        losses.change("ngram", None, "only ngram has it")
-    elif record.ngram is None:
-        losses.change("ngram", NgramLookup(1, 2), "TensorRT-LLM's own default")
-    else:
-        losses.change(
-            "ngram", NgramLookup(1, record.ngram.max), "TensorRT-LLM looks up any shorter n-gram too"
-        )
-    _adapt_verification(record, losses)
-    _adapt_schedule(record, losses)
-    return losses
-
-
 def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
     sampled = record.draft_sampling in ("sampled", "coupled") or record.verify == "rejection"
-    if record.method == "eagle3" and record.tree is None and sampled:
+    if record.method == EAGLE3.name and record.tree is None and sampled:
         losses.change(
             "verify", "rejection", "TensorRT-LLM tests sampled drafts by rejection; the same distribution"
         )
@@ -221,7 +239,7 @@ def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
 
 
 def _adapt_schedule(record: SpeculativeRecord, losses: Losses) -> None:
-    if record.method == "off":
+    if record.method == OFF.name:
         losses.change("depth", None, "nothing is drafted")
         losses.change("schedule", (), "nothing is drafted")
         return
@@ -240,7 +258,7 @@ def _adapt_schedule(record: SpeculativeRecord, losses: Losses) -> None:
 
 
 def _config(record: SpeculativeRecord, captured: list[int] | None) -> dict[str, Any]:
-    if record.method == "off":
+    if record.method == OFF.name:
         return {}
     config: dict[str, Any] = {"decoding_type": TYPES[record.method], "max_draft_len": record.depth}
     if record.model is not None:
@@ -279,7 +297,7 @@ def _notes(record: SpeculativeRecord) -> list[str]:
             "TensorRT-LLM runs this drafter without its overlap scheduler, which costs speed by itself"
         )
     head = record.head
-    if record.method == "eagle3" and (head is None or head.aux_layers is None):
+    if record.method == EAGLE3.name and (head is None or head.aux_layers is None):
         notes.append(
             "the layers that the head reads are not known: TensorRT-LLM captures 1, half - 1 and the fourth from the "
             "end; write eagle3_layers_to_capture as it was trained, by the layer that wrote"
@@ -325,7 +343,7 @@ def _from_calls(calls: tuple[PythonCall, ...], where: str) -> tuple[Mapping[str,
 
 
 def _record(kind: str, given: Mapping[str, Any], target: str | None) -> SpeculativeRecord:
-    method = next(ours for ours, theirs in TYPES.items() if theirs == kind)
+    method = names_from(TENSORRT_LLM)[kind]
     depth = given.get("max_draft_len")
     if depth is None:
         raise ConfigError("TensorRT-LLM needs max_draft_len, the number of draft tokens")
@@ -336,14 +354,14 @@ def _record(kind: str, given: Mapping[str, Any], target: str | None) -> Speculat
     return SpeculativeRecord(
         method=method,
         target=target,
-        model=model if method in ("draft_model", "eagle3") else None,
+        model=model if method in (DRAFT_MODEL.name, EAGLE3.name) else None,
         depth=depth,
         tree=tree,
         verify="rejection" if rejection else "any",
         draft_sampling="sampled" if rejection and tree is None else None,
-        ngram=_ngram(given) if method == "ngram" else None,
+        ngram=_ngram(given) if method == NGRAM.name else None,
         schedule=_schedule(given, depth),
-        head=_head(given) if method == "eagle3" else None,
+        head=_head(given) if method == EAGLE3.name else None,
     )
 
 
@@ -356,7 +374,7 @@ def _head(given: Mapping[str, Any]) -> HeadFacts | None:
         raise ConfigError(f"eagle3_layers_to_capture must be a list such as [1, 15, 28], got {layers!r}")
     ids = sorted(whole_number(layer, "eagle3_layers_to_capture") for layer in layers)
     layer_ids = AuxLayers(tuple(ids), "after_layer")
-    return HeadFacts(layout="eagle3", version=3, aux_layers=layer_ids, embedding=None, output=None)
+    return HeadFacts(layout=EAGLE3.name, version=3, aux_layers=layer_ids, embedding=None, output=None)
 
 
 def _tree(given: Mapping[str, Any], depth: int) -> TreeShape | None:

@@ -7,14 +7,29 @@ keywords of the target's `generate` they have no effect.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    DRAFT_MODELS,
+    LAYER_SKIP,
+    NGRAM,
+    OFF,
+    SLEM,
+    TLI,
+    TRANSFORMERS,
+    names_in,
+)
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
+    NO_MODEL,
+    NO_NGRAM,
+    NO_SUFFIX,
+    NOTHING_DRAFTED,
     ExportedFile,
-    ExportedSetting,
     ImportedSetting,
+    Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
@@ -26,7 +41,7 @@ from slipstream.tools.export.refusals import refuse_method, refuse_tree
 
 FILE = "transformers_generate.json"
 PROGRAM = "run_transformers.py"
-METHODS = frozenset({"draft_model", "tli", "slem", "ngram", "layer_skip"})
+METHODS = names_in(TRANSFORMERS)
 DRAFT_KEYS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 """Keys of the draft's generation configuration."""
 KEYS = dict.fromkeys(
@@ -55,28 +70,43 @@ class TransformersSettings(SettingsFormat):
     versions = ("5",)
     default_depths: ClassVar[Mapping[str, int]] = dict.fromkeys(METHODS, DEFAULT_DEPTH)
 
-    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """A chain for one request at a time."""
-        if record.method not in ("off", *METHODS):
-            raise refuse_method(record, "Transformers", METHODS)
-        if record.method == "layer_skip" and record.exit_layer is None:
+    title = "Transformers"
+    lacks = (
+        Lack("quantization", "{engine} quantises a draft when it is loaded; see from_pretrained"),
+        NO_SUFFIX,
+        Lack("schedule", "{engine} runs one request at a time"),
+        Lack("verify", "{engine} has one rule; the same distribution"),
+        Lack("revision", "from_pretrained takes it; it is not part of generate"),
+        Lack("draft_sampling", "drafts are sampled where do_sample is set, else greedy"),
+        NO_MODEL,
+        Lack("confidence_threshold", "an n-gram has no probability", (*DRAFT_MODELS, LAYER_SKIP.name)),
+        Lack("exit_layer", "only layer_skip has it", (LAYER_SKIP.name,)),
+        Lack("tree", "this drafter proposes chains", (*DRAFT_MODELS, LAYER_SKIP.name)),
+        *(NO_NGRAM, NOTHING_DRAFTED),
+    )
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """It drafts a chain for one request at a time."""
+        if record.method == LAYER_SKIP.name and record.exit_layer is None:
             why = "Transformers drafts with the first layers only; set exit_layer"
-            raise refuse_method(record, "Transformers", METHODS, why)
-        if record.tree is not None and record.method not in ("off", "ngram"):
-            raise refuse_tree(record, "Transformers")
-        losses = _adapted(record)
-        values = _values(losses.record)
-        return ExportedSetting(
-            engine=self.name,
-            version=version,
-            record=losses.record,
-            files=(
-                ExportedFile(FILE, json.dumps(values, indent=2) + "\n"),
-                ExportedFile(PROGRAM, _program(values)),
-            ),
-            lost=losses.lost,
-            notes=tuple(_notes(record)),
-        )
+            raise refuse_method(record, self.title, METHODS, why)
+        if record.tree is not None and record.method not in (OFF.name, NGRAM.name):
+            raise refuse_tree(record, self.title)
+
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        if record.method == NGRAM.name:
+            longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
+            losses.change("ngram", NgramLookup(1, longest), "Transformers looks up any shorter n-gram too")
+
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        values = _values(record)
+        text = json.dumps(values, indent=2) + "\n"
+        return (), (ExportedFile(FILE, text), ExportedFile(PROGRAM, _program(values)))
+
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        return _notes(given)
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """Read it from the JSON, a `generation_config.json`, or a program that calls `generate`."""
@@ -117,50 +147,22 @@ def _threshold_notes(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _adapted(record: SpeculativeRecord) -> Losses:
-    losses = Losses(record)
-    losses.change(
-        "quantization", None, "Transformers quantises a draft when it is loaded; see from_pretrained"
-    )
-    losses.change("suffix", None, "Transformers has no suffix drafter")
-    losses.change("schedule", (), "Transformers runs one request at a time")
-    losses.change("verify", "any", "Transformers has one rule; the same distribution")
-    losses.change("revision", None, "from_pretrained takes it; it is not part of generate")
-    losses.change("draft_sampling", None, "drafts are sampled where do_sample is set, else greedy")
-    if record.method not in ("draft_model", "tli", "slem"):
-        losses.change("model", None, "this drafter has no model")
-    if record.method not in ("draft_model", "tli", "slem", "layer_skip"):
-        losses.change("confidence_threshold", 0.0, "an n-gram has no probability")
-    if record.method != "layer_skip":
-        losses.change("exit_layer", None, "only layer_skip has it")
-    if record.method in ("off", "ngram"):
-        losses.change("tree", None, "this drafter proposes chains")
-    if record.method != "ngram":
-        losses.change("ngram", None, "only ngram has it")
-    else:
-        longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
-        losses.change("ngram", NgramLookup(1, longest), "Transformers looks up any shorter n-gram too")
-    if record.method == "off":
-        losses.change("depth", None, "nothing is drafted")
-    return losses
-
-
 def _values(record: SpeculativeRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"model": record.target or "MODEL"}
-    if record.method == "off":
+    if record.method == OFF.name:
         return values
-    if record.method == "ngram":
+    if record.method == NGRAM.name:
         assert record.ngram is not None
         return values | {
             "prompt_lookup_num_tokens": record.depth,
             "max_matching_ngram_size": record.ngram.max,
         }
-    if record.method == "layer_skip":
+    if record.method == LAYER_SKIP.name:
         values["assistant_early_exit"] = record.exit_layer
     else:
         values["assistant_model"] = record.model
-    if record.method in ("tli", "slem"):  # which of the two runs depends on whether text is sampled
-        values |= {"assistant_tokenizer": record.model, "do_sample": record.method == "tli"}
+    if record.method in (TLI.name, SLEM.name):  # which of the two runs depends on whether text is sampled
+        values |= {"assistant_tokenizer": record.model, "do_sample": record.method == TLI.name}
     return values | {
         "num_assistant_tokens": record.depth,
         "num_assistant_tokens_schedule": "constant",
@@ -200,20 +202,20 @@ def _program(values: Mapping[str, Any]) -> str:
 
 
 def _notes(record: SpeculativeRecord) -> list[str]:
-    if record.method == "off":
+    if record.method == OFF.name:
         return []
     notes = ["Transformers speculates for one request at a time, and not with a static cache"]
-    if record.method in ("draft_model", "tli", "slem"):
+    if record.method in DRAFT_MODELS:
         notes.append(
             "the number of draft tokens counts in the draft's own generation_config only; as a keyword of generate it "
             "has no effect"
         )
-    if record.confidence_threshold and record.method != "ngram":
+    if record.confidence_threshold and record.method != NGRAM.name:
         notes.append(
             "its threshold compares each token's probability and adapts itself, confidence_threshold the product of "
             "them: the same number drafts longer there"
         )
-    if record.method in ("tli", "slem"):
+    if record.method in (TLI.name, SLEM.name):
         notes.append("with another tokenizer it runs tli where do_sample is set, and slem where it is not")
     return notes
 
@@ -265,24 +267,24 @@ def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
     if (number := given.get("prompt_lookup_num_tokens")) is not None:
         longest = whole_number(given.get("max_matching_ngram_size", DEFAULT_NGRAM), "max_matching_ngram_size")
         return SpeculativeRecord(
-            method="ngram",
+            method=NGRAM.name,
             target=target,
             depth=whole_number(number, "prompt_lookup_num_tokens"),
             ngram=NgramLookup(1, longest),
         )
     if (layers := given.get("assistant_early_exit")) is not None:
         return SpeculativeRecord(
-            method="layer_skip",
+            method=LAYER_SKIP.name,
             target=target,
             depth=depth,
             exit_layer=whole_number(layers, "assistant_early_exit"),
             confidence_threshold=threshold,
         )
     if not given.get("assistant_model"):
-        return SpeculativeRecord(method="off", target=target)
-    method = "draft_model"
+        return SpeculativeRecord(method=OFF.name, target=target)
+    method = DRAFT_MODEL.name
     if given.get("assistant_tokenizer"):
-        method = "tli" if given.get("do_sample") else "slem"
+        method = TLI.name if given.get("do_sample") else SLEM.name
     return SpeculativeRecord(
         method=method,
         target=target,

@@ -8,11 +8,28 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    EAGLE,
+    EAGLE3,
+    MEDUSA,
+    NGRAM,
+    OFF,
+    SUFFIX,
+    TLI,
+    VLLM,
+    names_in,
+)
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
+    NO_EXIT,
+    NO_MODEL,
+    NO_REVISION,
+    NO_THRESHOLD,
+    NOTHING_DRAFTED,
     ExportedFile,
-    ExportedSetting,
     ImportedSetting,
+    Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
@@ -25,8 +42,8 @@ from slipstream.vllm_names import METHOD_SYNONYMS, METHODS_ELSEWHERE, own_specul
 
 FILE = "speculative_config.json"
 METHODS = {
-    "0.32": frozenset({"draft_model", "tli", "eagle", "eagle3", "medusa", "ngram", "suffix", "off"}),
-    "0.33": frozenset({"draft_model", "tli", "eagle", "eagle3", "ngram", "suffix", "off"}),
+    "0.32": names_in(VLLM),
+    "0.33": {m: name for m, name in names_in(VLLM).items() if m != MEDUSA.name},
 }
 """Our methods that each version runs; 0.33 has removed Medusa."""
 ELSEWHERE = frozenset({*METHODS_ELSEWHERE, "dflash2", "lilicorr", "xpress"})
@@ -84,7 +101,7 @@ _SUFFIX = {
     "suffix_decoding_max_spec_factor": "max_spec_factor",
     "suffix_decoding_min_token_prob": "min_token_prob",
 }
-_MAY_SAMPLE = frozenset({"draft_model", "eagle", "eagle3"})
+_MAY_SAMPLE = frozenset({DRAFT_MODEL.name, EAGLE.name, EAGLE3.name})
 
 
 class VllmSettings(SettingsFormat):
@@ -92,30 +109,61 @@ class VllmSettings(SettingsFormat):
 
     name = "vllm"
     versions = ("0.32", "0.33")
-    default_depths: ClassVar[Mapping[str, int]] = {"suffix": 16}
+    default_depths: ClassVar[Mapping[str, int]] = {SUFFIX.name: 16}
 
-    def write(self, record: SpeculativeRecord, version: str) -> ExportedSetting:
-        """A chain only: trees are refused. Notes say what the checkpoint's configuration should name."""
-        if record.method not in METHODS[version]:
-            why = "vLLM has removed Medusa in 0.33, and 0.32 runs it" if record.method == "medusa" else ""
-            raise refuse_method(record, "vLLM", METHODS[version], why)
+    title = "vLLM"
+    lacks = (
+        NO_THRESHOLD,
+        Lack("quantization", "{engine} quantises a draft by its checkpoint; give one in that format"),
+        NO_EXIT,
+        Lack("suffix", "its defaults are written for suffix only", (SUFFIX.name,)),
+        Lack("ngram", "its defaults are written for ngram only", (NGRAM.name,)),
+        *(NO_MODEL, NO_REVISION, NOTHING_DRAFTED, replace(NOTHING_DRAFTED, field="schedule")),
+        Lack("draft_sampling", "{engine} drafts greedily with {method}", _MAY_SAMPLE),
+    )
+
+    def methods(self, version: str) -> Mapping[str, str]:
+        return METHODS[version]
+
+    def why_not(self, method: str, version: str) -> str:
+        return "vLLM has removed Medusa in 0.33, and 0.32 runs it" if method == MEDUSA.name else ""
+
+    def check(self, record: SpeculativeRecord) -> None:
+        """Trees are refused, and heads without an output layer."""
         if record.tree is not None:
-            raise refuse_tree(record, "vLLM")
+            raise refuse_tree(record, self.title)
         _check_head(record)
-        losses = _adapted(record)
-        config = _config(losses.record)
+
+    def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
+        if record.method == SUFFIX.name:
+            losses.change(
+                "suffix", record.suffix or SuffixLimits(), "its defaults are written for suffix only"
+            )
+        if record.method == NGRAM.name:
+            losses.change(
+                "ngram", record.ngram or NgramLookup(5, 5), "its defaults are written for ngram only"
+            )
+        if record.verify == "coupled" or record.method == OFF.name:
+            why = "vLLM verifies by rejection: the same distribution, but a seed's text depends on what was drafted"
+            losses.change("verify", "any", why)
+        if losses.record.draft_sampling == "coupled":
+            losses.change(
+                "draft_sampling", "sampled", "vLLM has no coupled noise: drafts are drawn on their own"
+            )
+
+    def form(
+        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
+    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+        config = _config(record)
         command = ["vllm", "serve", record.target or "MODEL"]
-        if config:
-            command += ["--speculative-config", json.dumps(config)]
-        return ExportedSetting(
-            engine=self.name,
-            version=version,
-            record=losses.record,
-            argv=tuple(command),
-            files=(ExportedFile(FILE, json.dumps(config, indent=2) + "\n"),) if config else (),
-            lost=losses.lost,
-            notes=tuple(_notes(record)),
-        )
+        if not config:
+            return command, ()
+        file = ExportedFile(FILE, json.dumps(config, indent=2) + "\n")
+        return [*command, "--speculative-config", json.dumps(config)], (file,)
+
+    def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
+        """They say too what the checkpoint's configuration should name."""
+        return _notes(given)
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """Read it from a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
@@ -123,7 +171,8 @@ class VllmSettings(SettingsFormat):
         target, given = _found(source)
         if given is None:
             return ImportedSetting(
-                SpeculativeRecord(method="off", target=target), (f"{source.where} asks for no speculation",)
+                SpeculativeRecord(method=OFF.name, target=target),
+                (f"{source.where} asks for no speculation",),
             )
         given = {str(key).replace("-", "_"): value for key, value in given.items()}
         _check_lossless(given)
@@ -141,53 +190,23 @@ class VllmSettings(SettingsFormat):
 
 def _check_head(record: SpeculativeRecord) -> None:
     head = record.head
-    if record.method == "eagle3" and head is not None and head.output == "shared":
+    if record.method == EAGLE3.name and head is not None and head.output == "shared":
         why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
         raise refuse_method(record, "vLLM", METHODS["0.32"], why)
 
 
-def _adapted(record: SpeculativeRecord) -> Losses:
-    losses = Losses(record)
-    losses.change("confidence_threshold", 0.0, "vLLM drafts the whole depth always")
-    losses.change("quantization", None, "vLLM quantises a draft by its checkpoint; give one in that format")
-    losses.change("exit_layer", None, "vLLM has no early exit")
-    suffix, ngram = record.suffix or SuffixLimits(), record.ngram or NgramLookup(5, 5)
-    losses.change(
-        "suffix", suffix if record.method == "suffix" else None, "its defaults are written for suffix only"
-    )
-    losses.change(
-        "ngram", ngram if record.method == "ngram" else None, "its defaults are written for ngram only"
-    )
-    if record.method in ("off", "ngram", "suffix"):
-        losses.change("model", None, "this drafter has no model")
-        losses.change("revision", None, "this drafter has no model")
-    if record.method == "off":
-        losses.change("depth", None, "nothing is drafted")
-        losses.change("schedule", (), "nothing is drafted")
-    if record.verify == "coupled" or record.method == "off":
-        why = (
-            "vLLM verifies by rejection: the same distribution, but a seed's text depends on what was drafted"
-        )
-        losses.change("verify", "any", why)
-    if record.method not in _MAY_SAMPLE:
-        losses.change("draft_sampling", None, f"vLLM drafts greedily with {record.method}")
-    elif record.draft_sampling == "coupled":
-        losses.change("draft_sampling", "sampled", "vLLM has no coupled noise: drafts are drawn on their own")
-    return losses
-
-
 def _config(record: SpeculativeRecord) -> dict[str, Any]:
     """The mapping for a record that the engine can express."""
-    if record.method == "off":
+    if record.method == OFF.name:
         return {}
     # The method is always written: without it vLLM goes by substrings of the model's path.
-    config: dict[str, Any] = {"method": "draft_model" if record.method == "tli" else record.method}
+    config: dict[str, Any] = {"method": names_in(VLLM)[record.method]}
     if record.model is not None:
         config["model"] = record.model
     if record.revision is not None:
         config["revision"] = record.revision
     config["num_speculative_tokens"] = record.depth
-    if record.method == "tli":
+    if record.method == TLI.name:
         config["use_heterogeneous_vocab"] = True
     if record.ngram is not None:
         config |= {"prompt_lookup_min": record.ngram.min, "prompt_lookup_max": record.ngram.max}
@@ -210,19 +229,19 @@ def _config(record: SpeculativeRecord) -> dict[str, Any]:
 def _notes(record: SpeculativeRecord) -> list[str]:
     notes: list[str] = []
     draft, target = record.draft_context, record.target_context
-    if record.method in ("draft_model", "tli") and draft and target and draft < target:
+    if record.method in (DRAFT_MODEL.name, TLI.name) and draft and target and draft < target:
         notes.append(
             f"the draft's context is {draft:,} tokens, the target's {target:,}: vLLM lowers max_model_len to the "
             "draft's, for all requests"
         )
-    if record.method == "suffix":
+    if record.method == SUFFIX.name:
         notes.append(
             "suffix needs the package arctic-inference, and runs with vLLM's first model runner only"
         )
-    if record.method != "off":
+    if record.method != OFF.name:
         notes.append("requests with min_p or logit_bias are refused while vLLM speculates")
     head = record.head
-    if record.method == "eagle3" and head is not None:
+    if record.method == EAGLE3.name and head is not None:
         if head.aux_layers is None:
             notes.append(
                 "the head's configuration does not name eagle_aux_hidden_state_layer_ids: vLLM reads layers 2, half "
@@ -325,14 +344,14 @@ def _record(given: Mapping[str, Any], target: str | None, version: str) -> Specu
     return SpeculativeRecord(
         method=method,
         target=target,
-        model=None if method in ("ngram", "suffix") else model,
+        model=None if method in (NGRAM.name, SUFFIX.name) else model,
         revision=given.get("revision"),
         depth=None if depth is None else whole_number(depth, "num_speculative_tokens"),
         verify=_verify(given, version),
         draft_sampling=_sampling(given),
         schedule=_schedule(given.get("num_speculative_tokens_per_batch_size")),
-        ngram=_ngram(given) if method == "ngram" else None,
-        suffix=_suffix(given) if method == "suffix" else None,
+        ngram=_ngram(given) if method == NGRAM.name else None,
+        suffix=_suffix(given) if method == SUFFIX.name else None,
     )
 
 
@@ -345,8 +364,8 @@ def _method(given: Mapping[str, Any], version: str) -> str:
         known = "mtp" if method.endswith("_mtp") else method
         instead = METHODS_ELSEWHERE.get(known, "convert or train an EAGLE-3 head")
         raise ConfigError(f"vLLM's method {method!r} has no counterpart here; {instead}")
-    reject_unknown([method], METHODS[version] - {"tli", "off"}, f"method of vLLM {version}")
-    return "tli" if given.get("use_heterogeneous_vocab") is True else method
+    reject_unknown([method], set(METHODS[version].values()), f"method of vLLM {version}")
+    return TLI.name if given.get("use_heterogeneous_vocab") is True else method
 
 
 def _check_lossless(given: Mapping[str, Any]) -> None:
