@@ -26,6 +26,10 @@ class ExportedFile:
     text: str
 
 
+Form = tuple[Sequence[str], Sequence[ExportedFile]]
+"""The command, word by word, and the files of a setting."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportedSetting:
     """An engine's own form of a setting."""
@@ -151,9 +155,7 @@ class SettingsFormat(ABC):
         """Change in `losses` what depends on more than the method; `lacks` have been applied."""
 
     @abstractmethod
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         """(the command, the files) of an adapted record; `given` has the facts of its checkpoints."""
 
     @abstractmethod
@@ -184,8 +186,32 @@ class SettingsFormat(ABC):
         )
 
     @abstractmethod
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """(the engine's own keys and values, the target) of a source; None without any."""
+
+    @abstractmethod
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
+        """(the record of what was found, what to know of it); None where that asks for no speculation."""
+
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """The record of an engine's own form; raises `ConfigError` for what Slipstream cannot run, with what it can."""
+        version = self.check_version(version)
+        given, target = self.found(source)
+        record, notes = (None, ()) if given is None else self.read(given, target, version, source)
+        if record is None:
+            off = SpeculativeRecord(method=OFF.name, target=target)
+            return ImportedSetting(off, (f"{source.where} asks for no speculation",))
+        return ImportedSetting(record, tuple(notes))
+
+
+def left_out(
+    given: Mapping[str, Any], used: Collection[str], why: str = "it has no counterpart here"
+) -> list[str]:
+    """A note for each key that is set and not among `used`."""
+    unused = (key for key in sorted(given) if key not in used and given[key] not in (None, False))
+    return [f"{key} is left out: {why}" for key in unused]
 
 
 def changes_the_text(what: str, instead: str = "omit it") -> ConfigError:

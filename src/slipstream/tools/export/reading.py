@@ -72,13 +72,6 @@ def read_source(text: str) -> SettingSource:
     return SettingSource("the command", words=words)
 
 
-def source_of_files(argv: Sequence[str], files: Mapping[str, str], folder: Path) -> SettingSource:
-    """The source that an exported setting is: its command, else its first file, which must be in `folder`."""
-    if argv:
-        return SettingSource("the command", words=tuple(argv), folder=folder)
-    return _read_file(folder / next(iter(files)))
-
-
 def split_command(text: str) -> tuple[str, ...]:
     """The words of a shell command with `--flag=value` split, without comments, variables and a prompt sign."""
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]

@@ -18,9 +18,8 @@ from slipstream.draft.methods import EAGLE3
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS, check_head
 from slipstream.tools.export.checkpoints.gguf_models import FILE_TYPES, with_neighbours
-from slipstream.tools.export.checkpoints.gguf_package import gguf_package
 from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes, read_rope, read_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, halves
+from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, gguf_package, halves
 from slipstream.tools.export.checkpoints.gguf_tokenizer import add_tokenizer
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from slipstream.models import load_config, load_tokenizer
 from slipstream.models.files.lora import has_adapter
 from slipstream.models.files.shards import weight_files
-from slipstream.tools.export.checkpoints.gguf_package import gguf_package
 from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, neighbouring
+from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, gguf_package, neighbouring
 from slipstream.tools.export.checkpoints.gguf_tokenizer import CONVERTER, add_tokenizer
 from slipstream.tools.export.refusals import ExportError
 

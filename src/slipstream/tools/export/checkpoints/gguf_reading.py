@@ -14,9 +14,8 @@ from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.models.huggingface import AutoConfig
 from slipstream.tools.export.checkpoints.gguf_models import FAMILIES
-from slipstream.tools.export.checkpoints.gguf_package import gguf_package
 from slipstream.tools.export.checkpoints.gguf_shape import read_rope, read_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import halves, read_tensors
+from slipstream.tools.export.checkpoints.gguf_tensors import gguf_package, halves, read_tensors
 from slipstream.tools.export.refusals import ExportError
 
 

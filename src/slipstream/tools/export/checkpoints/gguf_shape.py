@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.models.files.gguf_rope import llama3_factors
-from slipstream.tools.export.checkpoints.gguf_package import gguf_package
+from slipstream.tools.export.checkpoints.gguf_tensors import gguf_package
 from slipstream.tools.export.refusals import ExportError
 
 SIZES = {

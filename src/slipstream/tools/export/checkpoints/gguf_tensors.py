@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.models.files.gguf import Gguf
-from slipstream.tools.export.checkpoints.gguf_package import gguf_package
+
+
+def gguf_package() -> Any:
+    """llama.cpp's own Python package; raises `ConfigError` where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError('GGUF files need the package gguf: pip install "slipstream-llm[export]"') from None
+    return gguf
 
 
 def add_tensor(writer: Any, name: str, tensor: Tensor) -> None:

@@ -30,13 +30,13 @@ from slipstream.tools.export.contract import (
     NO_NGRAM,
     NO_SUFFIX,
     NOTHING_DRAFTED,
-    ExportedFile,
-    ImportedSetting,
+    Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
     check_keys,
+    left_out,
 )
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
@@ -143,38 +143,53 @@ class LlamaCppSettings(SettingsFormat):
             why = "its own default" if record.ngram is None else "llama.cpp looks up n-grams of one length"
             losses.change("ngram", NgramLookup(length, length), why)
 
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         words = _words(record, version != WITHOUT_SAMPLED_DRAFTS)
         return ("llama-server", *_model_words(given.target), *words), ()
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
-        return _notes(given)
+        notes = []
+        for name, what in (("target", given.target), ("draft", given.model)):
+            if what and Path(what).is_dir():
+                notes.append(
+                    f"llama.cpp reads GGUF files: the {name} {what} must be converted (--checkpoint)"
+                )
+        if given.confidence_threshold and given.method in (DRAFT_MODEL.name, EAGLE3.name):
+            notes.append(
+                "--spec-draft-p-min compares each token's probability, confidence_threshold the product of them: the "
+                "same number drafts longer there"
+            )
+        if given.method == EAGLE3.name and given.head is not None and given.head.vocabulary is not None:
+            notes.append(
+                "a GGUF head holds the target's token ids in d2t, not offsets; the conversion changes them"
+            )
+        if given.method != OFF.name:
+            notes.append(
+                "llama-server reports the log-probability 0 for every token that a speculating pass yields"
+            )
+        return notes
 
-    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """Read it from a command of `llama-server` or `llama-cli`."""
-        self.check_version(version)
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Of a command of `llama-server` or `llama-cli`."""
         if source.words is None:
             raise ConfigError(f"llama.cpp is set by a command; {source.where} is none")
-        flags = {
-            SYNONYMS.get(flag, flag): value for flag, value in command_flags(source.words).values.items()
-        }
+        values = command_flags(source.words).values
+        flags = {SYNONYMS.get(flag, flag): value for flag, value in values.items()}
         given = {flag: value for flag, value in flags.items() if flag.startswith(("--spec-", "--draft"))}
+        return given, flags.get("--model", flags.get("--hf-repo"))
+
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         check_keys(given, FLAGS, "llama.cpp")
         for flag in SYNTHETIC:
             if flag in given:
                 raise changes_the_text(f"{flag} of llama.cpp")
-        target = flags.get("--model", flags.get("--hf-repo"))
         kind = _kind(given)
         if kind is None:
-            return ImportedSetting(
-                SpeculativeRecord(method=OFF.name, target=target),
-                (f"{source.where} asks for no speculation",),
-            )
+            return None, ()
         notes = _import_notes(given)
-        record = (_lookup if KINDS[kind] == NGRAM.name else _draft)(kind, given, target)
-        return ImportedSetting(record, tuple(notes))
+        return (_lookup if KINDS[kind] == NGRAM.name else _draft)(kind, given, target), notes
 
 
 def _check_head(record: SpeculativeRecord) -> None:
@@ -243,27 +258,6 @@ def _model_words(model: str | None, draft: bool = False) -> list[str]:
     return [hub if is_id else file, model]
 
 
-def _notes(record: SpeculativeRecord) -> list[str]:
-    notes = []
-    for name, what in (("target", record.target), ("draft", record.model)):
-        if what and Path(what).is_dir():
-            notes.append(f"llama.cpp reads GGUF files: the {name} {what} must be converted (--checkpoint)")
-    if record.confidence_threshold and record.method in (DRAFT_MODEL.name, EAGLE3.name):
-        notes.append(
-            "--spec-draft-p-min compares each token's probability, confidence_threshold the product of them: the same "
-            "number drafts longer there"
-        )
-    if record.method == EAGLE3.name and record.head is not None and record.head.vocabulary is not None:
-        notes.append(
-            "a GGUF head holds the target's token ids in d2t, not offsets; the conversion changes them"
-        )
-    if record.method != OFF.name:
-        notes.append(
-            "llama-server reports the log-probability 0 for every token that a speculating pass yields"
-        )
-    return notes
-
-
 def _kind(given: Mapping[str, str]) -> str | None:
     if "--spec-default" in given:
         return "ngram-mod"
@@ -304,7 +298,7 @@ _USED = frozenset(
 
 
 def _import_notes(given: Mapping[str, str]) -> list[str]:
-    notes = [f"{flag} is left out: it has no counterpart here" for flag in sorted(given) if flag not in _USED]
+    notes = left_out(given, _USED)
     notes += [f"{flag} is called {now} in newer versions" for flag, now in REMOVED.items() if flag in given]
     if given.get("--spec-draft-p-min"):
         notes.append(

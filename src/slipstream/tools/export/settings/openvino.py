@@ -20,7 +20,7 @@ from slipstream.tools.export.contract import (
     NO_SUFFIX,
     NOTHING_DRAFTED,
     ExportedFile,
-    ImportedSetting,
+    Form,
     Lack,
     Losses,
     SettingsFormat,
@@ -77,27 +77,42 @@ class OpenvinoSettings(SettingsFormat):
             why = "OpenVINO GenAI has a threshold or a number of tokens, never both"
             losses.change("depth", None, why)
 
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         values = _values(record)
         text = json.dumps(values, indent=2) + "\n"
         return (), (ExportedFile(FILE, text), ExportedFile(PROGRAM, _program(values)))
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
-        return _notes(record)
+        notes: list[str] = []
+        if record.model is not None:
+            trust = " --trust-remote-code" if record.method == EAGLE3.name else ""
+            notes.append(
+                "target and draft are folders that `optimum-cli export openvino --task text-generation-with-past"
+                f"{trust}` writes; they share the cache's size"
+            )
+        if record.tree is not None:
+            notes.append("OpenVINO GenAI runs trees at temperature 0 only")
+        if record.confidence_threshold:
+            notes.append(
+                "its threshold compares each token's probability, confidence_threshold the product of them: the same "
+                "number drafts longer there"
+            )
+        return notes
 
-    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """Read it from the JSON, or from a program that makes an `LLMPipeline`."""
-        self.check_version(version)
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Of the JSON, or of a program that makes an `LLMPipeline`."""
         if source.words is not None:
             raise ConfigError("OpenVINO GenAI is set in Python; give the program or its JSON")
-        given = dict(source.mapping) if source.mapping is not None else _from_calls(source)
+        return dict(source.mapping) if source.mapping is not None else _from_calls(source), None
+
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         check_keys(given, KEYS, "OpenVINO GenAI")
         record = _record(given)
         unsaid = source.calls is not None and record.method == DRAFT_MODEL.name
         note = "a program does not say whether its draft is an EAGLE-3 head; where it is, set the method to eagle3"
-        return ImportedSetting(record, (note,) if unsaid else ())
+        return record, [note] if unsaid else []
 
 
 def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:
@@ -172,24 +187,6 @@ def _program(values: Mapping[str, Any]) -> str:
     lines += [f"config.{name} = {values[name]!r}" for name in OPTIONS if name in values]
     lines += ["", 'print(pipe.generate("The river is", config))', ""]
     return "\n".join(lines)
-
-
-def _notes(record: SpeculativeRecord) -> list[str]:
-    notes: list[str] = []
-    if record.model is not None:
-        trust = " --trust-remote-code" if record.method == EAGLE3.name else ""
-        notes.append(
-            "target and draft are folders that `optimum-cli export openvino --task text-generation-with-past"
-            f"{trust}` writes; they share the cache's size"
-        )
-    if record.tree is not None:
-        notes.append("OpenVINO GenAI runs trees at temperature 0 only")
-    if record.confidence_threshold:
-        notes.append(
-            "its threshold compares each token's probability, confidence_threshold the product of them: the same "
-            "number drafts longer there"
-        )
-    return notes
 
 
 def _from_calls(source: SettingSource) -> dict[str, Any]:

@@ -31,12 +31,13 @@ from slipstream.tools.export.contract import (
     NO_THRESHOLD,
     NOTHING_DRAFTED,
     ExportedFile,
-    ImportedSetting,
+    Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
     check_keys,
+    left_out,
 )
 from slipstream.tools.export.reading import (
     PythonCall,
@@ -108,27 +109,58 @@ class SglangSettings(SettingsFormat):
         _adapt_verification(record, losses)
         _adapt_schedule(losses)
 
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         words, files = _words(record)
         server = ("python", "-m", "sglang.launch_server", "--model-path", given.target or "MODEL")
         return [*server, *words, *_token_map(given)], files
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
-        return _notes(given, record)
+        if given.method == OFF.name:
+            return []
+        notes = ["without --max-running-requests SGLang runs at most 48 requests at once while it speculates"]
+        head = given.head
+        if given.method == EAGLE3.name and head is not None:
+            if head.embedding == "own":
+                notes.append(
+                    "SGLang replaces the head's own embedding by the target's: fewer draft tokens are accepted "
+                    "than here"
+                )
+            if head.aux_layers is not None:
+                ids = list(head.aux_layers.as_convention("after_layer").ids)
+                notes.append(
+                    f"SGLang numbers the layers that a head reads by the layer that wrote: the head must name {ids}"
+                )
+        if record.schedule:
+            notes.append("SGLang rounds the batch up to a captured size before it looks into the schedule")
+        return notes
 
-    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """Read it from a command, a configuration file of the server, or a program that calls `Engine`."""
-        self.check_version(version)
-        given, target = _found(source)
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Of a command, a configuration file of the server, or a program that calls `Engine`: flags of speculation."""
+        if source.calls is not None:
+            pairs = dict(_engine_call(source.calls, source.where).kwargs)
+        elif source.mapping is not None:
+            pairs = dict(source.mapping)
+        else:
+            pairs = {
+                key.removeprefix("--"): value
+                for key, value in command_flags(source.words or ()).values.items()
+            }
+        named = {"--" + str(key).replace("_", "-"): value for key, value in pairs.items()}
+        target = named.get("--model-path", named.get("--model"))
+        given = {
+            flag: value
+            for flag, value in named.items()
+            if flag.startswith(_PREFIX) and value is not None and value is not False
+        }
+        return given, target if isinstance(target, str) else None
+
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         check_keys(given, FLAGS, "SGLang")
         algorithm = given.get(_PREFIX + "algorithm")
         if algorithm is None:
-            return ImportedSetting(
-                SpeculativeRecord(method=OFF.name, target=target),
-                (f"{source.where} asks for no speculation",),
-            )
+            return None, ()
         algorithm = str(algorithm).upper()
         if algorithm in ELSEWHERE:
             raise ConfigError(
@@ -136,13 +168,9 @@ class SglangSettings(SettingsFormat):
             )
         reject_unknown([algorithm], ALGORITHMS.values(), "algorithm of SGLang")
         _check_thresholds(given)
-        method = names_from(SGLANG)[algorithm]
-        notes = [
-            f"{flag} is left out: it sets loading or speed of SGLang's own parts"
-            for flag in sorted(given)
-            if flag.removeprefix(_PREFIX) in OTHER_FLAGS
-        ]
-        return ImportedSetting(_record(method, given, target, source, notes), tuple(notes))
+        used = {_PREFIX + flag for flag in USED_FLAGS}
+        notes = left_out(given, used, "it sets loading or speed of SGLang's own parts")
+        return _record(names_from(SGLANG)[algorithm], given, target, source, notes), notes
 
 
 def _check_tree(record: SpeculativeRecord) -> None:
@@ -249,46 +277,6 @@ def _token_map(record: SpeculativeRecord) -> list[str]:
     if vocabulary is None or vocabulary.kind != "hot_ids" or vocabulary.file is None:
         return []
     return [_PREFIX + "token-map", vocabulary.file]
-
-
-def _notes(record: SpeculativeRecord, runs: SpeculativeRecord) -> list[str]:
-    if record.method == OFF.name:
-        return []
-    notes = ["without --max-running-requests SGLang runs at most 48 requests at once while it speculates"]
-    head = record.head
-    if record.method == EAGLE3.name and head is not None:
-        if head.embedding == "own":
-            notes.append(
-                "SGLang replaces the head's own embedding by the target's: fewer draft tokens are accepted than here"
-            )
-        if head.aux_layers is not None:
-            ids = list(head.aux_layers.as_convention("after_layer").ids)
-            notes.append(
-                f"SGLang numbers the layers that a head reads by the layer that wrote: the head must name {ids}"
-            )
-    if runs.schedule:
-        notes.append("SGLang rounds the batch up to a captured size before it looks into the schedule")
-    return notes
-
-
-def _found(source: SettingSource) -> tuple[dict[str, Any], str | None]:
-    """(flag to value, target); flags that are not about speculation are dropped."""
-    if source.calls is not None:
-        pairs = dict(_engine_call(source.calls, source.where).kwargs)
-    elif source.mapping is not None:
-        pairs = dict(source.mapping)
-    else:
-        pairs = {
-            key.removeprefix("--"): value for key, value in command_flags(source.words or ()).values.items()
-        }
-    named = {"--" + str(key).replace("_", "-"): value for key, value in pairs.items()}
-    target = named.get("--model-path", named.get("--model"))
-    given = {
-        flag: value
-        for flag, value in named.items()
-        if flag.startswith(_PREFIX) and value is not None and value is not False
-    }
-    return given, target if isinstance(target, str) else None
 
 
 def _engine_call(calls: tuple[PythonCall, ...], where: str) -> PythonCall:

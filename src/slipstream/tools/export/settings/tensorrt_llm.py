@@ -33,12 +33,13 @@ from slipstream.tools.export.contract import (
     NO_NGRAM,
     NO_THRESHOLD,
     ExportedFile,
-    ImportedSetting,
+    Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
     check_keys,
+    left_out,
 )
 from slipstream.tools.export.head_facts import AuxLayers, HeadFacts
 from slipstream.tools.export.reading import PythonCall, SettingSource, command_flags, whole_number
@@ -141,9 +142,7 @@ class TensorrtLlmSettings(SettingsFormat):
         _adapt_verification(record, losses)
         _adapt_schedule(record, losses)
 
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         config = _config(record, _captured(given))
         command = ("trtllm-serve", given.target or "MODEL")
         if not config:
@@ -151,17 +150,39 @@ class TensorrtLlmSettings(SettingsFormat):
         return (*command, "--config", FILE), (ExportedFile(FILE, yaml.safe_dump(config, sort_keys=False)),)
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
-        return _notes(given)
-
-    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """Read it from the YAML, the server's command beside it, or a program with a `…DecodingConfig`."""
-        self.check_version(version)
-        given, target = _found(source)
-        if given is None:
-            return ImportedSetting(
-                SpeculativeRecord(method=OFF.name, target=target),
-                (f"{source.where} asks for no speculation",),
+        notes = []
+        if given.method in _NO_OVERLAP:
+            notes.append(
+                "TensorRT-LLM runs this drafter without its overlap scheduler, which costs speed by itself"
             )
+        head = given.head
+        if given.method == EAGLE3.name and (head is None or head.aux_layers is None):
+            notes.append(
+                "the layers that the head reads are not known: TensorRT-LLM captures 1, half - 1 and the fourth from "
+                "the end; write eagle3_layers_to_capture as it was trained, by the layer that wrote"
+            )
+        if given.tree is not None:
+            notes.append("dynamic trees of TensorRT-LLM do not run with sliding windows or latent attention")
+        return notes
+
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Of the YAML, the server's command beside it, or a program with a `…DecodingConfig`."""
+        if source.calls is not None:
+            return _from_calls(source.calls, source.where)
+        if source.mapping is not None:
+            return _from_mapping(source.mapping, source.where), None
+        flags = command_flags(source.words or ())
+        words = [word for word in flags.others if word not in ("trtllm-serve", "serve", "trtllm-bench")]
+        target = words[0] if words else flags.values.get("--model")
+        file = next(
+            (flags.values[flag] for flag in ("--config", "--extra_llm_api_options") if flag in flags.values),
+            None,
+        )
+        return (None if file is None else _from_mapping(source.read_beside(file), file)), target
+
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         if given.get(RELAXED) not in (None, False):
             raise changes_the_text(f"{RELAXED} of TensorRT-LLM")
         for key, value in LOSSY.items():
@@ -175,18 +196,14 @@ class TensorrtLlmSettings(SettingsFormat):
             )
         reject_unknown([kind], KEYS, "decoding_type of TensorRT-LLM")
         check_keys(given, dict.fromkeys(KEYS[kind]), f"TensorRT-LLM {kind}")
-        notes = [
-            f"{key} is left out: it has no counterpart here"
-            for key in sorted(given)
-            if key not in _USED and given[key] not in (None, False)
-        ]
+        notes = left_out(given, _USED)
         record = _record(kind, given, target)
         if record.head is not None and record.head.aux_layers is not None:
             ids = list(record.head.aux_layers.as_convention("before_layer").ids)
             notes.append(
                 f"the head's eagle_aux_hidden_state_layer_ids must be {ids} here, by the layer that reads"
             )
-        return ImportedSetting(record, tuple(notes))
+        return record, notes
 
 
 def _check_tree(record: SpeculativeRecord) -> None:
@@ -288,37 +305,6 @@ def _lengths(schedule: tuple[ScheduleRange, ...]) -> dict[int, int]:
         if each.high is not None or each.depth:
             lengths[NO_END if each.high is None else each.high] = each.depth
     return lengths
-
-
-def _notes(record: SpeculativeRecord) -> list[str]:
-    notes = []
-    if record.method in _NO_OVERLAP:
-        notes.append(
-            "TensorRT-LLM runs this drafter without its overlap scheduler, which costs speed by itself"
-        )
-    head = record.head
-    if record.method == EAGLE3.name and (head is None or head.aux_layers is None):
-        notes.append(
-            "the layers that the head reads are not known: TensorRT-LLM captures 1, half - 1 and the fourth from the "
-            "end; write eagle3_layers_to_capture as it was trained, by the layer that wrote"
-        )
-    if record.tree is not None:
-        notes.append("dynamic trees of TensorRT-LLM do not run with sliding windows or latent attention")
-    return notes
-
-
-def _found(source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-    if source.calls is not None:
-        return _from_calls(source.calls, source.where)
-    if source.mapping is not None:
-        return _from_mapping(source.mapping, source.where), None
-    flags = command_flags(source.words or ())
-    words = [word for word in flags.others if word not in ("trtllm-serve", "serve", "trtllm-bench")]
-    target = words[0] if words else flags.values.get("--model")
-    file = next(
-        (flags.values[flag] for flag in ("--config", "--extra_llm_api_options") if flag in flags.values), None
-    )
-    return (None if file is None else _from_mapping(source.read_beside(file), file)), target
 
 
 def _from_mapping(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:

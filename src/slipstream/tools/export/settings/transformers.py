@@ -28,7 +28,7 @@ from slipstream.tools.export.contract import (
     NO_SUFFIX,
     NOTHING_DRAFTED,
     ExportedFile,
-    ImportedSetting,
+    Form,
     Lack,
     Losses,
     SettingsFormat,
@@ -98,24 +98,42 @@ class TransformersSettings(SettingsFormat):
             longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
             losses.change("ngram", NgramLookup(1, longest), "Transformers looks up any shorter n-gram too")
 
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         values = _values(record)
         text = json.dumps(values, indent=2) + "\n"
         return (), (ExportedFile(FILE, text), ExportedFile(PROGRAM, _program(values)))
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
-        return _notes(given)
+        if given.method == OFF.name:
+            return []
+        notes = ["Transformers speculates for one request at a time, and not with a static cache"]
+        if given.method in DRAFT_MODELS:
+            notes.append(
+                "the number of draft tokens counts in the draft's own generation_config only; as a keyword of generate "
+                "it has no effect"
+            )
+        if given.confidence_threshold and given.method != NGRAM.name:
+            notes.append(
+                "its threshold compares each token's probability and adapts itself, confidence_threshold the product "
+                "of them: the same number drafts longer there"
+            )
+        if given.method in (TLI.name, SLEM.name):
+            notes.append(
+                "with another tokenizer it runs tli where do_sample is set, and slem where it is not"
+            )
+        return notes
 
-    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """Read it from the JSON, a `generation_config.json`, or a program that calls `generate`."""
-        self.check_version(version)
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Of the JSON, a `generation_config.json`, or a program that calls `generate`."""
         if source.words is not None:
             raise ConfigError(
                 "Transformers is set in Python; give the program, its JSON or a generation_config.json"
             )
-        given = _from_calls(source) if source.calls is not None else _from_mapping(source.mapping or {})
+        return _from_calls(source) if source.calls is not None else _from_mapping(source.mapping or {}), None
+
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         check_keys(given, KEYS, "Transformers")
         if given.get(LOSSY) not in (None, False):
             raise changes_the_text(f"{LOSSY} of Transformers")
@@ -133,7 +151,7 @@ class TransformersSettings(SettingsFormat):
             notes.append(
                 'the depth that follows what was accepted is left out; here {"method": "auto"} chooses it'
             )
-        return ImportedSetting(_record(given), tuple(notes))
+        return _record(given), notes
 
 
 def _threshold_notes(given: Mapping[str, Any]) -> list[str]:
@@ -199,25 +217,6 @@ def _program(values: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _notes(record: SpeculativeRecord) -> list[str]:
-    if record.method == OFF.name:
-        return []
-    notes = ["Transformers speculates for one request at a time, and not with a static cache"]
-    if record.method in DRAFT_MODELS:
-        notes.append(
-            "the number of draft tokens counts in the draft's own generation_config only; as a keyword of generate it "
-            "has no effect"
-        )
-    if record.confidence_threshold and record.method != NGRAM.name:
-        notes.append(
-            "its threshold compares each token's probability and adapts itself, confidence_threshold the product of "
-            "them: the same number drafts longer there"
-        )
-    if record.method in (TLI.name, SLEM.name):
-        notes.append("with another tokenizer it runs tli where do_sample is set, and slem where it is not")
-    return notes
 
 
 def _from_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,12 +28,13 @@ from slipstream.tools.export.contract import (
     NO_THRESHOLD,
     NOTHING_DRAFTED,
     ExportedFile,
-    ImportedSetting,
+    Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
     check_keys,
+    left_out,
 )
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, SuffixLimits
@@ -151,9 +152,7 @@ class VllmSettings(SettingsFormat):
                 "draft_sampling", "sampled", "vLLM has no coupled noise: drafts are drawn on their own"
             )
 
-    def form(
-        self, record: SpeculativeRecord, given: SpeculativeRecord, version: str
-    ) -> tuple[Sequence[str], Sequence[ExportedFile]]:
+    def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         config = _config(record)
         command = ["vllm", "serve", record.target or "MODEL"]
         if not config:
@@ -162,30 +161,51 @@ class VllmSettings(SettingsFormat):
         return [*command, "--speculative-config", json.dumps(config)], (file,)
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
-        """They say too what the checkpoint's configuration should name."""
-        return _notes(given)
+        notes: list[str] = []
+        draft, target = given.draft_context, given.target_context
+        if given.method in (DRAFT_MODEL.name, TLI.name) and draft and target and draft < target:
+            notes.append(
+                f"the draft's context is {draft:,} tokens, the target's {target:,}: vLLM lowers max_model_len to the "
+                "draft's, for all requests"
+            )
+        if given.method == SUFFIX.name:
+            notes.append(
+                "suffix needs the package arctic-inference, and runs with vLLM's first model runner only"
+            )
+        if given.method != OFF.name:
+            notes.append("requests with min_p or logit_bias are refused while vLLM speculates")
+        head = given.head
+        if given.method == EAGLE3.name and head is not None:
+            if head.aux_layers is None:
+                notes.append(
+                    "the head's configuration does not name eagle_aux_hidden_state_layer_ids: vLLM reads layers 2, "
+                    "half and the third from the end; write those that it was trained with"
+                )
+            if head.norms.before_residual is None:
+                assumed = "true" if head.layout == "speculators" else "false"
+                notes.append(
+                    f"the head's configuration does not name norm_before_residual: vLLM assumes {assumed}; write what "
+                    "it was trained with"
+                )
+        return notes
 
-    def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
-        """Read it from a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
-        version = self.check_version(version)
+    def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Of a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
         target, given = _found(source)
         if given is None:
-            return ImportedSetting(
-                SpeculativeRecord(method=OFF.name, target=target),
-                (f"{source.where} asks for no speculation",),
-            )
-        given = {str(key).replace("-", "_"): value for key, value in given.items()}
+            return None, target
+        return {str(key).replace("-", "_"): value for key, value in given.items()}, target
+
+    def read(
+        self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
+    ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         _check_lossless(given)
         check_keys(given, dict.fromkeys(KEYS[version]), f"vLLM {version} speculative_config")
         for key, why in REFUSED_KEYS.items():
             if given.get(key) not in (None, False):
                 raise ConfigError(f"{key} of vLLM cannot be imported: {why}")
-        notes = [
-            f"{key} is left out: it sets loading or speed of vLLM's own parts"
-            for key in sorted(given)
-            if key not in USED_KEYS and given[key] not in (None, False)
-        ]
-        return ImportedSetting(_record(given, target, version), tuple(notes))
+        notes = left_out(given, USED_KEYS, "it sets loading or speed of vLLM's own parts")
+        return _record(given, target, version), notes
 
 
 def _check_head(record: SpeculativeRecord) -> None:
@@ -224,36 +244,6 @@ def _config(record: SpeculativeRecord) -> dict[str, Any]:
             for each in record.schedule
         ]
     return config
-
-
-def _notes(record: SpeculativeRecord) -> list[str]:
-    notes: list[str] = []
-    draft, target = record.draft_context, record.target_context
-    if record.method in (DRAFT_MODEL.name, TLI.name) and draft and target and draft < target:
-        notes.append(
-            f"the draft's context is {draft:,} tokens, the target's {target:,}: vLLM lowers max_model_len to the "
-            "draft's, for all requests"
-        )
-    if record.method == SUFFIX.name:
-        notes.append(
-            "suffix needs the package arctic-inference, and runs with vLLM's first model runner only"
-        )
-    if record.method != OFF.name:
-        notes.append("requests with min_p or logit_bias are refused while vLLM speculates")
-    head = record.head
-    if record.method == EAGLE3.name and head is not None:
-        if head.aux_layers is None:
-            notes.append(
-                "the head's configuration does not name eagle_aux_hidden_state_layer_ids: vLLM reads layers 2, half "
-                "and the third from the end; write those that it was trained with"
-            )
-        if head.norms.before_residual is None:
-            assumed = "true" if head.layout == "speculators" else "false"
-            notes.append(
-                f"the head's configuration does not name norm_before_residual: vLLM assumes {assumed}; write what it "
-                "was trained with"
-            )
-    return notes
 
 
 def _found(source: SettingSource) -> tuple[str | None, Mapping[str, Any] | None]:

@@ -1,7 +1,8 @@
-"""Writes an EAGLE head as the folder that an engine loads."""
+"""Heads read for conversion, in the dtype of their file, and written as the folders that engines load."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,37 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
-from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.heads.medusa_head import WEIGHT_FILES, MedusaHeads, load_medusa, save_medusa
+from slipstream.draft.heads.target_shape import TargetShape, check_fits
 from slipstream.draft.methods import EAGLE, EAGLE3
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import EagleDialect, check_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 
 SHIFTS = {0: "the layer that reads it", -1: "the layer that wrote it"}
+
+
+def read_head(path: str, target: TargetShape, revision: str | None = None) -> EagleHead:
+    """The head in a folder or on the hub; raises `ModelError` where it is none or does not fit `target`.
+
+    All tensors get the widest dtype of the file, so that no value changes. `embedding` is None where the head has
+    none or a copy of the target's.
+    """
+    _, tensors = read_checkpoint(path, revision=revision)
+    head = read_eagle(path, target, revision=revision)
+    dtype = _widest(tensors)
+    head.requires_grad_(False).to(dtype)
+    if head.embedding is not None:
+        head.embedding = head.embedding.to(dtype)
+    return head
+
+
+def _widest(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of floating point that holds every value of a file."""
+    kinds = (tensor.dtype for tensor in tensors.values())
+    return functools.reduce(torch.promote_types, (kind for kind in kinds if kind.is_floating_point))
 
 
 def write_eagle(
@@ -114,3 +138,26 @@ def _notes(head: EagleHead, dialect: EagleDialect) -> list[str]:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def read_medusa(path: str, target: TargetFiles, revision: str | None = None) -> MedusaHeads:
+    """The heads in a folder or on the hub, in the widest dtype of their file; raises `ModelError`."""
+    _, tensors = read_checkpoint(path, revision=revision, weight_files=WEIGHT_FILES)
+    heads = load_medusa(path, _not_called, revision)
+    check_fits(path, heads.config.hidden_size, heads.config.vocab_size, target)
+    return heads.requires_grad_(False).to(_widest(tensors))
+
+
+def write_medusa(heads: MedusaHeads, target: TargetFiles, folder: Path) -> ConvertedCheckpoint:
+    """Write `heads` for vLLM up to 0.32; heads that share the target's output layer get a copy of it."""
+    shared = heads.config.shares_lm_head
+    save_medusa(heads, folder, lm_head=target.output_layer() if shared else None)
+    notes = ["vLLM drafts a greedy chain with Medusa heads, one token a head"]
+    if shared:
+        notes.append("the file holds a copy of the target's output layer, which the heads share")
+    files = (folder / "config.json", folder / WEIGHT_FILES[0])
+    return ConvertedCheckpoint(draft=folder, files=files, notes=tuple(notes))
+
+
+def _not_called(states: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("heads that are only read are not run")
