@@ -206,6 +206,19 @@ class SettingsFormat(ABC):
         return ImportedSetting(record, tuple(notes))
 
 
+SAMPLINGS = {"one_hot": "greedy", "sampled": "probabilistic"}
+"""How vLLM and llama.cpp call what a record says of its draft tokens."""
+
+
+def chosen(given: Mapping[str, Any], key: str, names: Mapping[str, str], engine: str) -> str | None:
+    """Our value of a key whose values are named in `names`, ours to theirs; None where it is not given."""
+    value = given.get(key)
+    if value is None:
+        return None
+    reject_unknown([value], names.values(), f"{key} of {engine}")
+    return next(ours for ours, theirs in names.items() if theirs == value)
+
+
 def left_out(
     given: Mapping[str, Any], used: Collection[str], why: str = "it has no counterpart here"
 ) -> list[str]:

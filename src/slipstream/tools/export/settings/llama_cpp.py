@@ -30,6 +30,7 @@ from slipstream.tools.export.contract import (
     NO_NGRAM,
     NO_SUFFIX,
     NOTHING_DRAFTED,
+    SAMPLINGS,
     Form,
     Lack,
     Losses,
@@ -71,34 +72,36 @@ REMOVED = {"--draft-max": "--spec-draft-n-max", "--draft-min": "--spec-draft-n-m
 SYNTHETIC = ("--spec-synth-len", "--spec-synth-rates")
 WITHOUT_SAMPLED_DRAFTS = "2026-09"
 """Builds before 11368, which do not know `--spec-draft-sampling`."""
-_SIZES = ("size-n", "size-m", "min-hits")
+_DRAFT = (
+    *(
+        "model",
+        "hf",
+        "n-max",
+        "n-min",
+        "p-min",
+        "p-split",
+        "sampling",
+        "conf-min",
+        "threads",
+        "threads-batch",
+    ),
+    *("device", "ngl", "type-k", "type-v", "backend-sampling", "cpu-moe", "override-tensor", "n-cpu-moe"),
+    *("cpu-mask", "cpu-range", "cpu-strict", "prio", "poll", "ncmoe", "cpu-mask-batch", "cpu-range-batch"),
+    *("cpu-strict-batch", "prio-batch", "poll-batch"),
+)
+_NGRAM = (
+    *("mod-n-match", "mod-n-min", "mod-n-max"),
+    *(
+        f"{kind}-{size}"
+        for kind in ("simple", "map-k", "map-k4v")
+        for size in ("size-n", "size-m", "min-hits")
+    ),
+)
 FLAGS = dict.fromkeys(
     (
-        *("--spec-type", "--spec-default", "--spec-draft-model", "--spec-draft-hf", "--spec-draft-n-max"),
-        *("--spec-draft-n-min", "--spec-draft-p-min", "--spec-draft-p-split", "--spec-draft-sampling"),
-        *(
-            "--spec-draft-conf-min",
-            "--spec-ngram-mod-n-match",
-            "--spec-ngram-mod-n-min",
-            "--spec-ngram-mod-n-max",
-        ),
-        *(f"--spec-ngram-{kind}-{size}" for kind in ("simple", "map-k", "map-k4v") for size in _SIZES),
-        *("--spec-draft-threads", "--spec-draft-threads-batch", "--spec-draft-device", "--spec-draft-ngl"),
-        *(
-            "--spec-draft-type-k",
-            "--spec-draft-type-v",
-            "--spec-draft-backend-sampling",
-            "--spec-draft-cpu-moe",
-        ),
-        *(
-            "--spec-draft-override-tensor",
-            "--spec-draft-n-cpu-moe",
-            "--no-spec-draft-backend-sampling",
-            *SYNTHETIC,
-        ),
-        *("--spec-draft-cpu-mask", "--spec-draft-cpu-range", "--spec-draft-cpu-strict", "--spec-draft-prio"),
-        *("--spec-draft-poll", "--spec-draft-ncmoe", "--draft-max", "--draft-min"),
-        *(f"--spec-draft-{name}-batch" for name in ("cpu-mask", "cpu-range", "cpu-strict", "prio", "poll")),
+        *("--spec-type", "--spec-default", "--no-spec-draft-backend-sampling", *SYNTHETIC, *REMOVED),
+        *(f"--spec-draft-{name}" for name in _DRAFT),
+        *(f"--spec-ngram-{name}" for name in _NGRAM),
     )
 )
 DEFAULT_DEPTH = 3
@@ -244,7 +247,7 @@ def _words(record: SpeculativeRecord, samples_drafts: bool) -> list[str]:
     if record.draft_sampling is not None and samples_drafts:
         words += [
             "--spec-draft-sampling",
-            {"one_hot": "greedy", "sampled": "probabilistic"}[record.draft_sampling],
+            SAMPLINGS[record.draft_sampling],
         ]
     return words
 
@@ -284,15 +287,9 @@ def _kind(given: Mapping[str, str]) -> str | None:
 
 _USED = frozenset(
     {
-        *("--spec-type", "--spec-default", "--spec-draft-model", "--spec-draft-hf", "--spec-draft-n-max"),
-        *(
-            "--spec-draft-p-min",
-            "--spec-draft-sampling",
-            "--spec-ngram-mod-n-match",
-            "--spec-ngram-mod-n-max",
-        ),
-        *(f"--spec-ngram-{kind}-{size}" for kind in ("simple", "map-k", "map-k4v") for size in _SIZES[:2]),
-        "--draft-max",
+        *("--spec-type", "--spec-default", "--draft-max"),
+        *(f"--spec-draft-{name}" for name in ("model", "hf", "n-max", "p-min", "sampling")),
+        *(f"--spec-ngram-{name}" for name in _NGRAM if not name.endswith(("min-hits", "n-min"))),
     }
 )
 

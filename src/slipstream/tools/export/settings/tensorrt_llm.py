@@ -64,16 +64,11 @@ LOSSY: dict[str, object] = {"greedy_sampling": True, "posterior_threshold": None
 """Keys of EAGLE-3 and Medusa that accept what is merely typical, by the value with which they do not."""
 """Takes draft tokens that the target thought likely enough."""
 _BASE = (
-    *(
-        "decoding_type",
-        "max_draft_len",
-        "max_total_draft_tokens",
-        "speculative_model",
-        "speculative_model_dir",
-    ),
-    *("max_concurrency", "draft_len_schedule", "load_format", "acceptance_window", "use_rejection_sampling"),
-    *("acceptance_length_threshold", "acceptance_rate_window_size", "acceptance_rate_threshold"),
-    *("allow_advanced_sampling", "advanced_sampling_mode", "enable_penalty"),
+    *("decoding_type", "max_draft_len", "max_total_draft_tokens", "speculative_model"),
+    *("speculative_model_dir", "max_concurrency", "draft_len_schedule", "load_format"),
+    *("acceptance_window", "use_rejection_sampling", "acceptance_length_threshold"),
+    *("acceptance_rate_window_size", "acceptance_rate_threshold", "allow_advanced_sampling"),
+    *("advanced_sampling_mode", "enable_penalty"),
 )
 KEYS = {
     "DraftTarget": _BASE,

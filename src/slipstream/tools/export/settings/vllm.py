@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
@@ -27,6 +27,7 @@ from slipstream.tools.export.contract import (
     NO_REVISION,
     NO_THRESHOLD,
     NOTHING_DRAFTED,
+    SAMPLINGS,
     ExportedFile,
     Form,
     Lack,
@@ -34,6 +35,7 @@ from slipstream.tools.export.contract import (
     SettingsFormat,
     changes_the_text,
     check_keys,
+    chosen,
     left_out,
 )
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
@@ -52,12 +54,11 @@ ELSEWHERE = frozenset({*METHODS_ELSEWHERE, "dflash2", "lilicorr", "xpress"})
 NO_END = 65_536
 """Where it writes the end of a range that has none: more requests than any server runs at once."""
 
+_SUFFIX = {f"suffix_decoding_{field.name}": field.name for field in fields(SuffixLimits)}
 USED_KEYS = (
     *("method", "model", "num_speculative_tokens", "revision", "use_heterogeneous_vocab"),
     *("prompt_lookup_min", "prompt_lookup_max", "num_speculative_tokens_per_batch_size"),
-    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
-    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
-    *("rejection_sample_method", "draft_sample_method"),
+    *("rejection_sample_method", "draft_sample_method", *_SUFFIX),
 )
 SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 """Flags of single keys, to those keys."""
@@ -72,36 +73,16 @@ REFUSED_KEYS = {
     "parallel_drafting": "draft models and heads draft token by token here; see medusa for heads in parallel",
     "tensor_parallel_size": "vLLM refuses it too; draft_tensor_parallel_size was meant",
 }
+_RULES = {"rejection": "standard", "block": "block"}
 LOSSY_RULES = ("fly", "synthetic")
 """Its ways of accepting draft tokens that the target would not have drawn."""
 LOSSY_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
-KEYS = {
-    "0.32": frozenset({*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS, *LOSSY_KEYS}),
-    "0.33": frozenset(
-        {
-            *(
-                *USED_KEYS,
-                *SPEED_KEYS,
-                *REFUSED_KEYS,
-                *LOSSY_KEYS,
-                "draft_lm_head_quantization",
-                "xpress_topc",
-            ),
-            *(
-                "disable_lookahead_block_hashes",
-                "fly_window_size",
-                "fly_entropy_threshold",
-                "fly_entropy_top_k",
-            ),
-        }
-    ),
-}
-_SUFFIX = {
-    "suffix_decoding_max_tree_depth": "max_tree_depth",
-    "suffix_decoding_max_cached_requests": "max_cached_requests",
-    "suffix_decoding_max_spec_factor": "max_spec_factor",
-    "suffix_decoding_min_token_prob": "min_token_prob",
-}
+_KEYS = frozenset({*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS, *LOSSY_KEYS})
+_NEW_KEYS = (
+    *("draft_lm_head_quantization", "xpress_topc", "disable_lookahead_block_hashes"),
+    *("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
+)
+KEYS = {"0.32": _KEYS, "0.33": _KEYS.union(_NEW_KEYS)}
 _MAY_SAMPLE = frozenset({DRAFT_MODEL.name, EAGLE.name, EAGLE3.name})
 
 
@@ -233,11 +214,9 @@ def _config(record: SpeculativeRecord) -> dict[str, Any]:
     if record.suffix is not None:
         config |= {key: getattr(record.suffix, name) for key, name in _SUFFIX.items()}
     if record.draft_sampling is not None:
-        config["draft_sample_method"] = {"one_hot": "greedy", "sampled": "probabilistic"}[
-            record.draft_sampling
-        ]
+        config["draft_sample_method"] = SAMPLINGS[record.draft_sampling]
     if record.verify != "any":
-        config["rejection_sample_method"] = {"rejection": "standard", "block": "block"}[record.verify]
+        config["rejection_sample_method"] = _RULES[record.verify]
     if record.schedule:
         config["num_speculative_tokens_per_batch_size"] = [
             [each.low, max(each.low, NO_END) if each.high is None else each.high, each.depth]
@@ -337,8 +316,8 @@ def _record(given: Mapping[str, Any], target: str | None, version: str) -> Specu
         model=None if method in (NGRAM.name, SUFFIX.name) else model,
         revision=given.get("revision"),
         depth=None if depth is None else whole_number(depth, "num_speculative_tokens"),
-        verify=_verify(given, version),
-        draft_sampling=_sampling(given),
+        verify=chosen(given, "rejection_sample_method", _RULES, f"vLLM {version}") or "any",
+        draft_sampling=chosen(given, "draft_sample_method", SAMPLINGS, "vLLM"),
         schedule=_schedule(given.get("num_speculative_tokens_per_batch_size")),
         ngram=_ngram(given) if method == NGRAM.name else None,
         suffix=_suffix(given) if method == SUFFIX.name else None,
@@ -366,22 +345,6 @@ def _check_lossless(given: Mapping[str, Any]) -> None:
     for key in LOSSY_KEYS:
         if given.get(key) is not None:
             raise changes_the_text(f"{key} of vLLM")
-
-
-def _verify(given: Mapping[str, Any], version: str) -> str:
-    rule = given.get("rejection_sample_method")
-    if rule is None:
-        return "any"
-    reject_unknown([rule], ("standard", "block"), f"rejection_sample_method of vLLM {version}")
-    return {"standard": "rejection", "block": "block"}[rule]
-
-
-def _sampling(given: Mapping[str, Any]) -> str | None:
-    method = given.get("draft_sample_method")
-    if method is None:
-        return None
-    reject_unknown([method], ("greedy", "probabilistic"), "draft_sample_method of vLLM")
-    return {"greedy": "one_hot", "probabilistic": "sampled"}[method]
 
 
 def _ngram(given: Mapping[str, Any]) -> NgramLookup:
