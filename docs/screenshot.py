@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from slipstream import AsyncEngine
-from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.assets import sample_prompts
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.lifecycle import DrainingServer
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of traffic before the picture")
     seconds = parser.parse_args().seconds
     chromium = os.environ.get("SLIPSTREAM_CHROMIUM") or shutil.which("chromium")
-    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 6}
+    draft = {"method": "draft_model", "model": "embedded", "num_speculative_tokens": 6}
     auto = {"method": "auto", "drafters": [{"method": "suffix"}, draft]}
     engine = AsyncEngine(speculative_config=auto, max_num_seqs=8, num_threads=1)
     server = DrainingServer(create_app(engine, ServeConfig(dashboard_texts=True), "embedded-pair"))

@@ -4,14 +4,13 @@
 """
 
 from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT
 
 DRAFTERS = {
     "off": {"method": "off"},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix": {"method": "suffix"},
-    "draft model": {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4},
-    "draft tree": {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 3, "num_draft_nodes": 12},
+    "draft model": {"method": "draft_model", "model": "embedded", "num_speculative_tokens": 4},
+    "draft tree": {"method": "draft_model", "model": "embedded", "tree_top_k": 3, "num_draft_nodes": 12},
 }
 CHATS = [
     [{"role": "user", "content": f"Show me how to use the command `{tool}`."}] for tool in ("tar", "grep")

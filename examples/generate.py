@@ -1,14 +1,11 @@
 """Generate a text with a draft model, and see what the drafts were worth."""
 
 from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT
 
 
 def main() -> None:
     # Without a model, LLM loads the small pair that ships with the package: nothing is downloaded.
-    llm = LLM(
-        speculative_config={"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
-    )
+    llm = LLM(speculative_config={"method": "draft_model", "model": "embedded", "num_speculative_tokens": 4})
     question = [{"role": "user", "content": "Write a SQL query. How many losses does the team have?"}]
     [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=32))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from slipstream.assets.embedded import EMBEDDED, EMBEDDED_TARGET, in_package, writer_in_package
 from slipstream.draft import methods
 from slipstream.errors import ConfigError
 from slipstream.vllm_names import own_speculation
@@ -119,7 +120,8 @@ class SpeculativeConfig:
             key: os.fspath(value) if isinstance(value, os.PathLike) else value
             for key, value in self.options.items()
         }
-        object.__setattr__(self, "options", plain)
+        object.__setattr__(self, "options", in_package(plain, self.method))
+        object.__setattr__(self, "reasoning", writer_in_package(self.reasoning))
         if self.probe_share is not None and not 0 <= self.probe_share <= 0.5:
             raise ConfigError(f"probe_share must be between 0 and 0.5, got {self.probe_share}")
         if not self.draft_timeout_s > 0:
@@ -177,6 +179,7 @@ class EngineConfig:
     """How the target model is loaded and how many requests may run. Sizes are in bytes, lengths in tokens."""
 
     model: str
+    """Checkpoint folder, hub id or GGUF file; `embedded` is the small target that ships with the package."""
     tokenizer: str | None = None
     lora: str | None = None
     """Folder of a LoRA adapter for the target; None uses one in the model's own folder, if any. It is merged into plain
@@ -255,6 +258,8 @@ class EngineConfig:
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         check_types(self, "engine")
+        if self.model == EMBEDDED:
+            object.__setattr__(self, "model", EMBEDDED_TARGET)
         reject_unknown([self.dtype], DTYPES, "dtype")
         reject_unknown([self.kv_cache_dtype], KV_CACHE_DTYPES, "kv_cache_dtype")
         reject_unknown([self.cpu_kernels], CPU_KERNELS, "cpu_kernels")

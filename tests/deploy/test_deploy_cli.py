@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.cli.main import app
+from slipstream.config import SpeculativeConfig
 from slipstream.deploy import cluster
 from slipstream.deploy.room import shortage
 from slipstream.deploy.settings import DeploySettings
@@ -100,16 +101,17 @@ def test_the_embedded_pair_is_named_and_speculates_as_it_is_served() -> None:
     assert settings.model == "embedded"
     assert settings.served_name == "embedded-pair"
     assert settings.target is None
-    speculation = settings.speculation
-    assert speculation is not None
-    assert (speculation["method"], speculation["model"]) == ("draft_model", EMBEDDED_DRAFT)
+    served = SpeculativeConfig.from_mapping(settings.speculative_config or {})
+    assert (served.method, served.options["model"]) == ("draft_model", EMBEDDED_DRAFT)
     assert EMBEDDED_DRAFT not in str(settings.as_json()), "another machine has it elsewhere"
+    assert EMBEDDED_DRAFT not in str(printed("--spec", "auto"))
     assert printed("--spec", "off")["speculative_config"]["method"] == "off"
     head = DeploySettings.from_mapping(printed("--spec", "eagle3"))
-    assert (head.speculation or {})["model"] == EMBEDDED_EAGLE3
+    assert SpeculativeConfig.from_mapping(head.speculative_config or {}).options["model"] == EMBEDDED_EAGLE3
     steps = DeploySettings.from_mapping(printed("--reasoning-draft", "embedded"))
     assert EMBEDDED_DRAFT not in str(steps.as_json())
-    assert (steps.speculation or {})["reasoning"]["model"] == EMBEDDED_DRAFT
+    writer = SpeculativeConfig.from_mapping(steps.speculative_config or {}).reasoning
+    assert writer == {"name": "embedded", "model": EMBEDDED_DRAFT}
 
 
 def test_another_model_does_not_speculate_unless_it_is_told_to(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_another_model_does_not_speculate_unless_it_is_told_to(tmp_path: Path) -
     file = tmp_path / "deploy.yaml"
     file.write_text("model: some/model\nnum_replicas: 3\n")
     settings = DeploySettings.from_mapping(printed("--config", str(file)))
-    assert (settings.model, settings.num_replicas, settings.speculation) == ("some/model", 3, None)
+    assert (settings.model, settings.num_replicas, settings.speculative_config) == ("some/model", 3, None)
     assert settings.served_name == "some/model"
 
 

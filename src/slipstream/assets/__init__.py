@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_PAIR = Path(__file__).parent / "pair"
+from slipstream.assets.embedded import (
+    EMBEDDED,
+    EMBEDDED_DRAFT,
+    EMBEDDED_DRAFTERS,
+    EMBEDDED_EAGLE3,
+    EMBEDDED_NAME,
+    EMBEDDED_TARGET,
+)
 
-EMBEDDED_TARGET = str(_PAIR / "target")
-EMBEDDED_DRAFT = str(_PAIR / "draft")
-EMBEDDED_EAGLE3 = str(_PAIR / "eagle3")
-EMBEDDED = "embedded"
-"""The embedded target, or its own drafter, where a model is named."""
-EMBEDDED_NAME = "embedded-pair"
-"""The embedded target's name for clients of a server."""
-EMBEDDED_DRAFTERS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
-"""Method to the embedded target's own drafter."""
-
-
-def writer_in_package(reasoning: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The value of `reasoning` with the folder of a draft that is called `embedded`, and with that as its name."""
-    if reasoning is None or reasoning.get("model") != EMBEDDED:
-        return reasoning
-    own = EMBEDDED_DRAFTERS.get(str(reasoning.get("method", "draft_model")))
-    return reasoning if own is None else {"name": EMBEDDED, **reasoning, "model": own}
+__all__ = [
+    "EMBEDDED",
+    "EMBEDDED_DRAFT",
+    "EMBEDDED_DRAFTERS",
+    "EMBEDDED_EAGLE3",
+    "EMBEDDED_NAME",
+    "EMBEDDED_TARGET",
+    "sample_prompts",
+]
 
 
 def sample_prompts() -> list[dict[str, Any]]:

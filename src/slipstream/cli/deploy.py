@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFTERS
+from slipstream.assets import EMBEDDED
+from slipstream.assets.embedded import portable
 from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import EngineValues, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.flags.settings import read_file
@@ -23,7 +24,6 @@ from slipstream.deploy.room import shortage
 from slipstream.deploy.settings import DeploySettings
 from slipstream.errors import ConfigError, DeployError
 from slipstream.profiling.machine import num_cpus
-from slipstream.reasoning.config import ReasoningConfig
 from slipstream.serve.model_id import model_id
 from slipstream.serve.network.listening import bind
 
@@ -89,7 +89,7 @@ class DeployFlags:
         is_embedded = values["model"] == EMBEDDED
         if self.speculation or (is_embedded and "speculative_config" not in values):
             chosen = chosen_speculation(self.speculation, None if is_embedded else values["model"])
-            values["speculative_config"] = _portable(chosen.as_mapping())
+            values["speculative_config"] = portable(chosen.as_mapping())
         return DeploySettings.from_mapping(values)
 
 
@@ -169,18 +169,6 @@ def _deploy_there(settings: DeploySettings, where: ClusterFlags, address: str) -
 def _refuse(why: str) -> None:
     if why:
         raise DeployError(why)
-
-
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """Return it with the embedded draft by its name: its folder is another one on another machine."""
-    reasoning = config.get("reasoning") or {}
-    if "model" in reasoning and reasoning["model"] == EMBEDDED_DRAFTERS.get(
-        str(reasoning.get("method", ReasoningConfig.method))
-    ):
-        config = {**config, "reasoning": {**reasoning, "model": EMBEDDED}}
-    if config.get("model") == EMBEDDED_DRAFTERS.get(config.get("method", "")):
-        return {**config, "model": EMBEDDED}
-    return config
 
 
 def _end_at_sigterm() -> None:

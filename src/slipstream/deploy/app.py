@@ -66,7 +66,7 @@ class Replica:
         self._engine = await asyncio.to_thread(
             AsyncEngine,
             settings.target,
-            speculative_config=settings.speculation,
+            speculative_config=settings.speculative_config,
             **settings.engine_options,
         )
         described = ReplicaDescription(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.config import SpeculativeConfig, options_from
 from slipstream.deploy.settings import DeploySettings
-from slipstream.draft.methods import DRAFT_MODEL
+from slipstream.draft.methods import DRAFT_MODEL, OFF
 from slipstream.engine.settings import engine_config
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError, SlipstreamError
@@ -31,17 +31,16 @@ def check_settings(settings: DeploySettings) -> None:
     """
     check_server(settings)
     config = engine_config(settings.target, settings.engine_options)
-    speculation = settings.speculation
-    if speculation is not None:
-        validate(SpeculativeConfig.from_mapping(speculation), config.allow_lossy)
+    speculative = SpeculativeConfig.from_mapping(settings.speculative_config or {"method": OFF.name})
+    validate(speculative, config.allow_lossy)
     outline_model(config.model, LoadOptions.of(config, fast_prompts=False))
     load_tokenizer(
         config.tokenizer or config.model,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )
-    draft = (speculation or {}).get("model")
-    if isinstance(draft, str) and (speculation or {}).get("method") == DRAFT_MODEL.name:
+    draft = speculative.options.get("model")
+    if isinstance(draft, str) and speculative.method == DRAFT_MODEL.name:
         outline_model(draft, LoadOptions(trust_remote_code=config.trust_remote_code))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFTERS, EMBEDDED_NAME, writer_in_package
+from slipstream.assets import EMBEDDED, EMBEDDED_NAME
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.deploy.config import ROUTER_FIELDS, RouterConfig
 from slipstream.errors import ConfigError
@@ -90,16 +90,6 @@ class DeploySettings:
     def target(self) -> str | None:
         """The model as `AsyncEngine` takes it."""
         return None if self.model == EMBEDDED else self.model
-
-    @property
-    def speculation(self) -> Mapping[str, Any] | None:
-        """`speculative_config` as `AsyncEngine` takes it: where it names the embedded draft, with its folder here."""
-        config = self.speculative_config
-        if config is not None and isinstance(config.get("reasoning"), Mapping):
-            config = {**config, "reasoning": writer_in_package(config["reasoning"])}
-        if config is None or config.get("model") != EMBEDDED or config.get("method") not in EMBEDDED_DRAFTERS:
-            return config
-        return {**config, "model": EMBEDDED_DRAFTERS[config["method"]]}
 
     @property
     def served_name(self) -> str:

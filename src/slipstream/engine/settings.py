@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.assets import EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED
 from slipstream.config import EngineConfig, options_from
 from slipstream.vllm_names import own_engine_keys
 
@@ -15,6 +15,6 @@ def engine_config(model: str | os.PathLike[str] | None, engine_options: Mapping[
     """The configuration that `make_engine` makes of the same arguments; raises `ConfigError`."""
     return options_from(
         EngineConfig,
-        {"model": EMBEDDED_TARGET if model is None else model, **own_engine_keys(engine_options)},
+        {"model": EMBEDDED if model is None else model, **own_engine_keys(engine_options)},
         "engine",
     )

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, writer_in_package
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFTERS
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown
 from slipstream.core.model_path import check_model_path, models_in
@@ -70,7 +70,6 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
     config = _chosen(flags, embedded=model is None)
     if flags.reasoning_draft is not None:
         config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
-    config = _in_package(config)
     if flags.num_speculative_tokens is not None:
         if config.method == OFF.name:
             raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
@@ -100,13 +99,6 @@ def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
     return keys
 
 
-def _in_package(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Return it with the folder of a draft that is called `embedded`, also of one that writes whole steps."""
-    if config.options.get("model") == EMBEDDED and config.method in EMBEDDED_DRAFTERS:
-        config = replace(config, options={**config.options, "model": EMBEDDED_DRAFTERS[config.method]})
-    return replace(config, reasoning=writer_in_package(config.reasoning))
-
-
 def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     ways = {
         "--spec": flags.spec,
@@ -115,7 +107,7 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     }
     given = [name for name, value in ways.items() if value is not None]
     if flags.spec == "auto" and flags.speculative_config is None:
-        return _auto(flags.draft or (EMBEDDED_DRAFT if embedded else None))
+        return _auto(flags.draft or (EMBEDDED if embedded else None))
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} both choose a drafter; give one of them")
     if flags.speculative_config is not None:
@@ -128,7 +120,7 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
         if not embedded:
             what = METHODS[method].weights.value
             raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
-        return SpeculativeConfig(method, options={"model": EMBEDDED_DRAFTERS[method]})
+        return SpeculativeConfig(method, options={"model": EMBEDDED})
     from slipstream.draft.registry import drafter_names
 
     # The registry has only the long names, so it would not suggest `draft` for a misspelt name.
@@ -177,7 +169,7 @@ def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> Speculati
         key: _named(value, embedded) if key in spec.inner else value for key, value in config.options.items()
     }
     if spec.name in EMBEDDED_DRAFTERS and embedded:
-        options = {"model": EMBEDDED_DRAFTERS[spec.name], **options}
+        options = {"model": EMBEDDED, **options}
     return replace(config, method=spec.name, options=options)
 
 

@@ -1,0 +1,51 @@
+"""The model pair that ships with the package, and its names. It imports no other room, so that any may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PAIR = Path(__file__).parent / "pair"
+
+EMBEDDED_TARGET = str(_PAIR / "target")
+EMBEDDED_DRAFT = str(_PAIR / "draft")
+EMBEDDED_EAGLE3 = str(_PAIR / "eagle3")
+EMBEDDED = "embedded"
+"""The embedded target, or its own drafter, where a model is named."""
+EMBEDDED_NAME = "embedded-pair"
+"""The embedded target's name for clients of a server."""
+EMBEDDED_DRAFTERS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
+"""Method to the embedded target's own drafter."""
+
+
+def in_package(value: Any, method: str = "") -> Any:
+    """Return a drafter's keys with the folder of the embedded target's own where its model is `embedded`.
+
+    So are those of drafters inside it. `method` is the drafter's where the keys do not name it.
+    """
+    if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        return [in_package(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    own = EMBEDDED_DRAFTERS.get(str(value.get("method", method)), EMBEDDED)
+    return {
+        key: own if key == "model" and each == EMBEDDED else in_package(each) for key, each in value.items()
+    }
+
+
+def portable(value: Any) -> Any:
+    """Undo `in_package`: another machine has the folders elsewhere."""
+    if isinstance(value, Mapping):
+        return {key: portable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [portable(each) for each in value]
+    return EMBEDDED if value in EMBEDDED_DRAFTERS.values() else value
+
+
+def writer_in_package(reasoning: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return `reasoning` with the folder of a draft that is called `embedded`, and with that as its name."""
+    if reasoning is None or reasoning.get("model") != EMBEDDED:
+        return reasoning
+    found: dict[str, Any] = in_package(reasoning, "draft_model")
+    return found if found["model"] == EMBEDDED else {"name": EMBEDDED, **found}
