@@ -71,7 +71,8 @@ def layers() -> list[list[str]]:
 def imports() -> Edges:
     """Each room to the rooms that it imports from."""
     graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
-    graph.remove_module(f"{PACKAGE}.draft.methods")  # a table that any room may read
+    for table in ("assets.embedded", "draft.methods"):  # tables that any room may read
+        graph.remove_module(f"{PACKAGE}.{table}")
     rooms = sorted(graph.find_children(PACKAGE))
     return {
         _name(one): {
