@@ -34,7 +34,7 @@ honoured.
 
 ## Which drafter runs
 
-At most one of `--spec`, `--draft` and `--speculative-config` may be given. Without any, the embedded pair
+At most one of `--spec` and `--speculative-config` may be given. Without any, the embedded pair
 speculates with its own draft model, and a model named with `--model` decodes without speculation: no
 drafter is assumed to suit it. All options of a drafter go through `--speculative-config`; for the embedded pair
 `draft_model` needs no `model` there, so this is a tree of the embedded draft:

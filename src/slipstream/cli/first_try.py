@@ -50,18 +50,14 @@ def first_try(known: KnownModel) -> str:
 
 def _with_draft(path: str, cost: float | None) -> str:
     if cost is None:
-        return (
-            f"--spec auto --draft {path}: suffix and this draft model, each where it gains; `bench` says what"
-        )
+        return f"--spec auto:{path}: suffix and this draft model, each where it gains; `bench` says what"
     rate = break_even(CHAIN, cost)
     if rate is None:
         return (
             f"--spec auto: drafting {CHAIN} tokens with {path} and checking them costs {cost:.2f} steps, more than "
             "they can save; suffix where text repeats"
         )
-    return (
-        f"--spec auto --draft {path}: it gains from an acceptance rate of {rate:.2f} on; `bench` measures it"
-    )
+    return f"--spec auto:{path}: it gains from an acceptance rate of {rate:.2f} on; `bench` measures it"
 
 
 def _head(v: float | None) -> str:

@@ -100,9 +100,7 @@ class GenerateFlags:
         """The chosen speculation; raises `ConfigError`."""
         chosen = chosen_speculation(self.speculation, self.model)
         if self.compare and chosen.method == "off":
-            raise ConfigError(
-                "--compare needs speculation to compare with; choose a drafter with --spec or --draft"
-            )
+            raise ConfigError("--compare needs speculation to compare with; choose a drafter with --spec")
         return chosen
 
 

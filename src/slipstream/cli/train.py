@@ -217,7 +217,7 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
 def draft(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
 ) -> Student:
-    """Distil a small draft model from the target; use OUTPUT/draft with --draft.
+    """Distil a small draft model from the target; use OUTPUT/draft with --spec draft:PATH.
 
     Begins with a checkpoint, fresh weights or some layers of the target. Ctrl-C saves; the same command continues.
     """

@@ -31,6 +31,7 @@ from slipstream.cli.flags.options import (
     SAMPLING,
     SPECULATION,
     SamplingValues,
+    chosen_speculation,
 )
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
 from slipstream.cli.main import VERBS, app
@@ -821,3 +822,22 @@ def test_the_process_separates_answers_from_notes() -> None:
     assert result.stdout == run("generate", PROMPT, *GREEDY).stdout
     assert "\x1b" not in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_draft_is_retired_and_works_as_before() -> None:
+    old = run("generate", "hi", "--draft", "embedded", *GREEDY)
+    new = run("generate", "hi", "--spec", "draft:embedded", *GREEDY)
+    assert old.exit_code == new.exit_code == 0
+    assert old.stdout == new.stdout
+    for flags, short in (
+        (SpeculationFlags(draft="embedded"), "draft:embedded"),
+        (SpeculationFlags(spec="auto", draft="embedded"), "auto:embedded"),
+    ):
+        assert speculative_config(flags, None) == speculative_config(SpeculationFlags(spec=short), None)
+
+
+def test_the_warning_says_what_to_write_instead(caplog: pytest.LogCaptureFixture) -> None:
+    chosen_speculation({"spec": "auto", "draft": EMBEDDED_DRAFT}, None)
+    assert caplog.messages == [f"--draft is retired; write --spec auto:{EMBEDDED_DRAFT}"]
+    chosen_speculation({"draft": "embedded"}, None)
+    assert caplog.messages[1:] == ["--draft is retired; write --spec draft:embedded"]

@@ -21,7 +21,7 @@ MISSING = "./no_such_folder"
 REFUSED: dict[str, tuple[list[str], str]] = {
     "generate": (["generate", "hi", "--model", MISSING], "is not a folder"),
     "generate gguf": (["generate", "hi", "--model", "no_such.gguf"], "there is no file 'no_such.gguf'"),
-    "generate draft": (["generate", "hi", "--draft", MISSING], "is not a folder"),
+    "generate draft": (["generate", "hi", "--spec", f"draft:{MISSING}"], "is not a folder"),
     "generate config": (
         ["generate", "hi", "--speculative-config", f'{{"method": "eagle3", "model": "{MISSING}"}}'],
         "is not a folder",

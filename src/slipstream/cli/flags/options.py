@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,8 @@ from slipstream.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
     from slipstream.engine.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 SPECULATION = FlagSet(SpeculationFlags, "Speculation")
 PYTHON_ONLY = frozenset({"structured_outputs", "detokenize", "output_kind", "extra_args"})
@@ -59,7 +62,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:
     """The chosen speculation, checked as far as possible without loading anything; raises `ConfigError`."""
-    return speculative_config(SpeculationFlags(**speculation), model)
+    flags = SpeculationFlags(**speculation)
+    if flags.draft is not None:
+        logger.warning("--draft is retired; write --spec %s:%s", flags.spec or "draft", flags.draft)
+    return speculative_config(flags, model)
 
 
 def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> LLM:

@@ -34,16 +34,16 @@ AUTO_DEPTH = 6
 
 @dataclass(frozen=True)
 class SpeculationFlags:
-    """The flags of speculation; at most one of the first three, except for --spec auto with a --draft."""
+    """The flags of speculation; at most one of `spec` and `speculative_config`."""
 
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
     NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
-    from suffix and a draft model (--draft, or the embedded target's own), without one from suffix and, on a CPU, the
+    from suffix and a draft model (auto:PATH, or the embedded target's own), without one from suffix and, on a CPU, the
     target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own. Without
     any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
     draft: str | None = None
-    """Folder, hub id or GGUF file of a draft model, or `embedded`; the same as --spec draft:PATH."""
+    """Retired, and accepted for one more release: write --spec draft:PATH, or --spec auto:PATH."""
     speculative_config: str | None = None
     """All keys, as a JSON object or as the path of a file that holds one: '{"method": "ngram"}'. For the embedded
     pair, `draft_model` and `eagle3` need no `model`: '{"method": "draft_model", "tree_top_k": 3}' is a tree of its own
@@ -72,7 +72,7 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
         config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
     if flags.num_speculative_tokens is not None:
         if config.method == OFF.name:
-            raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec or --draft")
+            raise ConfigError("--num-speculative-tokens needs a drafter; choose one with --spec")
         config = replace(config, options=_limited(config, flags.num_speculative_tokens))
     if flags.verifier is not None:
         if _CLASS.fullmatch(flags.verifier):
@@ -106,15 +106,17 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
         "--speculative-config": flags.speculative_config,
     }
     given = [name for name, value in ways.items() if value is not None]
-    if flags.spec == "auto" and flags.speculative_config is None:
-        return _auto(flags.draft or (EMBEDDED if embedded else None))
-    if len(given) > 1:
+    is_auto = flags.spec == AUTO.name and flags.speculative_config is None
+    if len(given) > 1 and not is_auto:
         raise ConfigError(f"{' and '.join(given)} both choose a drafter; give one of them")
     if flags.speculative_config is not None:
         return _with_embedded_model(SpeculativeConfig.from_text(flags.speculative_config), embedded)
-    if flags.draft is not None:
-        return SpeculativeConfig(DRAFT_MODEL.name, options={"model": flags.draft})
     spec = flags.spec if flags.spec is not None else (DRAFT_MODEL if embedded else OFF).short_name
+    if flags.draft is not None:
+        spec = f"{flags.spec or DRAFT_MODEL.short_name}:{flags.draft}"
+    name, _, path = spec.partition(":")
+    if name == AUTO.name:
+        return _auto(path or (EMBEDDED if embedded else None))
     method = full_name(spec)
     if method in EMBEDDED_DRAFTERS:
         if not embedded:
@@ -124,7 +126,7 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     from slipstream.draft.registry import drafter_names
 
     # The registry has only the long names, so it would not suggest `draft` for a misspelt name.
-    names, name = [*drafter_names(), *ALIASES], spec.partition(":")[0]
+    names = [*drafter_names(), *ALIASES]
     if _CLASS.fullmatch(spec) and name not in names:
         _search_working_directory()
         return SpeculativeConfig(spec)

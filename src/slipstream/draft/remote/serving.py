@@ -55,7 +55,7 @@ def serve_drafter(
     """
     cls, _ = validate(speculative)
     if speculative.method == "off":
-        raise ConfigError("a draft worker needs a drafter; choose one with --draft or --spec")
+        raise ConfigError("a draft worker needs a drafter; choose one with --spec")
     if not cls.reads_text_only:
         raise ConfigError(
             f"drafter {speculative.method!r} needs more of its target than the text (its hidden states, logits or "
