@@ -13,7 +13,7 @@ from slipstream.cli.bench import MaxTokens, Raw, Seed, Temperature, parse_max_to
 from slipstream.cli.flags.flags import Values, filled, with_flags
 from slipstream.cli.flags.options import EngineValues, Json, ModelArgument
 from slipstream.cli.flags.remote import TimedSampling
-from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.flags.speculation import speculative_configs
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import files_in, print_json, print_report, say_written, write_json
@@ -132,22 +132,15 @@ def advise(flags: AdviseFlags) -> None:
 
 def _drafters(given: ConsideredDrafters, model: str | None, engine: Values) -> list[SpeculativeConfig]:
     """The drafters to consider beside the lookups."""
-    flags = [
-        *(SpeculationFlags(spec=short) for short in given.spec or []),
-        *(SpeculationFlags(speculative_config=text) for text in given.speculative_config or []),
-    ]
-    if flags:
-        return [speculative_config(each, model) for each in flags]
+    chosen = speculative_configs(given.spec, given.speculative_config, model)
+    if chosen:
+        return chosen
     from slipstream.tools.advise.candidates import own_draft
 
     reading = {key: engine[key] for key in ("revision", "trust_remote_code", "dtype") if key in engine}
     own = own_draft(engine.get("quantization"), engine.get("device", "auto"), model, **reading)
-    embedded = (
-        [SpeculationFlags(spec=short) for short in map(short_name, EMBEDDED_DRAFTERS)]
-        if model is None
-        else []
-    )
-    return [*(speculative_config(each, model) for each in embedded), *([own] if own else [])]
+    embedded = [short_name(name) for name in EMBEDDED_DRAFTERS] if model is None else []
+    return [*speculative_configs(embedded, None, model), *([own] if own else [])]
 
 
 def _deliver(advice: Advice, flags: AdviseFlags, files: list[Path]) -> None:

@@ -13,7 +13,7 @@ from typer import Option
 from slipstream.cli.flags.flags import Values, filled, refuse, with_flags
 from slipstream.cli.flags.options import EngineValues, Json, ModelArgument, Workload
 from slipstream.cli.flags.remote import SERVER_PANEL, MeasuredServerFlags, TimedSampling, Url
-from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config, speculative_configs
 from slipstream.cli.output.console import notes
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import files_in, print_json, print_report, say_written, write_json
@@ -58,16 +58,8 @@ class BenchedDrafters:
 
     def chosen(self, model: str | None) -> list[SpeculativeConfig]:
         """The drafters, in the order of the flags' help; the default one when none is chosen."""
-        flags = [
-            *(SpeculationFlags(spec=short, verifier=self.verifier) for short in self.spec or []),
-            *(
-                SpeculationFlags(speculative_config=text, verifier=self.verifier)
-                for text in self.speculative_config or []
-            ),
-        ]
-        return [
-            speculative_config(each, model) for each in flags or [SpeculationFlags(verifier=self.verifier)]
-        ]
+        chosen = speculative_configs(self.spec, self.speculative_config, model, self.verifier)
+        return chosen or [speculative_config(SpeculationFlags(verifier=self.verifier), model)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,6 @@ from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.output.comparison import TimedComparison, time_pairs
 from slipstream.cli.output.console import Painter, notes, results
 from slipstream.cli.output.loading import loading, waiting
-from slipstream.cli.output.logprobs import print_logprobs, print_prompt_logprobs
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.cli.output.results import print_json
 from slipstream.core.meter import meter
@@ -46,6 +46,7 @@ from slipstream.text.prediction import parse_prediction
 
 if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
+    from slipstream.core.types import TokenLogprob
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
     from slipstream.text.prediction import Prediction
@@ -209,8 +210,8 @@ class _Answers:
         if streamed:
             painter.end()
             mark_if_cut(self.outputs[0].outputs[0], self.params)
-            print_logprobs(llm.engine.tokenizer, self.outputs[0].outputs[0])
-            print_prompt_logprobs(llm.engine.tokenizer, self.outputs[0])
+            _print_logprobs(llm.engine.tokenizer, self.outputs[0].outputs[0])
+            _print_prompt_logprobs(llm.engine.tokenizer, self.outputs[0])
         else:
             self._print_all(llm, painter)
         notes().print()
@@ -235,8 +236,8 @@ class _Answers:
                 painter.write(self.transcript.of(output.request_id, answer.index))
                 painter.end()
                 mark_if_cut(answer, self.params)
-                print_logprobs(llm.engine.tokenizer, answer)
-            print_prompt_logprobs(llm.engine.tokenizer, output)
+                _print_logprobs(llm.engine.tokenizer, answer)
+            _print_prompt_logprobs(llm.engine.tokenizer, output)
 
     def as_json(self, llm: LLM) -> dict[str, Any]:
         """The answers and all that is known of the run."""
@@ -308,3 +309,30 @@ def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
     )
     more = "; --max-tokens lets it grow" if answer.finish_reason == "length" else ""
     notes().print(f"note: the answer was cut {why}, before its form was whole{more}", markup=False)
+
+
+def _print_logprobs(tokenizer: Any, answer: CompletionOutput) -> None:
+    """Print the answer's tokens to standard output; nothing without `logprobs`."""
+    if answer.token_logprobs is not None:
+        _print_table(tokenizer, "token", answer.token_ids, answer.token_logprobs)
+
+
+def _print_prompt_logprobs(tokenizer: Any, output: RequestOutput) -> None:
+    """Print the prompt's tokens to standard output; nothing without `prompt_logprobs`."""
+    if output.prompt_token_logprobs is not None:
+        _print_table(tokenizer, "prompt token", output.prompt_token_ids, output.prompt_token_logprobs)
+
+
+def _print_table(tokenizer: Any, title: str, token_ids: Seq[int], entries: Seq[TokenLogprob | None]) -> None:
+    """A token a line: its text, its log-probability (a prompt's first token has none), the alternatives."""
+
+    def text(token_id: int) -> str:
+        return dumps(tokenizer.decode([token_id]), ensure_ascii=False)
+
+    shown = [text(token_id) for token_id in token_ids]
+    width = max(map(len, [title, *shown]))
+    print(f"\n{title:<{width}}  logprob  alternatives")
+    for token, entry in zip(shown, entries, strict=True):
+        logprob, top = ("", ()) if entry is None else (f"{entry.logprob:.3f}", entry.top)
+        alternatives = "  ".join(f"{text(other)} {value:.3f}" for other, value in top)
+        print(f"{token:<{width}}  {logprob:>7}  {alternatives}".rstrip())

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from slipstream.cli.flags.flags import filled, with_flags
-from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.flags import PlainHelp, filled, with_flags
 from slipstream.cli.flags.options import Json, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.flags.remote import api_key_of
 from slipstream.cli.output.console import notes

@@ -12,8 +12,7 @@ import typer
 from typer import Argument, Option
 
 from slipstream.cli import learn_replay
-from slipstream.cli.flags.flags import with_flags
-from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.flags import PlainHelp, with_flags
 from slipstream.cli.flags.options import Json
 from slipstream.cli.output.console import notes, print_rows, results, wide_results
 from slipstream.cli.output.results import print_json

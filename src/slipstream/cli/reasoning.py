@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from slipstream.cli.flags.flags import filled, with_flags
-from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.flags import PlainHelp, filled, with_flags
 from slipstream.cli.flags.options import (
     EngineValues,
     Json,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -9,13 +10,13 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from slipstream.cli.flags.flags import FlagSet, Values, filled, refuse, with_flags
-from slipstream.cli.flags.help import PlainHelp
+from slipstream.cli.flags.flags import FlagSet, PlainHelp, Values, filled, refuse, with_flags
 from slipstream.cli.flags.options import (
     EngineValues,
     ModelArgument,
@@ -27,10 +28,10 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.flags.remote import SERVER_PANEL, ServerFlags, Url
 from slipstream.cli.output.console import notes
-from slipstream.cli.output.faults import Faults
 from slipstream.cli.output.loading import loading, say_loading
+from slipstream.cli.output.writing import check_folder
 from slipstream.draft.methods import HYDRA, MEDUSA, METHODS
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.train.options import (
     DistillOptions,
     EagleTrainOptions,
@@ -334,3 +335,44 @@ def _reporter(every_s: float = 15.0) -> Any:
             notes().print(str(tally), markup=False)
 
     return report
+
+
+class Faults:
+    """A context that collects errors; leaving it raises one `ConfigError` with all of them."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def add(self, fault: str) -> None:
+        """Add an error message."""
+        self.found.append(fault)
+
+    def made(self, make: Callable[[], Any]) -> Any:
+        """The result of `make`; None where it raises a `SlipstreamError`, which is added."""
+        try:
+            return make()
+        except SlipstreamError as error:
+            self.add(str(error))
+            return None
+
+    def check_paths(self, data: Seq[Path] | None, output: Path | None, init: str | None) -> None:
+        """Check that inputs exist and outputs can be written; `init` may be a hub id."""
+        if not data:
+            self.add("--data is missing")
+        self.found += [f"there is no file {str(file)!r}" for file in data or () if not file.is_file()]
+        if output is None:
+            self.add("--output is missing")
+        else:
+            self.made(lambda: check_folder(output))
+        is_path = init is not None and (init.startswith((".", "~", os.sep)) or init.count("/") > 1)
+        if init is not None and is_path and not Path(init).exists():
+            self.add(f"--init: there is no folder {init!r}")
+
+    def __enter__(self) -> Faults:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self.found:
+            raise ConfigError("; ".join(self.found))

@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from slipstream.errors import ConfigError, RequestError
 
@@ -131,6 +132,21 @@ class FlagSet:
         )
         shape = {"ids": str, "json": str, "bytes": str, "strings": list[str]}.get(kind, kind)
         return _keyword(field.name, Annotated[shape | None, option])
+
+
+class PlainHelp(TyperCommand):
+    """A command whose help groups flags under the headings of their panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        for name, records in panels.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:

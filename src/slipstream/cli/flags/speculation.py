@@ -87,6 +87,17 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
     return config
 
 
+def speculative_configs(
+    specs: list[str] | None, configs: list[str] | None, model: str | None, verifier: str | None = None
+) -> list[SpeculativeConfig]:
+    """Read several drafters, of --spec and --speculative-config that may be repeated; raises `ConfigError`."""
+    flags = [
+        *(SpeculationFlags(spec=short, verifier=verifier) for short in specs or []),
+        *(SpeculationFlags(speculative_config=text, verifier=verifier) for text in configs or []),
+    ]
+    return [speculative_config(each, model) for each in flags]
+
+
 def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
     """The value of `reasoning` that --reasoning-draft describes."""
     if config.reasoning is not None:
