@@ -25,8 +25,8 @@ from slipstream.learn.background.learner_process import (
 
 ANSWERS = """
 import sys
-from slipstream.learn.background.learner import die_with_server
-die_with_server()
+from slipstream.rpc.children import end_with_parent
+end_with_parent()
 print('{"event": "begun"}', flush=True)
 for line in sys.stdin:
     print('{"event": "alive"}', flush=True)

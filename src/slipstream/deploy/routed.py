@@ -81,21 +81,9 @@ class RoutedEngine:
                 output = output_of(name, None, list(prompt), answers, item.end, self._texts)
             put(update_in(name, item, pieces, output))
 
-        router = self.relay.router
-        work = Work(
-            id=name,
-            blocks=blocks_of(prompt, options.tenant, router.config.block_tokens),
-            tenant=options.tenant,
-            account=tenant_account(options.tenant) if self.relay.by_account else "",
-            task=options.task,
-            num_answers=params.n,
-            num_prompt_tokens=len(prompt),
-            min_tokens=max(params.min_tokens, 1),
-            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
-        )
         begin = BeginRequest(name, 0, list(prompt), params_out(params), options)
         passage = Passage(begin, answers, receive)
-        begun = self.relay.begin(work, passage)
+        begun = self.relay.begin(self._work(begin, params, timeout_s), passage)
 
         def leave() -> None:
             self._aborts.pop(name, None)
@@ -106,9 +94,24 @@ class RoutedEngine:
             for update in aborted_updates(begin, params, answers, self._texts):
                 put(update)
 
-        if router.ticket(name) is not None:  # else it has ended already
+        if self.relay.router.ticket(name) is not None:  # else it has ended already
             self._aborts[name] = abort
         return RequestHandle(leave, begun.set_paused)
+
+    def _work(self, begin: BeginRequest, params: SamplingParams, timeout_s: float | None) -> Work:
+        """The request as the router sees it."""
+        options = begin.options
+        return Work(
+            id=begin.id,
+            blocks=blocks_of(begin.token_ids, options.tenant, self.relay.router.config.block_tokens),
+            tenant=options.tenant,
+            account=tenant_account(options.tenant) if self.relay.by_account else "",
+            task=options.task,
+            num_answers=params.n,
+            num_prompt_tokens=len(begin.token_ids),
+            min_tokens=max(params.min_tokens, 1),
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request: it gets a last update with `finish_reason` abort. Unknown ids are ignored."""

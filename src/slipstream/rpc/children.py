@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -10,6 +11,10 @@ import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded before any fork: a child of a program with threads may not load libraries."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -69,6 +74,13 @@ class SocketChild:
 def parent_socket() -> socket.socket:
     """In a `SocketChild`: the socket whose other end its parent has."""
     return socket.socket(fileno=int(sys.argv[-1]))
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """In a child: have the system send it this signal when the thread that started it ends, however it ends, even while
+    the child is stopped. Only Linux can."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def see_out(process: subprocess.Popen[bytes], grace_s: float) -> str:

@@ -7,10 +7,8 @@ go on (`pace`). It ends with the server that started it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -32,6 +30,7 @@ from slipstream.learn.storage.ring import read_ring
 from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.lane_keys import LaneKey, LearnBy
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
+from slipstream.rpc.children import end_with_parent
 
 if TYPE_CHECKING:
     from slipstream.learn.decisions.judge import VersionVerdict
@@ -43,7 +42,6 @@ LEAST_URGENT = 19
 """The largest niceness."""
 BEGUN = "begun"
 """The first thing that is told: from then on the process may be stopped."""
-_PR_SET_PDEATHSIG = 1
 _MAX_UNFINISHED = 8
 """Lanes whose unfinished candidates are kept in memory."""
 BEAT_S = 5.0
@@ -335,15 +333,9 @@ def stand_back(niceness: int) -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def die_with_server() -> None:
-    """Have the system end this process with the thread that started it, even while it is stopped (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Learn until the server is gone."""
-    die_with_server()
+    end_with_parent()
     tell(BEGUN)
     config = WorkerConfig(**json.loads(sys.argv[1]))
     stand_back(config.niceness)

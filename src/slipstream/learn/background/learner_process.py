@@ -179,7 +179,7 @@ class LearnerProcess:
             errors="replace",
             env=child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
             # In a group of its own: a stopped one does not outlive a server that was killed. Linux ends it by what it
-            # asked for (`die_with_server`); others hang up a stopped group whose last link to the session dies.
+            # asked for (`end_with_parent`); others hang up a stopped group whose last link to the session dies.
             process_group=0,
         )
         assert process.stdin is not None

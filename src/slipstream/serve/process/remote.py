@@ -10,37 +10,31 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.engine import EngineStats
-from slipstream.core.types import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
+from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.engine.client import EngineClient, RequestHandle
-from slipstream.engine.continuation import check_emitted
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.mailbox import Put
-from slipstream.engine.requests import request_seeds
 from slipstream.errors import EngineBusyError, EngineStoppedError, ProtocolError, RequestError
 from slipstream.learn.facts import LearnFacts
 from slipstream.rpc.codec import error_in
 from slipstream.rpc.sockets import Outbox
-from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.engines import StepListener, Take
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.answers import (
-    AnswerRecord,
     AnswerUpdate,
-    makes_text,
     output_of,
-    params_out,
     update_in,
 )
 from slipstream.serve.process.calls import RemoteCall
 from slipstream.serve.process.launch import EngineLink
+from slipstream.serve.process.preparer import RequestPreparer
 from slipstream.serve.process.protocol import (
     CODEC,
     CancelRequest,
@@ -51,12 +45,9 @@ from slipstream.serve.process.protocol import (
     State,
     Steps,
     Stopped,
-    Submit,
     steps_of,
 )
-from slipstream.text.expected import PredictionEncoder
-from slipstream.text.prompts import EncodedPrompt, Prompt, encode_chat, encode_request
-from slipstream.text.stream import TextStream
+from slipstream.text.prompts import Prompt, encode_chat
 
 T = TypeVar("T")
 Restart = Callable[[], EngineLink]
@@ -66,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 64 * 2**20
 """The most that may wait for the engine to read it, which it does between two steps."""
-SHORT_CHARACTERS = 4096
-"""Texts up to this length are tokenised in the event loop."""
 RESTART_WINDOW_S = 600.0
 """Restarts are counted within this time."""
 _READ_BYTES = 2**20
@@ -90,10 +79,7 @@ class RemoteEngine(EngineClient):
         self.num_restarts = 0
         """How often another process has taken over."""
         self._texts = TokenTexts(tokenizer)
-        self._seeds = request_seeds(self.facts.seed)
-        self._predictions = PredictionEncoder(tokenizer, self.facts.vocab_size, self.facts.max_model_len)
-        self._ends = frozenset(self.facts.end_token_ids)
-        self._grammars = GrammarCompiler(tokenizer, self.facts.vocab_size, self._ends)
+        self._preparer = RequestPreparer(tokenizer, self.facts)
         self._restart = restart
         self._max_restarts = max_restarts
         self._restarts: deque[float] = deque()
@@ -162,24 +148,10 @@ class RemoteEngine(EngineClient):
         self._attach()
         number = next(self._numbers)
         name = request_id if request_id is not None else f"async-{number}"
-        params = self.default_sampling_params() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
-        if emitted:
-            check_emitted(emitted, params, self.facts.vocab_size)
-        params = params.clone()  # the caller may go on to change its own
-        options = DEFAULT_OPTIONS if options is None else options
+        params = self._preparer.params_of(params, emitted)
         aborts = self._waiting.setdefault(name, [])
         try:
-            tried_bytes = None
-            if isinstance(params.structured, StructuredOutput):
-                tried_bytes = await asyncio.wrap_future(
-                    self._grammars.try_(params.structured, options.tenant)
-                )
-            encoded = await self._encode(prompt, params)
-            if options.prediction is not None:
-                expected = await asyncio.to_thread(self._predictions.tokens, options.prediction)
-                options = replace(options, prediction=expected)
+            request = await self._preparer.prepare(prompt, params, options, emitted)
             while self._restarting is not None:
                 await asyncio.shield(self._restarting)
         finally:
@@ -189,19 +161,7 @@ class RemoteEngine(EngineClient):
             raise EngineStoppedError(f"the engine has stopped: {self._stopped}")
         if self._outbox.is_full:
             raise EngineBusyError("the engine is busy: too much is on its way to it; try again")
-        if params.seed is None:
-            params.seed = next(self._seeds)
-        values = params_out(params)
-        if makes_text(params):
-            values["detokenize"] = False
-        submit = Submit(
-            number, name, encoded.token_ids, encoded.bad_words, values, options, tried_bytes, list(emitted)
-        )
-        answers = [self._record(params, encoded.token_ids) for _ in range(params.n)]
-        if emitted:
-            for answer, entry in zip(answers, emitted, strict=True):
-                answer.resume(entry)
-        call = RemoteCall(submit, params, encoded.text, put, answers, aborted=bool(aborts))
+        call = self._preparer.call(number, name, request, put, aborted=bool(aborts))
         try:
             data = call.frames()
         except ProtocolError as error:
@@ -224,7 +184,7 @@ class RemoteEngine(EngineClient):
         return encode_chat(self.tokenizer, messages)
 
     async def check_grammar(self, structured: StructuredOutput, tenant: str = "") -> None:
-        await asyncio.wrap_future(self._grammars.check(structured, tenant))
+        await asyncio.wrap_future(self._preparer.grammars.check(structured, tenant))
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._waiting:
@@ -243,7 +203,7 @@ class RemoteEngine(EngineClient):
 
     def default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request without any, as a copy."""
-        return SamplingParams(**self.facts.sampling_defaults)
+        return self._preparer.default_params()
 
     def close(self) -> None:
         self._closing = True
@@ -442,23 +402,3 @@ class RemoteEngine(EngineClient):
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.put(error)
-
-    # --- requests -----------------------------------------------------------------------------------------------
-
-    async def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
-        params.check_vocabulary(self.facts.vocab_size)
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        num_characters = len(text) if isinstance(text, str) else 0
-        sizes = self.facts.vocab_size, self.facts.max_model_len
-        if num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS:
-            return await asyncio.to_thread(encode_request, self.tokenizer, prompt, params.bad_words, *sizes)
-        return encode_request(self.tokenizer, prompt, params.bad_words, *sizes)
-
-    def _record(self, params: SamplingParams, prompt_token_ids: list[int]) -> AnswerRecord:
-        text = None
-        if makes_text(params):
-            text = TextStream(
-                self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-            )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        return AnswerRecord(params, text, ends)

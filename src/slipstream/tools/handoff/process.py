@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import shutil
@@ -15,12 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import httpx2
 
 from slipstream.errors import ConfigError, RemoteError
+from slipstream.rpc.children import end_with_parent
 
 NUM_LAST_LINES = 200
 """Lines of vLLM's output that are kept."""
@@ -28,9 +29,6 @@ GRACE_S = 20.0
 """For vLLM to end after SIGTERM; then it is killed."""
 _LOOK_EVERY_S = 0.2
 _VERSION_TIMEOUT_S = 180.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""Loaded before any fork: a child of a program with threads may not load libraries."""
 
 
 def find_vllm(given: str | None) -> str:
@@ -127,7 +125,7 @@ class VllmProcess:
                 errors="replace",
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if _LIBC is not None else None,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
             )
         except OSError as error:
             if log is not None:
@@ -212,9 +210,3 @@ def is_healthy(url: str, timeout_s: float = 5.0) -> bool:
         return httpx2.get(f"{url}/health", timeout=timeout_s).status_code == 200
     except (httpx2.HTTPError, httpx2.InvalidURL):
         return False
-
-
-def _end_with_parent() -> None:
-    """In the child: have the kernel send SIGTERM when the parent ends, however it ends."""
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
