@@ -9,7 +9,7 @@ from itertools import compress
 
 from slipstream.control.types import NOBODY, Call, Choice, Drafted
 from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.draft.combine.merging import share_of, text_of
 from slipstream.draft.guarded.guard import Guard
@@ -45,11 +45,11 @@ class Drafters:
     def __init__(self, drafter: Drafter, method: str) -> None:
         """The members of `auto`, or the `drafter` of this `method` alone; and a drafter of predictions."""
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
-        members = [_guarded(drafter, drafter.context)] if self._group is None else self._group.members
+        members = [Guard.of(drafter, drafter.context)] if self._group is None else self._group.members
         names = [method] if self._group is None else self._group.names
         methods = [method] if self._group is None else self._group.methods
         prediction = PredictionDrafter(PredictionOptions(), drafter.context)
-        self.guards = [*members, _guarded(prediction, drafter.context)]
+        self.guards = [*members, Guard.of(prediction, drafter.context)]
         self.names, self.methods = [*names, METHOD], [*methods, METHOD]
         """Methods; of the names, those that occur more than once have a number behind them."""
         self.prediction = len(self.guards) - 1
@@ -219,10 +219,6 @@ class Drafters:
             if not guard.retired
             for fault in guard.drafter.integrity()
         ]
-
-
-def _guarded(drafter: Drafter, context: DraftContext) -> Guard:
-    return Guard(drafter, context.vocab_size, context.verifier.kinds, context.draft_timeout_s)
 
 
 def _of_draft(seen: Observation, made: Draft) -> Observation:

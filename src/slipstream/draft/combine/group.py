@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -31,32 +32,21 @@ def member_table_bytes(
     return sum(cls.table_bytes(options, vocab_size, num_seqs, num_tokens) for cls, options in made)
 
 
-class DrafterGroup(Drafter):
+class GuardedDrafters(Drafter):
     """Guards its members: one that raises or breaks its contract is retired for that sequence, the others go on."""
 
     kinds = frozenset(ProposalKind)
     guards_itself = True
 
-    def __init__(self, options: Any, context: DraftContext, configs: Seq[SpeculativeConfig]) -> None:
-        """`configs` are the members'; the verifier is the context's."""
-        super().__init__(options, context)
-        self.members = [
-            Guard(
-                create_drafter(config, context),
-                context.vocab_size,
-                context.verifier.kinds,
-                context.draft_timeout_s,
-            )
-            for config in configs
-        ]
-        self.methods = [config.method for config in configs]
-        self.names = [
-            method
-            if self.methods.count(method) == 1
-            else f"{method}-{self.methods[:place].count(method) + 1}"
-            for place, method in enumerate(self.methods)
-        ]
-        """Methods, with a number behind those that occur more than once."""
+    @property
+    @abstractmethod
+    def members(self) -> list[Guard]:
+        """At least one."""
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The members', in their order."""
 
     @property
     def num_failures(self) -> int:
@@ -74,10 +64,6 @@ class DrafterGroup(Drafter):
         """The largest member's."""
         return max(member.drafter.max_nodes() for member in self.members)
 
-    def release(self, sequence: Sequence) -> None:
-        for member in self.members:
-            member.release(sequence)
-
     def reset(self) -> None:
         for member in self.members:
             member.drafter.reset()
@@ -92,6 +78,54 @@ class DrafterGroup(Drafter):
     def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
         lent = (member.drafter.lend(loaded_as) for member in self.members)
         return next((model for model in lent if model is not None), None)
+
+    def allocate(self, num_tokens: int) -> None:
+        for member in self.members:
+            member.drafter.allocate(num_tokens)
+
+    def memory_bytes(self) -> int:
+        return sum(member.drafter.memory_bytes() for member in self.members)
+
+    def num_held(self) -> int:
+        """Sequences for which a member keeps anything."""
+        return max(max(member.num_held(), member.num_retired) for member in self.members)
+
+    def integrity(self) -> list[str]:
+        """Violated invariants of the members' own state, without those that are paused or retired."""
+        return [
+            f"{name}: {fault}" if name and len(self.members) > 1 else fault
+            for name, member in zip(self.names, self.members, strict=True)
+            if not member.retired
+            for fault in member.drafter.integrity()
+        ]
+
+
+class DrafterGroup(GuardedDrafters):
+    """Drafters of several kinds that stay the same."""
+
+    def __init__(self, options: Any, context: DraftContext, configs: Seq[SpeculativeConfig]) -> None:
+        """`configs` are the members'; the verifier is the context's."""
+        super().__init__(options, context)
+        self._members = [Guard.of(create_drafter(config, context), context) for config in configs]
+        self.methods = [config.method for config in configs]
+
+    @property
+    def members(self) -> list[Guard]:
+        """In the order of the configurations."""
+        return self._members
+
+    @property
+    def names(self) -> list[str]:
+        """Methods, with a number behind those that occur more than once."""
+        methods = self.methods
+        return [
+            method if methods.count(method) == 1 else f"{method}-{methods[:place].count(method) + 1}"
+            for place, method in enumerate(methods)
+        ]
+
+    def release(self, sequence: Sequence) -> None:
+        for member in self.members:
+            member.release(sequence)
 
     def kv_bytes_per_token(self) -> int:
         return sum(member.drafter.kv_bytes_per_token() for member in self.members)
@@ -112,23 +146,3 @@ class DrafterGroup(Drafter):
             starts = [layers.index(layer) * width for layer in own]
             columns = [column for start in starts for column in range(start, start + width)]
             member.attach(cache if own == layers else cache.view(columns))
-
-    def allocate(self, num_tokens: int) -> None:
-        for member in self.members:
-            member.drafter.allocate(num_tokens)
-
-    def memory_bytes(self) -> int:
-        return sum(member.drafter.memory_bytes() for member in self.members)
-
-    def num_held(self) -> int:
-        """Sequences for which a member keeps anything."""
-        return max(max(member.num_held(), member.num_retired) for member in self.members)
-
-    def integrity(self) -> list[str]:
-        """Violated invariants of the members' own state, without those that are paused or retired."""
-        return [
-            f"{name}: {fault}" if len(self.members) > 1 else fault
-            for name, member in zip(self.names, self.members, strict=True)
-            if not member.retired
-            for fault in member.drafter.integrity()
-        ]

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
-from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.combine.group import GuardedDrafters
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
@@ -119,12 +120,10 @@ class DraftLane:
         )
 
 
-class VersionsDrafter(Drafter):
+class VersionsDrafter(GuardedDrafters):
     """A floor and lanes beside it, each guarded; every sequence has one of them."""
 
     Options = VersionsOptions
-    kinds = frozenset(ProposalKind)
-    guards_itself = True
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
@@ -161,6 +160,11 @@ class VersionsDrafter(Drafter):
             self._enter(self.prepare(name, config))
 
     # --- lanes ------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Guard]:
+        """The lanes' guards, the floor's first."""
+        return [lane.guard for lane in self._lanes.values()]
 
     @property
     def names(self) -> list[str]:
@@ -243,13 +247,7 @@ class VersionsDrafter(Drafter):
         }
 
     def _lane(self, name: str, config: SpeculativeConfig, tenant: str | None) -> DraftLane:
-        context = self.context
-        guard = Guard(
-            create_drafter(config, context),
-            context.vocab_size,
-            context.verifier.kinds,
-            context.draft_timeout_s,
-        )
+        guard = Guard.of(create_drafter(config, self.context), self.context)
         return DraftLane(name, guard, tenant)
 
     def _enter(self, lane: DraftLane) -> None:
@@ -346,24 +344,14 @@ class VersionsDrafter(Drafter):
         if lane is not None:
             lane.guard.rewind(sequence)
 
-    def reset(self) -> None:
-        for lane in self._lanes.values():
-            lane.guard.drafter.reset()
-
     @property
     def num_failures(self) -> int:
         """How often lanes have been retired for a sequence that they failed, those that are gone included."""
-        return self._num_failures + sum(lane.guard.num_failures for lane in self._lanes.values())
+        return self._num_failures + super().num_failures
 
     def remembers(self) -> bool:
         """As the floor, or a version that was learned from other requests, which is as much as remembering them."""
         return True
-
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        return self.floor.guard.drafter.kinds_made()
-
-    def max_nodes(self) -> int:
-        return self.floor.guard.drafter.max_nodes()
 
     def chain_length(self) -> int | None:
         return self.floor.guard.drafter.chain_length()
@@ -374,9 +362,6 @@ class VersionsDrafter(Drafter):
     def drafting_model(self) -> CausalLM | None:
         """The floor's; those of lanes are of the same shape."""
         return self.floor.guard.drafter.drafting_model()
-
-    def drafting_models(self) -> Seq[CausalLM]:
-        return [model for lane in self._lanes.values() for model in lane.guard.drafter.drafting_models()]
 
     def kv_bytes_per_token(self) -> int:
         """The floor's as often as there may be lanes."""
@@ -392,22 +377,13 @@ class VersionsDrafter(Drafter):
 
     def allocate(self, num_tokens: int) -> None:
         self._num_slots = num_tokens
-        for lane in self._lanes.values():
-            lane.guard.drafter.allocate(num_tokens)
-
-    def memory_bytes(self) -> int:
-        return sum(lane.guard.drafter.memory_bytes() for lane in self._lanes.values())
+        super().allocate(num_tokens)
 
     def num_held(self) -> int:
-        return max(len(self._of), *(lane.guard.num_held() for lane in self._lanes.values()))
+        return max(len(self._of), super().num_held())
 
     def integrity(self) -> list[str]:
-        faults = [
-            f"{name or 'floor'}: {fault}"
-            for name, lane in self._lanes.items()
-            if not lane.guard.retired
-            for fault in lane.guard.drafter.integrity()
-        ]
+        faults = super().integrity()
         held = sum(len(lane.sequences) for lane in self._lanes.values())
         if held != len(self._of):
             faults.append(f"{len(self._of)} sequences have a lane and lanes have {held}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
-from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.call_thread import CallThread, CallTimeout
 from slipstream.draft.guarded.copies import SequenceCopies, copies_of_proposals, copy_of_observation
 from slipstream.kv.cache import KVCache, ReadOnlyCache
@@ -65,6 +65,11 @@ class Guard:
         """Sequences to release before its next call."""
         self._worker = None if _is_ours(drafter) else CallThread()
         self._copies = SequenceCopies()
+
+    @classmethod
+    def of(cls, drafter: Drafter, context: DraftContext) -> Guard:
+        """A guard as the drafter's context says."""
+        return cls(drafter, context.vocab_size, context.verifier.kinds, context.draft_timeout_s)
 
     @property
     def retired(self) -> str:
