@@ -137,8 +137,8 @@ def _break(engine: Engine, session: LearnSession, version: str, draft: str) -> N
     drafter = engine.drafter_as(VersionsDrafter)
     floor = drafter.options.floor()
     lane = drafter.prepare(version, replace(floor, options={**floor.options, "model": draft}))
-    drafter.change([], [], session._choose, revoke=[version])
-    drafter.change([lane], [version], session._choose)
+    drafter.change([], [], session._lanes.choose, revoke=[version])
+    drafter.change([lane], [version], session._lanes.choose)
 
 
 class _Asking:

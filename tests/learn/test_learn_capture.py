@@ -15,7 +15,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.types import EmittedTokens, RequestOptions
 from slipstream.errors import LearnError
-from slipstream.learn.capture.capture import Capture, identity_of
+from slipstream.learn.capture.capture import Capture, CaptureLimits, identity_of
 from slipstream.learn.capture.step_rows import StepRows, reduced, top_of
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import CheckedRows, ServedRecord
@@ -52,7 +52,9 @@ def make(llm: LLM) -> Iterator[MakeCapture]:
 
     def make(ring: Ring | None = None, rules: PrivacyRules | None = None, **options: Any) -> Capture:
         ring = Ring(None, identity_of(llm.engine)) if ring is None else ring
-        made.append(Capture(ring, rules, **{"width": 8, "max_share": None, **options}))
+        hooks = {name: options.pop(name) for name in ("version_of", "features_of") if name in options}
+        limits = CaptureLimits(**{"width": 8, "max_share": None, **options})
+        made.append(Capture(ring, rules, limits, **hooks))
         llm.engine.on_checked = made[-1].observe
         return made[-1]
 

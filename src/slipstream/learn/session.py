@@ -11,25 +11,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from numpy.typing import NDArray
 
 from slipstream.core.types import FinishReason, Sequence, StepItem
-from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
+from slipstream.draft.combine.versions import VersionsDrafter
 from slipstream.draft.methods import HEADS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, SlipstreamError
-from slipstream.learn.background.beside import run_beside
 from slipstream.learn.background.learner_process import LearnerProcess
 from slipstream.learn.background.pace import BESIDE_SHARE, LearnerPace
-from slipstream.learn.capture.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture, identity_of
+from slipstream.learn.capture.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture, CaptureLimits, identity_of
 from slipstream.learn.decisions.draft_costs import DraftCosts
 from slipstream.learn.decisions.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.learners.registry import learner_for
-from slipstream.learn.records.privacy import PrivacyRules, belongs_to
-from slipstream.learn.records.served import TAPS, share_of, tenant_key
+from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.served import TAPS, tenant_key
+from slipstream.learn.served_lanes import ServedLanes, SteppedEngine
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import Retention, RetentionThread
@@ -39,8 +39,6 @@ from slipstream.learn.versions.lane_keys import EVERYONES, LaneKey, LearnBy
 from slipstream.learn.versions.loading import FloorVersions, floor_of
 from slipstream.models.cpu.threads import leaves_a_core
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
@@ -49,10 +47,6 @@ WATCH_S = 1.0
 MAX_REFUSED = 12
 """Candidates refused in a row before learning is said never to improve."""
 NUM_EVENTS = 20
-_FADES = 0.99
-"""Factor by which a lane's traffic fades with every request."""
-_STAYS = 2.0
-"""By how much busier than a lane whose versions are loaded another one must be to take its place."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +68,6 @@ class SessionSettings:
     """Share of the time that requests run on all cores in which the learner runs too: 0 to 1."""
     worker: dict[str, Any] = field(default_factory=dict)
     """Values of `WorkerConfig` other than their defaults."""
-
-
-class SteppedEngine(Protocol):
-    """An engine that somebody steps, in this process."""
-
-    @property
-    def engine(self) -> Engine:
-        """To be asked for what does not change, and for hooks."""
-        ...
-
-    def between_steps(self, change: Callable[[Engine], T]) -> T:
-        """What `change` returns, called between two steps; waits for that. Raises `EngineStoppedError`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +92,10 @@ class LearnSession:
         self._drafter = engine.drafter_as(VersionsDrafter)
         floor = floor_of(engine)
         model = self._drafter.drafting_model()
-        name = settings.learner or learner_for(floor.method, 0 if model is None else model.num_parameters)
+        num_parameters = 0 if model is None else model.num_parameters
+        self._learner = settings.learner or learner_for(floor.method, num_parameters)
         depth = self._drafter.configured_depth(self._drafter.options) or 1
         self._most = depth + 1
-        self._learner = name
         self._folder = LearnFolder(settings.folder)
         self._ring = Ring(self._folder, identity_of(engine), settings.max_bytes)
         self._retention = Retention(self._folder, settings.max_age_s)
@@ -125,26 +106,11 @@ class LearnSession:
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
         self._versions = FloorVersions(self._drafter, floor, self._folder, depth, self._tell_waiting)
-        self._state = self._states.read()
-        self._loops: dict[LaneKey, LaneLoop] = {EVERYONES: self._loop_of(self._state.lane())}
-        for lane in self._state.lanes:
-            if settings.by.learns(lane.key):
-                self._loops[lane.key] = self._loop_of(lane)
+        state = self._states.read()
+        self._lanes = ServedLanes(stepped, self._drafter, self._versions, state)
+        self._follow_lanes(state)
         self._costs = DraftCosts(self._drafter)
-        self._traffic: dict[LaneKey, float] = {}
-        """Requests of each lane of its own, the latest weighing most."""
-        self._loaded: set[str] = set()
-        worker = {
-            "folder": str(settings.folder),
-            "floor": asdict(floor),
-            "floor_hash": self._versions.floor_hash,
-            "learner": name,
-            "depth": depth,
-            "by": str(settings.by),
-            **settings.rules.as_lists(),
-            **settings.worker,
-        }
-        self.process = LearnerProcess(worker, log=self._folder.learner_log)
+        self.process = LearnerProcess(self._worker_config(), log=self._folder.learner_log)
         self._pace = LearnerPace(self.process, leaves_a_core(_num_threads(engine)), settings.beside_share)
         self._keeping = contextlib.ExitStack()
         """While the learner writes a version down, and must not be stopped."""
@@ -153,14 +119,28 @@ class LearnSession:
         self._capture = Capture(
             self._ring,
             settings.rules,
+            CaptureLimits(max_share=settings.capture_share),
             version_of=self._drafter.version_of,
             features_of=self._features if floor.method in HEADS else None,
-            max_share=settings.capture_share,
         )
-        self._apply(self._state)
+        self._apply(state)
         engine.on_begin, engine.on_checked = self._pace.step_begins, self._on_checked
         self._thread = threading.Thread(target=self._run, name="learn-session", daemon=True)
         self._thread.start()
+
+    def _worker_config(self) -> dict[str, Any]:
+        """The values of `WorkerConfig` that the learner's process is told."""
+        settings, versions = self._settings, self._versions
+        return {
+            "folder": str(settings.folder),
+            "floor": asdict(versions.floor),
+            "floor_hash": versions.floor_hash,
+            "learner": self._learner,
+            "depth": self._most - 1,
+            "by": str(settings.by),
+            **settings.rules.as_lists(),
+            **settings.worker,
+        }
 
     @property
     def identity(self) -> RingIdentity:
@@ -174,13 +154,13 @@ class LearnSession:
 
     def facts(self) -> LearnFacts:
         """What happened so far; may be called from any thread. `serving` and `canary` are everyone's."""
-        main = self._loops[EVERYONES]
+        main = self._lanes.loops[EVERYONES]
         return replace(
             self._facts,
             serving=main.serving,
             canary=main.candidate if main.canary_share else None,
             frozen=main.frozen,
-            own_lanes=sum(lane.key != EVERYONES and bool(lane.serving) for lane in self._state.lanes),
+            own_lanes=sum(lane.key != EVERYONES and bool(lane.serving) for lane in self._lanes.state.lanes),
             by_version=dict(self._facts.by_version),
             learner_deaths=self.process.num_deaths,
             rests=self.process.rests,
@@ -208,7 +188,7 @@ class LearnSession:
                 metrics = sequence.metrics
                 self._finished.put(
                     _FinishedRequest(
-                        self._key_of(sequence),
+                        self._lanes.key_of(sequence),
                         metrics.draft_version,
                         sequence.num_new_tokens / max(metrics.num_steps, 1),
                         metrics.num_draft_tokens > 0,
@@ -223,25 +203,6 @@ class LearnSession:
         if taps is None or 2 * taps.numel() > MAX_ANSWER_BYTES:
             return {}
         return {TAPS: taps.half().cpu().numpy()}
-
-    def _choose(self, sequence: Sequence) -> str:
-        """Who drafts for a request: its tenant's or task's version, else who serves everyone."""
-        key = self._key_of(sequence)
-        loop = self._loops.get(key)
-        if loop is None:  # promoted by hand
-            return self._state.lane(*key).serving
-        return loop.version_for(share_of(sequence.request_id, "lane"))
-
-    def _key_of(self, sequence: Sequence) -> LaneKey:
-        """The lane that a sequence belongs to: its tenant's or task's own where it has one, else everyone's."""
-        found: tuple[int, LaneKey] = (0, EVERYONES)
-        for lane in self._state.lanes:
-            fits_tenant = lane.tenant is None or belongs_to(sequence.tenant, lane.tenant)
-            if fits_tenant and lane.task in (None, sequence.task):
-                rank = 2 * (lane.tenant is not None) + (lane.task is not None)
-                if rank > found[0]:
-                    found = rank, lane.key
-        return found[1]
 
     # --- in the session's own thread --------------------------------------------------------------------------
 
@@ -271,9 +232,9 @@ class LearnSession:
         self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
         self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
         state = self._states.read()
-        if state.number != self._state.number:
+        if state.number != self._lanes.state.number:
             self._follow(state)
-        elif set(self._wanted(state)) != self._loaded:
+        elif not self._lanes.are_loaded(state):
             self._apply(state)
 
     def _set_fault(self, kind: str, message: str) -> None:
@@ -284,10 +245,8 @@ class LearnSession:
 
     def _follow(self, state: LearnState) -> None:
         """Somebody changed the state by hand: `slipstream learn`."""
-        for lane in state.lanes:
-            if self._settings.by.learns(lane.key) and lane.key not in self._loops:
-                self._loops[lane.key] = self._loop_of(lane)
-        for key, loop in self._loops.items():
+        self._follow_lanes(state)
+        for key, loop in self._lanes.loops.items():
             lane = self._versions.of_lane(state.lane(*key))
             loop.frozen = state.frozen
             loop.retire(set(state.retired))
@@ -298,6 +257,13 @@ class LearnSession:
         self._faults.pop("version_rolled_back", None)
         self._apply(state)
 
+    def _follow_lanes(self, state: LearnState) -> None:
+        """Have a loop for everyone's lane, and for each that learns."""
+        for lane in (state.lane(), *state.lanes):
+            is_everyones = lane.key == EVERYONES
+            if lane.key not in self._lanes.loops and (is_everyones or self._settings.by.learns(lane.key)):
+                self._lanes.loops[lane.key] = self._loop_of(lane)
+
     def _loop_of(self, lane: LearnLane) -> LaneLoop:
         """A loop that goes on where the state is."""
         lane = self._versions.of_lane(lane)
@@ -306,7 +272,7 @@ class LearnSession:
         if lane.canary is not None:  # its comparison was lost with the process: it begins anew
             loop.offer(lane.canary, self._versions.promise(lane.canary))
             loop.judged(lane.canary, Judgment.BETTER)
-        loop.frozen = self._state.frozen
+        loop.frozen = self._lanes.state.frozen
         return loop
 
     def _count(self, one: _FinishedRequest) -> None:
@@ -314,12 +280,10 @@ class LearnSession:
         num, total = known.get(version, (0, 0.0))
         known[version] = num + 1, total + one.tokens_a_pass
         self._costs.add(one.draft_s, one.verify_s)
-        if one.key != EVERYONES:
-            self._traffic = {key: _FADES * num for key, num in self._traffic.items()}
-            self._traffic[one.key] = self._traffic.get(one.key, 0.0) + 1
+        self._lanes.count(one.key)
         while len(known) > NUM_EVENTS:
             del known[next(iter(known))]
-        loop = self._loops.get(one.key)
+        loop = self._lanes.loops.get(one.key)
         if loop is not None and one.was_drafted:
             # What a version gains in passes it may lose in drafting: both count, over the floor's.
             cost = (1 + self._costs.floor) / (1 + self._costs.of(version, self._learner))
@@ -350,9 +314,9 @@ class LearnSession:
         version = str(message["version"])
         key: LaneKey = message.get("tenant"), message.get("task")
         self._note("offered", **_named(message))
-        loop = self._loops.get(key)
+        loop = self._lanes.loops.get(key)
         if loop is None:
-            loop = self._loops[key] = self._loop_of(self._state.lane(*key))
+            loop = self._lanes.loops[key] = self._loop_of(self._lanes.state.lane(*key))
         try:
             loop.offer(version, float(message["promise"]))
         except LearnError as error:
@@ -406,7 +370,7 @@ class LearnSession:
             state = self._states.change(changed)
         except LearnError as error:  # a full disk: what serves must follow all the same
             self._faults["learning_failed"] = str(error)
-            state = changed(self._state)
+            state = changed(self._lanes.state)
         self._note(str(decision.act), version=version, why=decision.reason, **decision.figures)
         self._apply(state)
 
@@ -421,46 +385,13 @@ class LearnSession:
     def _apply(self, state: LearnState) -> None:
         """Have the drafter's lanes be those of `state`: load here, enter between two steps. Versions that are damaged
         are retired, and what their lanes served before is loaded in their place."""
-        while damaged := self._enter(state):
+        while damaged := self._lanes.enter(state):
             for version, why in damaged.items():
                 self._note("damaged", version=version, why=why)
                 self._faults["version_rolled_back"] = f"version {version} is not served: {why}"
-            for loop in self._loops.values():
+            for loop in self._lanes.loops.values():
                 loop.retire(set(damaged))
             state = self._states.change(partial(_without, damaged))
-
-    def _enter(self, state: LearnState) -> dict[str, str]:
-        """Load what is wanted and is not there, and have it enter; returns what could not be loaded, and why."""
-        self._state = state
-        wanted = self._wanted(state)
-        lanes: list[DraftLane] = []
-        damaged: dict[str, str] = {}
-        num_threads = self._engine.config.num_threads
-        for version, tenant in wanted.items():
-            if version not in self._drafter.names:
-                try:
-                    lanes.append(run_beside(partial(self._versions.load, version, tenant), num_threads))
-                except Exception as error:  # tensors of other names or shapes fail anywhere
-                    damaged[version] = str(error)
-        keep = self._loaded = set(wanted) - set(damaged)
-        revoke = [name for name in self._drafter.names if name in state.retired]
-        self._stepped.between_steps(lambda engine: self._drafter.change(lanes, keep, self._choose, revoke))
-        return damaged
-
-    def _wanted(self, state: LearnState) -> dict[str, str | None]:
-        """The versions that are to be loaded, and whose each is: everyone's, then those of the busiest lanes. The
-        requests of others are the floor's meanwhile."""
-
-        def rank(lane: LearnLane) -> tuple[bool, float]:
-            loaded = {lane.serving, lane.canary} & self._loaded
-            return lane.key == EVERYONES, self._traffic.get(lane.key, 0.0) * (_STAYS if loaded else 1)
-
-        wanted: dict[str, str | None] = {}
-        for lane in sorted(state.lanes, key=rank, reverse=True):
-            for version in (lane.serving, lane.canary):
-                if version and version not in state.retired and self._versions.has(version):
-                    wanted[version] = lane.tenant if version not in wanted else None
-        return dict(list(wanted.items())[: self._drafter.options.num_lanes])
 
     def _tell_waiting(self, version: str) -> None:
         why = "it was learned on another drafter than the one that serves"

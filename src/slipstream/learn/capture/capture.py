@@ -45,6 +45,21 @@ RETRY_S = 10.0
 Features = Callable[[Sequence], Mapping[str, NDArray[Any]]]
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """What is kept of an answer, and what capture may use."""
+
+    width: int = DEFAULT_WIDTH
+    """Tokens that are kept of a row."""
+    max_branch_rows: int = DEFAULT_BRANCH_ROWS
+    """Rows in rejected branches that are kept of a step."""
+    judge_share: float = JUDGE_SHARE
+    max_waiting_bytes: int = MAX_WAITING_BYTES
+    max_share: float | None = MAX_SHARE
+    """None does not bound the time."""
+    retry_s: float = RETRY_S
+
+
 @dataclass(slots=True, eq=False)
 class _Answer:
     """An answer in the making."""
@@ -97,33 +112,21 @@ class Capture:
         self,
         ring: Ring,
         rules: PrivacyRules | None = None,
+        limits: CaptureLimits | None = None,
         *,
-        width: int = DEFAULT_WIDTH,
-        max_branch_rows: int = DEFAULT_BRANCH_ROWS,
-        judge_share: float = JUDGE_SHARE,
         version_of: Callable[[Sequence], str] = lambda sequence: "",
         features_of: Features | None = None,
-        max_waiting_bytes: int = MAX_WAITING_BYTES,
-        max_share: float | None = MAX_SHARE,
-        retry_s: float = RETRY_S,
-        now: Callable[[], float] = time.time,
     ) -> None:
         """`version_of` names the version that drafts for a sequence; `features_of` gives what a head reads beside
-        tokens. `max_share` bounds the time that capture uses, None does not."""
+        tokens."""
         self.ring = ring
         self.rules = PrivacyRules() if rules is None else rules
-        self._width = width
-        self._max_branch_rows = max_branch_rows
-        self._judge_share = judge_share
+        self._limits = CaptureLimits() if limits is None else limits
         self._version_of = version_of
         self._features_of = features_of
-        self._max_waiting_bytes = max_waiting_bytes
-        self._max_share = max_share
         self._began_s = time.monotonic()
-        self._used_s = -BURST_S if max_share else 0.0
+        self._used_s = -BURST_S if self._limits.max_share else 0.0
         """Processor time, less what was allowed and not used."""
-        self._pause_s = retry_s
-        self._now = now
         self._answers: weakref.WeakKeyDictionary[Sequence, _Answer] = weakref.WeakKeyDictionary()
         """Answers of what runs; an answer that was aborted goes with its sequence."""
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -174,7 +177,7 @@ class Capture:
         answer = self._answers.get(item.sequence)
         if answer is None:
             why_not = _why_not(item) or ("" if self._may_spend() else "over its share of time")
-            answer = self._answers[item.sequence] = _Answer(self._now(), why_not=why_not)
+            answer = self._answers[item.sequence] = _Answer(time.time(), why_not=why_not)
         answer.num_steps += 1
         answer.num_draft_tokens += len(item.proposal)
         answer.num_accepted += item.num_accepted
@@ -192,7 +195,7 @@ class Capture:
             wanted[place] = wanted.get(place, 0) + item.logits.nbytes
         for item, answer in noted:
             rows, storage = StepRows.of(item), item.logits.untyped_storage()
-            if self._waiting_bytes + work.num_bytes + rows.logits.nbytes > self._max_waiting_bytes:
+            if self._waiting_bytes + work.num_bytes + rows.logits.nbytes > self._limits.max_waiting_bytes:
                 answer.why_not, answer.parts = "too much at a time", []
                 continue
             if wanted[storage.data_ptr()] < storage.nbytes():
@@ -216,10 +219,10 @@ class Capture:
 
     def _may_spend(self) -> bool:
         """Whether another answer may be captured: time is allowed as it passes, and saved up to `BURST_S`."""
-        if self._max_share is None:
+        if self._limits.max_share is None:
             return True
         now_s = time.monotonic()
-        self._used_s = max(self._used_s - self._max_share * (now_s - self._began_s), -BURST_S)
+        self._used_s = max(self._used_s - self._limits.max_share * (now_s - self._began_s), -BURST_S)
         self._began_s = now_s
         return self._used_s <= 0.0
 
@@ -246,7 +249,9 @@ class Capture:
         wanted = [(answer, rows) for answer, rows in work.rows if not answer.why_not]
         if wanted:
             with threads.operators(1):
-                parts = reduced([rows for _, rows in wanted], self._width, self._max_branch_rows)
+                parts = reduced(
+                    [rows for _, rows in wanted], self._limits.width, self._limits.max_branch_rows
+                )
             for (answer, _), part in zip(wanted, parts, strict=True):
                 answer.parts.append(part)
                 answer.num_bytes += part.top_ids.nbytes + part.top_log_probs.nbytes + part.path_ids.nbytes
@@ -285,7 +290,7 @@ class Capture:
             num_draft_tokens=answer.num_draft_tokens,
             num_accepted=answer.num_accepted,
             created_s=answer.began_s,
-            purpose=purpose_of(sequence.request_id, self._judge_share),
+            purpose=purpose_of(sequence.request_id, self._limits.judge_share),
             features=ended.features,
         )
 
@@ -304,7 +309,7 @@ class Capture:
         except LearnError as error:
             self._skip("cannot be written")
             self._set_fault(str(error))
-            self._retry_s = time.monotonic() + self._pause_s
+            self._retry_s = time.monotonic() + self._limits.retry_s
             return
         if number is None:
             self._skip("forgotten")

@@ -11,7 +11,7 @@ from slipstream.assets.workload.reading import read_workload
 from slipstream.core.types import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
-from slipstream.learn.capture.capture import Capture, identity_of
+from slipstream.learn.capture.capture import Capture, CaptureLimits, identity_of
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import ServedRecord
 from slipstream.learn.storage.folder import LearnFolder
@@ -42,7 +42,7 @@ def asked_trace(
     """Have `engine` answer (task, messages) in order, captured as a server would; prompts that are too long are left
     out. Answers that were not captured are missing from the trace."""
     ring = Ring(None, identity_of(engine), 2**33)
-    capture = Capture(ring, PrivacyRules(), max_share=None)  # a trace needs every answer
+    capture = Capture(ring, PrivacyRules(), CaptureLimits(max_share=None))  # a trace needs every answer
     engine.on_checked = capture.observe
     try:
         waiting = list(enumerate(questions))[::-1]

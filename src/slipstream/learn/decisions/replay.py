@@ -95,48 +95,67 @@ def replay(
     if not records:
         raise LearnError("the trace holds no answer")
     floor = learner.scorer(None)
-    scorer: Scorer = floor
-    tensors: Tensors | None = None
-    beginning: Tensors | None = None
-    serving, learn_s = 0, 0.0
+    served = _ReplayedVersion(learner, floor)
     rounds: list[ReplayedRound] = []
     old_all: list[RedraftedAnswer] = []
     new_all: list[RedraftedAnswer] = []
     for number, after in enumerate(range(0, len(records), options.every)):
-        promoted, why, figures = False, "the floor serves", {}
+        candidate: LearnedWeights | None = None
+        why, figures = "the floor serves", dict[str, Any]()
         if after:
-            window, older = records[max(0, after - options.window) : after], records[:after]
-            num_recent = len(split(window, Purpose.TRAIN))
-            recent, anchor = training_parts(older, num_recent, options.num_anchors, number)
-            if recent:
-                learned = learner.learn(recent, anchor, start=beginning)
-                learn_s += learned.figures["elapsed_s"]
-                candidate = learner.scorer(learned.tensors)
-                judged = records[max(0, after - options.judge_window) : after]
-                num_latest = len(split(judged, Purpose.JUDGE))
-                latest, held_out = judging_parts(
-                    older, num_latest, options.num_anchors, number, least=judging.min_requests
-                )
-                verdict = judge(candidate, scorer, latest, held_out, judging)
-                promoted, why = verdict.better, verdict.why
-                figures = {"learner": learned.figures, "judge": verdict.figures}
-                if promoted:
-                    scorer, tensors, serving = candidate, learned.tensors, number
-                    keep(learned)
-                beginning = learned.tensors if promoted or verdict.undecided else tensors
-            else:
-                why = "no record to learn from"
+            candidate, why, figures = served.learn(records[:after], number, options, judging)
+        if candidate is not None:
+            keep(candidate)
         coming = records[after : after + options.every]
         old = [replayed(hits, judging.depth) for hits in floor.hits(coming)]
-        new = old if scorer is floor else [replayed(hits, judging.depth) for hits in scorer.hits(coming)]
-        one = ReplayedRound(
-            after, serving, promoted, why, by_task(coming, old), by_task(coming, new), figures
-        )
+        new = old
+        if served.number:
+            new = [replayed(hits, judging.depth) for hits in served.scorer.hits(coming)]
+        floors, own = by_task(coming, old), by_task(coming, new)
+        one = ReplayedRound(after, served.number, candidate is not None, why, floors, own, figures)
         rounds.append(one)
         on_round(one)
         old_all += old
         new_all += new
-    return ReplayReport(rounds, len(records), learn_s, by_task(records, old_all), by_task(records, new_all))
+    return ReplayReport(
+        rounds, len(records), served.learn_s, by_task(records, old_all), by_task(records, new_all)
+    )
+
+
+class _ReplayedVersion:
+    """The version that serves in a replay: the floor at first."""
+
+    def __init__(self, learner: Learner, floor: Scorer) -> None:
+        self._learner = learner
+        self.scorer = floor
+        self.number = 0
+        """Of the round in which it was promoted; 0 for the floor."""
+        self.learn_s = 0.0
+        self._tensors: Tensors | None = None
+        self._beginning: Tensors | None = None
+        """What the next candidate begins with: the last one where nothing spoke against it."""
+
+    def learn(
+        self, records: Seq[ServedRecord], number: int, options: ReplayOptions, judging: JudgeOptions
+    ) -> tuple[LearnedWeights | None, str, dict[str, Any]]:
+        """Make a candidate from `records` and promote it where it is faster: it, why, and the figures."""
+        num_recent = len(split(records[-options.window :], Purpose.TRAIN))
+        recent, anchor = training_parts(records, num_recent, options.num_anchors, number)
+        if not recent:
+            return None, "no record to learn from", {}
+        learned = self._learner.learn(recent, anchor, start=self._beginning)
+        self.learn_s += learned.figures["elapsed_s"]
+        candidate = self._learner.scorer(learned.tensors)
+        num_latest = len(split(records[-options.judge_window :], Purpose.JUDGE))
+        latest, held_out = judging_parts(
+            records, num_latest, options.num_anchors, number, least=judging.min_requests
+        )
+        verdict = judge(candidate, self.scorer, latest, held_out, judging)
+        if verdict.better:
+            self.scorer, self._tensors, self.number = candidate, learned.tensors, number
+        self._beginning = learned.tensors if verdict.better or verdict.undecided else self._tensors
+        figures = {"learner": learned.figures, "judge": verdict.figures}
+        return learned if verdict.better else None, verdict.why, figures
 
 
 def by_task(records: Seq[ServedRecord], answers: Seq[RedraftedAnswer]) -> dict[str, float]:

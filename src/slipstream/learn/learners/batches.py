@@ -70,8 +70,7 @@ def example_of(record: ServedRecord, length: int) -> Example | None:
     """A record as an example of at most `length` tokens, the latest of its text; None where nothing can be learned."""
     text, prompt = record.text_ids.astype(np.int64), len(record.prompt_ids)
     rows, lengths = record.rows, record.rows.path_lengths()
-    cut = max(0, len(text) - 1 - length)  # the last token is never read
-    text = text[cut:-1]
+    text = text[(cut := max(0, len(text) - 1 - length)) : -1]  # the last token is never read
     own = np.flatnonzero(
         (lengths == 0) & (prompt + rows.positions - 1 >= cut) & (rows.positions < len(record.token_ids))
     )
