@@ -19,8 +19,8 @@ from slipstream.engine.factory import create_engine
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, loading
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
-from slipstream.models.rows import Rows
 from slipstream.tools.audit.replaying import Replayer
 from tests.kit.quantised_folders import gptq_folder
 
@@ -172,11 +172,11 @@ def test_a_group_has_no_more_fast_rows_than_rows() -> None:
     """The kernels would write behind their arrays."""
     for num_fast in (-1, 4):
         with pytest.raises(ValueError, match=f"num_fast of {num_fast} "):
-            Rows([RowGroup(range(9), 0, [1, 2, 3], [2], num_fast=num_fast)])
+            ForwardBatch([RowGroup(range(9), 0, [1, 2, 3], [2], num_fast=num_fast)])
     tree = RowGroup(range(9), 0, [1, 2, 3], [2], [0, 1, 1], (), [[0], [1]], num_chain=1, num_fast=2)
     with pytest.raises(ValueError, match="num_fast of 2 "):
-        Rows([tree])
-    assert Rows([replace(tree, num_fast=1)]).fast_rows == [0]
+        ForwardBatch([tree])
+    assert ForwardBatch([replace(tree, num_fast=1)]).fast_rows == [0]
 
 
 def test_rows_are_fast_in_16_bits_only() -> None:

@@ -9,7 +9,7 @@ import torch
 from slipstream.core.types import StepItem
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.rows import side_by_side, tree_rows
+from slipstream.models.batch import side_by_side, tree_rows
 
 
 class ModelRunner:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, LayerProbe, Probed
 from slipstream.models.attention.hook import slipstream_attention
+from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.executor.base import Executor
@@ -30,7 +31,6 @@ from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import unread
-from slipstream.models.rows import RowGroup, Rows
 from slipstream.models.support import context_length, text_config, unsupported
 from slipstream.models.trial import NUM_TRIAL_ROWS, far_position, num_trial_slots, trial_passes
 from slipstream.models.weight_check import WeightCheck
@@ -168,7 +168,7 @@ class StockPass:
         assert self.layers is not None
         lm, count, expected = self._lm, NUM_TRIAL_ROWS, self.layers.states[0]  # [tokens, hidden]
         pool, slots = lm.trial_cache(count)
-        rows = Rows([RowGroup(slots, 0, lm.trial_tokens(), [])])
+        rows = ForwardBatch([RowGroup(slots, 0, lm.trial_tokens(), [])])
         hidden = executor.forward(rows, pool, [0], []).hidden
         fitted = lm.weight_format.of_head().weight_error or 0.0
         rounded = 0.02 if lm.stored_bits else 0.0  # zeros of groups, see `WeightCheck`

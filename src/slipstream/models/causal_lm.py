@@ -12,13 +12,13 @@ from torch import Tensor
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
+from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.experts import file_stacks
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
-from slipstream.models.rows import RowGroup, Rows
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
 
@@ -30,7 +30,7 @@ class ForwardOutput:
     """[wanted rows, vocab]"""
     hidden: dict[int, Tensor]
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that were asked for."""
-    rows: Rows
+    rows: ForwardBatch
     """The rows that were computed."""
 
 
@@ -155,7 +155,7 @@ class CausalLM(ModelIdentity):
         groups: Sequence[RowGroup],
         layers: Sequence[int] | None,
         hidden_layers: Sequence[int] = (),
-    ) -> Rows:
+    ) -> ForwardBatch:
         """The rows of a pass over these layers, which are checked."""
         if layers is not None:
             self.check_layers()
@@ -164,14 +164,14 @@ class CausalLM(ModelIdentity):
                 raise ValueError(
                     f"layers {list(layers)} of {self.num_layers} with taps {list(hidden_layers)}"
                 )
-        return Rows(groups)
+        return ForwardBatch(groups)
 
     def check_layers(self) -> None:
         """Raise `ConfigError` where this model cannot run some of its layers alone."""
         if not self._runs_layers:
             token_ids = self.trial_tokens()
             pool, slots = self.trial_cache(len(token_ids))
-            trial = Rows([RowGroup(slots, 0, token_ids, range(len(token_ids)))])
+            trial = ForwardBatch([RowGroup(slots, 0, token_ids, range(len(token_ids)))])
             self.executor.check_layers(trial, pool)
             self._runs_layers = True
 

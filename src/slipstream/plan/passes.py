@@ -19,7 +19,7 @@ from slipstream.sampling.noise import SMALL_VOCABULARY
 _LINE = 16
 """Floats of a cache line; the decoder keeps its rows an odd number of them apart."""
 ROW_ARRAYS_BYTES = 11 * 8
-"""Bytes that the arrays of `models.rows.Rows` hold for each row, those of groups that share entries included."""
+"""Bytes that the arrays of a `ForwardBatch` hold for each row, those of groups that share entries included."""
 
 _DIVIDED_BYTES = 4 + 8
 """Where the decoder keeps a row's arithmetic: see `divide` in kernels/worker.h."""

@@ -21,7 +21,7 @@ from slipstream.kv.slots import Held, Move, SlotAccounting
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, Variant
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.packed import attend
-from slipstream.models.rows import Rows
+from slipstream.models.batch import ForwardBatch
 
 PAGE = 8
 """Slots of a page."""
@@ -178,7 +178,7 @@ class PagedAccounting(SlotAccounting):
 class PagedPass(AttentionPass):
     """Gathers each sequence's pages, then attends as for contiguous entries."""
 
-    def __init__(self, rows: Rows, pool: KVPool) -> None:
+    def __init__(self, rows: ForwardBatch, pool: KVPool) -> None:
         self._rows = rows
         self._pool = pool
         device = pool.features.device
@@ -214,5 +214,5 @@ class PagedBackend(AttentionBackend):
 
     layout: ClassVar[type[SlotAccounting]] = PagedAccounting
 
-    def prepare(self, rows: Rows, pool: KVPool) -> PagedPass:
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> PagedPass:
         return PagedPass(rows, pool)

@@ -30,7 +30,7 @@ from slipstream.core.types import (
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.cache import KVCache
 from slipstream.kv.segments import CHUNK
-from slipstream.models.rows import RowGroup
+from slipstream.models.batch import RowGroup
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.expected import ExpectedText
 

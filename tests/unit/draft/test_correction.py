@@ -18,7 +18,7 @@ from slipstream.draft.model.correction import Correction
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_tokenizer
-from slipstream.models.rows import RowGroup
+from slipstream.models.batch import RowGroup
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 

@@ -22,7 +22,7 @@ from slipstream.draft.heads.eagle_native import NativeEagle
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
-from slipstream.models.rows import Rows
+from slipstream.models.batch import ForwardBatch
 from slipstream.sampling.params import SamplingParams as Params
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
@@ -288,6 +288,6 @@ def test_int8_weights_are_half_and_guess_alike(tmp_path: Path) -> None:
 def first_guesses(drafter: EagleDrafter) -> torch.Tensor:
     """int64 [64]: the most probable token of each row, where rows have nothing to do with each other."""
     features = torch.randn(64, 3 * 320, generator=torch.Generator().manual_seed(0))
-    rows = Rows([RowGroup(range(row, row + 1), 0, [row + 9], [0]) for row in range(64)])
+    rows = ForwardBatch([RowGroup(range(row, row + 1), 0, [row + 9], [0]) for row in range(64)])
     pool = KVPool([LayerShape(5, 64, 64)], 64, torch.float32, torch.device("cpu"))
     return drafter.executor.forward(rows, pool, features, from_target=True)[1].argmax(-1)

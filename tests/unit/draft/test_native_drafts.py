@@ -24,9 +24,9 @@ from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.packed import PackedAttention
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import ENDED, Chains, Draw
 from slipstream.models.executor.cpu_kernels import CpuKernels
-from slipstream.models.rows import Rows
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -98,7 +98,9 @@ class Reference:
     def __init__(self, head: EagleHead, lm: CausalLM) -> None:
         self.head, self.lm = head, lm
 
-    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
         attention, on = PackedAttention(rows, pool), rows.on(torch.device("cpu"))
         table = self.head.embedding
         embeds = self.lm.embed(on.token_ids) if table is None else table[on.token_ids]
@@ -137,11 +139,11 @@ def passes(computes: Any, features: Tensor) -> list[tuple[Tensor, Tensor]]:
     pool, done = new_pool(), []
     for begin, end in ((0, 13), (13, 20)):
         group = RowGroup(range(SLOTS), begin, TEXT[begin:end], range(end - begin))
-        done.append(computes.forward(Rows([group]), pool, features[begin:end], True))
+        done.append(computes.forward(ForwardBatch([group]), pool, features[begin:end], True))
     last = done[-1][0][-1:]
-    done.append(computes.forward(Rows([TREE]), pool, last.expand(3, -1), False))
+    done.append(computes.forward(ForwardBatch([TREE]), pool, last.expand(3, -1), False))
     above = done[-1][0]
-    done.append(computes.forward(Rows([BELOW]), pool, above[[0, 2]], False))
+    done.append(computes.forward(ForwardBatch([BELOW]), pool, above[[0, 2]], False))
     return done
 
 
@@ -187,7 +189,7 @@ def test_neighbours_do_not_change_a_row(
     pool, alone = new_pool(), []
     for i in range(len(TEXT)):
         group = RowGroup(range(SLOTS), i, TEXT[i : i + 1], [0])
-        alone.append(native.forward(Rows([group]), pool, features[i : i + 1], True))
+        alone.append(native.forward(ForwardBatch([group]), pool, features[i : i + 1], True))
     for i in range(2):  # states, logits
         assert torch.equal(
             torch.cat([part[i] for part in alone]), torch.cat([part[i] for part in together[:2]])
@@ -196,7 +198,7 @@ def test_neighbours_do_not_change_a_row(
     state = alone[-1][0]
     for position, token, level, row in ((20, 7, 2, 2), (21, 9, 3, 1)):
         group = RowGroup(range(SLOTS), position, [token], [0])
-        state, logits = native.forward(Rows([group]), pool, state, False)
+        state, logits = native.forward(ForwardBatch([group]), pool, state, False)
         assert torch.equal(state[0], together[level][0][row])
         assert torch.equal(logits[0], together[level][1][row])
 
@@ -241,7 +243,7 @@ def test_a_draft_models_chains_are_those_of_its_levels(lm: CausalLM) -> None:
     texts = [[(number * 101 + 7 * i * i) % VOCAB for i in range(12)] for number in range(len(CHAINS))]
     first = [sequence_rows(0, 12, number, text) for number, text in enumerate(texts)]
     cache = KVPool(lm.shapes, 20 * len(CHAINS), lm.dtype, lm.device)
-    chains = lm.executor.draft_chain(Rows(first), cache, Chains(draws(), VOCAB))
+    chains = lm.executor.draft_chain(ForwardBatch(first), cache, Chains(draws(), VOCAB))
     for number, (length, temperature) in enumerate(CHAINS):
         pool, text, begin = KVPool(lm.shapes, 20 * len(CHAINS), lm.dtype, lm.device), list(texts[number]), 0
         for _ in range(length):
@@ -265,12 +267,12 @@ def test_a_heads_chains_are_those_of_its_levels(kind: str, lm: CausalLM, tmp_pat
     texts = [[(number * 101 + 7 * i * i) % VOCAB for i in range(12)] for number in range(len(CHAINS))]
     first = [sequence_rows(0, 12, number, text) for number, text in enumerate(texts)]
     pool = KVPool(shape, 20 * len(CHAINS), torch.float32, torch.device("cpu"))
-    chains = native.draft_chain(Rows(first), pool, features.flatten(0, 1), Chains(draws(), VOCAB))
+    chains = native.draft_chain(ForwardBatch(first), pool, features.flatten(0, 1), Chains(draws(), VOCAB))
     for number, (length, temperature) in enumerate(CHAINS):
         text, begin, given = list(texts[number]), 0, features[number]
         for level in range(length):
             rows = sequence_rows(begin, len(text), number, text[begin:])
-            states, logits = native.forward(Rows([rows]), pool, given, level == 0)
+            states, logits = native.forward(ForwardBatch([rows]), pool, given, level == 0)
             begin, given = len(text), states[-1:]
             text.append(chosen(logits[0], temperature, number, begin))
         assert chains[number] == text[12:]
@@ -293,12 +295,12 @@ def test_chains_that_have_no_room_are_refused(
     chains = Chains([Draw(0.0, [0] * length) for length in lengths], VOCAB)
     assert isinstance(lm.executor, CpuKernels)
     draft: Any = partial(
-        lm.executor.draft_chain, Rows([group]), KVPool(lm.shapes, SLOTS, lm.dtype, lm.device)
+        lm.executor.draft_chain, ForwardBatch([group]), KVPool(lm.shapes, SLOTS, lm.dtype, lm.device)
     )
     if kind == "head":
         native = fused(saved_head(tmp_path, **HEADS["eagle-3"]), lm)
         features = torch.zeros(len(group.token_ids), LAYERS * HIDDEN)
-        draft = partial(native.draft_chain, Rows([group]), new_pool(), features)
+        draft = partial(native.draft_chain, ForwardBatch([group]), new_pool(), features)
     with pytest.raises(ValueError, match=message):
         draft(chains)
 
@@ -306,15 +308,15 @@ def test_chains_that_have_no_room_are_refused(
 def test_a_chain_may_fill_its_slots(lm: CausalLM) -> None:
     assert isinstance(lm.executor, CpuKernels)
     pool = KVPool(lm.shapes, 5, lm.dtype, lm.device)
-    rows = Rows([RowGroup(range(5), 0, [1, 2, 3], [2])])
+    rows = ForwardBatch([RowGroup(range(5), 0, [1, 2, 3], [2])])
     assert [
         len(chain) for chain in lm.executor.draft_chain(rows, pool, Chains([Draw(0.0, [0] * 3)], VOCAB))
     ] == [3]
 
 
-def rows_of_a_text() -> Rows:
+def rows_of_a_text() -> ForwardBatch:
     text = [(31 * i * i + 11) % VOCAB for i in range(200)]
-    return Rows([RowGroup(range(200), 0, text, range(200))])
+    return ForwardBatch([RowGroup(range(200), 0, text, range(200))])
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -364,7 +366,7 @@ def test_a_chain_ends_where_logits_are_not_finite(lm: CausalLM, tmp_path: Path) 
     features = torch.zeros(2, LAYERS * HIDDEN)
     features[1] = float("nan")
     pool = KVPool([LayerShape(3, 24, 24)], SLOTS, torch.float32, torch.device("cpu"))
-    rows = Rows([RowGroup(range(30), 0, [1], [0]), RowGroup(range(30, 60), 0, [1], [0])])
+    rows = ForwardBatch([RowGroup(range(30), 0, [1], [0]), RowGroup(range(30, 60), 0, [1], [0])])
     healthy, damaged = native.draft_chain(rows, pool, features, Chains([Draw(0.0, [0] * 3)] * 2, VOCAB))
     assert min(healthy) >= 0
     assert damaged == [-1, -1, -1]

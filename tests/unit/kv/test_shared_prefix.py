@@ -17,8 +17,8 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SharedPrefix
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.batch import ForwardBatch, side_by_side, tree_rows
 from slipstream.models.cpu import native
-from slipstream.models.rows import Rows, side_by_side, tree_rows
 
 needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 PARTITION = 256
@@ -141,12 +141,12 @@ def test_rows_name_the_first_holder_and_what_both_have_of_it() -> None:
         group(200, 30, SharedPrefix(7, 45), num_rows=2),
         group(300, 60, SharedPrefix(8, 60)),
     ]
-    rows = Rows(groups)
+    rows = ForwardBatch(groups)
     assert rows.shares
     found = rows.on(torch.device("cpu"))
     assert found.shared_begin.tolist() == [0, 100, 100, 100, 300]
     assert found.shared_length.tolist() == [0, 40, 30, 30, 60]
-    lone = Rows([groups[0], groups[1], groups[3]])
+    lone = ForwardBatch([groups[0], groups[1], groups[3]])
     assert not lone.shares
     assert lone.on(torch.device("cpu")).shared_begin.tolist() == []
 
@@ -189,14 +189,14 @@ def test_copies_of_copies_are_one_family_and_a_much_longer_common_part_makes_a_n
 
 @needs_kernels
 def test_samples_of_one_long_prompt_share_it_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Rows] = []
-    made = Rows.__init__
+    seen: list[ForwardBatch] = []
+    made = ForwardBatch.__init__
 
-    def spy(self: Rows, groups: Sequence[RowGroup]) -> None:
+    def spy(self: ForwardBatch, groups: Sequence[RowGroup]) -> None:
         made(self, groups)
         seen.append(self)
 
-    monkeypatch.setattr(Rows, "__init__", spy)
+    monkeypatch.setattr(ForwardBatch, "__init__", spy)
     prompt = [2, *[(13 * i) % 900 + 50 for i in range(PARTITION + 20)]]
     params = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=8, ignore_eos=True)
     llm = LLM(speculative_config={"method": "token_recycling"}, max_model_len=512)

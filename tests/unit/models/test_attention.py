@@ -17,7 +17,7 @@ from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.packed import PackedAttention, attend
 from slipstream.models.attention.posed import PosedPass
-from slipstream.models.rows import Rows, tree_rows
+from slipstream.models.batch import ForwardBatch, tree_rows
 
 CPU = torch.device("cpu")
 SLOTS = range(99)
@@ -26,7 +26,7 @@ SLOTS = range(99)
 def visible(group: RowGroup, sliding_window: int | None = None) -> list[list[int]]:
     """For each row the entries it may see, counted from the sequence's first one."""
     beside = RowGroup(SLOTS, 3, [7, 7], [], [4, 4], [3], [[0, 1], [0, 2]])
-    skipped, mask = Masks(Rows([beside, group, beside]), CPU).of_group(1, sliding_window, 1)
+    skipped, mask = Masks(ForwardBatch([beside, group, beside]), CPU).of_group(1, sliding_window, 1)
     if mask is None:
         return [list(range(skipped, group.num_entries))] * len(group.token_ids)
     assert mask.shape == (len(group.token_ids), group.num_entries - skipped)
@@ -38,7 +38,7 @@ def test_a_chunk_sees_all_before_it() -> None:
 
 
 def test_a_single_row_needs_no_mask() -> None:
-    masks = Masks(Rows([RowGroup(SLOTS, 9, [7], [])]), CPU)
+    masks = Masks(ForwardBatch([RowGroup(SLOTS, 9, [7], [])]), CPU)
     assert masks.of_group(0, None, 1) == (0, None)
     assert masks.of_group(0, 4, 1) == (6, None)
 
@@ -90,17 +90,17 @@ def test_where_rows_and_entries_are() -> None:
     """Two rows behind two past entries and a stored one, or behind three past ones, in slots of either kind."""
     scattered = [8, 2, 5, 1, 7]
     tree: dict[str, Any] = {"positions": [3, 3], "stored_positions": [2], "tail_seen": [[0, 1], [0, 2]]}
-    assert Rows([RowGroup(SLOTS[4:], 3, [7, 7], [])]).slots_on(CPU) == range(7, 9)
-    assert Rows([RowGroup(SLOTS[4:], 2, [7, 7], [], **tree)]).slots_on(CPU) == range(7, 9)
+    assert ForwardBatch([RowGroup(SLOTS[4:], 3, [7, 7], [])]).slots_on(CPU) == range(7, 9)
+    assert ForwardBatch([RowGroup(SLOTS[4:], 2, [7, 7], [], **tree)]).slots_on(CPU) == range(7, 9)
     for group in (RowGroup(scattered, 3, [7, 7], []), RowGroup(scattered, 2, [7, 7], [], **tree)):
-        alone, together = Rows([group]), Rows([group, RowGroup(SLOTS[10:], 0, [7], [])])
+        alone, together = ForwardBatch([group]), ForwardBatch([group, RowGroup(SLOTS[10:], 0, [7], [])])
         assert torch.as_tensor(alone.slots_on(CPU)).tolist() == [1, 7]
         assert torch.as_tensor(together.slots_on(CPU)).tolist() == [1, 7, 10]
         assert (list(alone.entry_slots), list(together.entry_slots)) == (scattered, [*scattered, 10])
 
 
 def test_views_are_made_once_for_all_layers() -> None:
-    masks = Masks(Rows([RowGroup(SLOTS, 0, [7] * 3, [])]), CPU)
+    masks = Masks(ForwardBatch([RowGroup(SLOTS, 0, [7] * 3, [])]), CPU)
     mask = masks.of_group(0, None, 2)[1]
     assert mask is masks.of_group(0, None, 2)[1] is masks.of_group(0, 9, 2)[1]
     assert mask is not None
@@ -148,7 +148,7 @@ def test_keys_and_values_are_not_copied_for_a_single_row(monkeypatch: pytest.Mon
         return kernel(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    rows = Rows([RowGroup(pool.slots[3:], 6, [7], []), RowGroup(pool.slots[12:], 0, [7], [])])
+    rows = ForwardBatch([RowGroup(pool.slots[3:], 6, [7], []), RowGroup(pool.slots[12:], 0, [7], [])])
     attention = PackedAttention(rows, pool)
     entry = torch.randn(1, 2, 2, 8)
     output = attention.attend(0, torch.randn(1, 4, 2, 8), entry, entry, Variant(1.0))
@@ -165,7 +165,7 @@ def test_layers_of_one_pass_may_have_different_windows(slots: Any) -> None:
     pool = KVPool([LayerShape(1, 4, 4)] * 3, 9, torch.float32, CPU)
     for tensor in pool.tensors:
         tensor.normal_()
-    attention = PackedAttention(Rows([RowGroup(slots, 6, [7], [])]), pool)
+    attention = PackedAttention(ForwardBatch([RowGroup(slots, 6, [7], [])]), pool)
     query, entry = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
     for layer, window in enumerate([3, None, 5]):
         output = attention.attend(layer, query, entry, entry, Variant(0.5, window))
@@ -177,14 +177,14 @@ def test_layers_of_one_pass_may_have_different_windows(slots: Any) -> None:
 
 def test_the_packed_mask_keeps_sequences_apart() -> None:
     pool = KVPool([LayerShape(1, 4, 4)], 16, torch.float32, CPU)
-    rows = Rows([RowGroup(pool.slots, 1, [7, 7], []), RowGroup(pool.slots[8:], 2, [7], [])])
+    rows = ForwardBatch([RowGroup(pool.slots, 1, [7, 7], []), RowGroup(pool.slots[8:], 2, [7], [])])
     mask = PosedPass(rows, pool, share=1).arguments()["attention_mask"]
     assert mask.int().tolist() == [[[[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]]]
 
 
 def test_copies_of_a_key_head_are_stored_once() -> None:
     pool = KVPool([LayerShape(2, 4, 4)], 8, torch.float32, CPU)
-    rows = Rows([RowGroup(pool.slots, 0, [7, 7], [])])
+    rows = ForwardBatch([RowGroup(pool.slots, 0, [7, 7], [])])
     cache = PosedPass(rows, pool, share=3).arguments()["past_key_values"]
     heads = torch.randn(1, 2, 2, 4).repeat_interleave(3, dim=1)
     keys, values = cache.update(heads, heads, 0)
@@ -208,7 +208,7 @@ def test_what_the_hook_cannot_do_is_refused(options: dict[str, Any], message: st
     rows = torch.randn(1, 1, 1, 4)
     arguments: dict[str, Any] = {
         "attention_mask": None,
-        "slipstream_pass": PackedAttention(Rows([RowGroup(pool.slots, 0, [7], [])]), pool),
+        "slipstream_pass": PackedAttention(ForwardBatch([RowGroup(pool.slots, 0, [7], [])]), pool),
         **options,
     }
     with pytest.raises(ValueError, match=message):

@@ -24,9 +24,9 @@ from slipstream.models.attention.native import NativeBackend
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.attention.posed import PosedBackend
 from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.executor.cpu_kernels import CpuKernels
-from slipstream.models.rows import Rows
 from slipstream.testing.paged import PagedBackend
 
 VOCAB = 61
@@ -150,7 +150,7 @@ def test_the_native_kernels_refuse_slots_that_are_not_contiguous() -> None:
 
 def test_too_few_slots_are_refused() -> None:
     with pytest.raises(ValueError, match="2 slots for 3 entries"):
-        Rows([RowGroup(range(2), 0, [5, 6, 7], [2])])
+        ForwardBatch([RowGroup(range(2), 0, [5, 6, 7], [2])])
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_too_few_slots_are_refused() -> None:
 )
 def test_rows_that_contradict_themselves_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Rows([RowGroup(range(9), 3, [5, 6, 7], [2], **options)])
+        ForwardBatch([RowGroup(range(9), 3, [5, 6, 7], [2], **options)])
 
 
 class Altered(PackedBackend):
@@ -177,8 +177,10 @@ class Altered(PackedBackend):
     def alter(group: RowGroup, first: RowGroup) -> RowGroup:
         raise NotImplementedError
 
-    def prepare(self, rows: Rows, pool: KVPool) -> PackedAttention:
-        return PackedAttention(Rows([self.alter(group, rows.groups[0]) for group in rows.groups]), pool)
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> PackedAttention:
+        return PackedAttention(
+            ForwardBatch([self.alter(group, rows.groups[0]) for group in rows.groups]), pool
+        )
 
 
 class AllChains(Altered):

@@ -28,9 +28,9 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core.types import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.batch import ForwardBatch, tree_rows
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.loading import adapt
-from slipstream.models.rows import Rows, tree_rows
 
 LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
@@ -188,7 +188,7 @@ def test_a_tree_below_a_long_chunk_costs_what_its_nodes_do() -> None:
     tree = Proposal((1, 2, 3), (-1, -1, 0))
 
     def num_numbers(num_tokens: int) -> int:
-        return len(Rows([tree_rows(range(2000), 0, [5] * num_tokens, tree, num_tokens - 1)]).buffer)
+        return len(ForwardBatch([tree_rows(range(2000), 0, [5] * num_tokens, tree, num_tokens - 1)]).buffer)
 
     each = (num_numbers(400) - num_numbers(200)) / 200
     assert each == (num_numbers(1900) - num_numbers(1700)) / 200 <= 8

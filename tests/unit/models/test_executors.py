@@ -17,13 +17,13 @@ from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME
+from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.executor.base import PassOutput, ProbedModel
 from slipstream.models.executor.chains import ENDED, NOT_FINITE, Chains, Draw
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import ENTRY_POINT_GROUP, EXECUTORS
-from slipstream.models.rows import Rows
 from slipstream.sampling.noise import Noise
 
 VOCAB = 61
@@ -101,7 +101,11 @@ class Recorder(EagerExecutor):
         self.recorded: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def forward(
-        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
     ) -> PassOutput:
         key = (rows.num_rows, tuple(hidden_layers))
         if layers is None and key in self.recorded:
@@ -128,6 +132,38 @@ def test_passes_are_recorded_once_and_replayed(recorder: str) -> None:
     assert lm.executor.recorded == {(12, ()): 1, (5, ()): 1}
     some = logits(lm, [0, 2])
     assert bool((some != 7.0).any()), "a pass over some of the layers is never a recorded one"
+
+
+class Padded(EagerExecutor):
+    """Computes passes of 8 or 16 rows: the last ones are padding, whose logits nobody wants."""
+
+    def forward(
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
+    ) -> PassOutput:
+        bucket = Bucket(-(-rows.num_rows // 8) * 8, 4, 64)
+        padded = ForwardBatch(rows.groups, bucket, pool.slots[-8:])
+        output = super().forward(padded, pool, hidden_layers, layers)
+        hidden = {layer: states[: rows.num_rows] for layer, states in output.hidden.items()}
+        return PassOutput(output.logits[: rows.num_logit_rows], hidden)
+
+
+def test_a_recorded_pass_may_have_more_rows_than_the_batch() -> None:
+    sizes: list[int] = []
+    plain = llama(executor="eager")
+    lm = llama(executor=f"{__name__}:Padded", canary=False)
+    lm.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    found = []
+    for model in (plain, lm):
+        pool, slots = model.trial_cache(40)
+        found.append(model.forward([RowGroup(slots, 0, TEXT, [3, 11])], pool, [0, 2]))
+    assert sizes == [16]
+    torch.testing.assert_close(found[1].logits, found[0].logits, rtol=1e-4, atol=1e-4)
+    for layer in (0, 2):
+        torch.testing.assert_close(found[1].hidden[layer], found[0].hidden[layer], rtol=1e-4, atol=1e-4)
 
 
 # --- chains, a pass a level -------------------------------------------------------------------------------------

@@ -32,12 +32,12 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt
 from slipstream.models.attention.base import Variant
+from slipstream.models.batch import tree_rows
 from slipstream.models.cpu.activations import ACTIVATIONS, number_of
 from slipstream.models.cpu.experts import ExpertParts
 from slipstream.models.cpu.families import FAMILIES, Family, find_family
 from slipstream.models.cpu.known_families import GptOss, Llama, Mixtral
 from slipstream.models.executor.cpu_kernels import CpuKernels
-from slipstream.models.rows import tree_rows
 
 SHAPE = {
     "vocab_size": 97,

@@ -16,13 +16,13 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.engine.description import describe
 from slipstream.errors import ModelError
 from slipstream.models import load_config, load_model, load_tokenizer
+from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import ARCHITECTURES, read_config
 from slipstream.models.files.gguf_rope import llama3_factors
 from slipstream.models.outline import outline_model
-from slipstream.models.rows import RowGroup
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from tests.kit.gguf_files import QUANTISED, write, write_model
 from tests.kit.tokenizer_families import byte_level

@@ -17,13 +17,13 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ModelError
 from slipstream.models import load_model
+from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.low_rank import LowRankChange
 from slipstream.models.outline import outline_model
-from slipstream.models.rows import RowGroup
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
 from tests.kit.gguf_files import write_model

@@ -22,10 +22,10 @@ from transformers import (
 
 from slipstream.errors import ModelError, UnsupportedModelError
 from slipstream.models import load_model
+from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.stored_experts import StoredStack
 from slipstream.models.outline import outline_model
-from slipstream.models.rows import RowGroup
 from slipstream.models.unloaded import shared_outlines
 from tests.kit.gguf_files import write_model
 from tests.kit.quantised_folders import Layer, awq, compressed, gptq, quantise_folder

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_model, unloaded
+from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
@@ -28,7 +29,6 @@ from slipstream.models.files.grouped import GroupedMatrix
 from slipstream.models.files.quantised_folder import check_settings
 from slipstream.models.files.quantized import settle_quantized
 from slipstream.models.outline import outline_model
-from slipstream.models.rows import RowGroup
 from tests.kit.quantised_folders import LINEARS, Layer, awq, compressed, gptq, quantise_folder
 
 

@@ -28,9 +28,9 @@ from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization
-from slipstream.models.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +132,13 @@ class EagleDrafter(CachedDrafter):
 
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
         features = torch.cat([self._features(feed) for feed in feeds])
-        rows = Rows([feed.rows for feed in feeds])
+        rows = ForwardBatch([feed.rows for feed in feeds])
         return self.executor.draft_chain(rows, self.cache.pool, features, chains)
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         committed = feeds[0].nodes is None  # all are, or none is
         given = torch.cat([self._features(feed) if committed else self._estimates(feed) for feed in feeds])
-        rows = Rows([feed.rows for feed in feeds])
+        rows = ForwardBatch([feed.rows for feed in feeds])
         states, logits = self.executor.forward(rows, self.cache.pool, given, committed)
         self._remember(feeds, states)
         return logits

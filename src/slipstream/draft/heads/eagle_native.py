@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.head_executor import EagleExecutor
 from slipstream.kv.pool import KVPool
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
 from slipstream.models.cpu.activations import ACTIVATIONS
@@ -22,7 +23,6 @@ from slipstream.models.cpu.structs import EagleStruct, LayerStruct, ModelStruct,
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.rows import Rows
 
 
 class NativeEagle(PackedModel, EagleExecutor):
@@ -106,19 +106,23 @@ class NativeEagle(PackedModel, EagleExecutor):
     def footprint(self) -> int:
         return self.nbytes
 
-    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
         made, logits, states = self._outputs(rows, given, from_target)
         self._run("slipstream_eagle", self._struct, self._batch(rows, pool, logits), states)
         return made, logits
 
-    def draft_chain(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
+    def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
         chains.check(rows)
         _, logits, states = self._outputs(rows, given, from_target=True)
         batch = self._batch(rows, pool, logits)
         self._run("slipstream_draft_eagle", self._struct, batch, states, chains.struct)
         return chains.take_struct()
 
-    def _outputs(self, rows: Rows, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor, StatesStruct]:
+    def _outputs(
+        self, rows: ForwardBatch, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor, StatesStruct]:
         given = given.contiguous()
         made = native.empty_rows(rows.num_rows, self._hidden_size)
         states = StatesStruct(given.data_ptr(), made.data_ptr(), from_target)

@@ -13,9 +13,9 @@ from slipstream.models import CausalLM
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.linear.formats import UNCHANGED, WeightFormat
 from slipstream.models.linear.packing import pack_linears, packed_bytes
-from slipstream.models.rows import Rows
 
 
 class EagerEagle(EagleExecutor):
@@ -32,7 +32,9 @@ class EagerEagle(EagleExecutor):
         table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
         return table + _held_bytes(self.head)
 
-    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
         head, device = self.head, self.target.device
         attention = PackedAttention(rows, pool)
         on = rows.on(device)

@@ -20,9 +20,9 @@ from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.rows import Rows
 from slipstream.registry import Registry
 
 
@@ -47,17 +47,19 @@ class EagleExecutor(HeadExecutor):
         """Takes the head over: the numbers of `head` may be gone afterwards."""
 
     @abstractmethod
-    def forward(self, rows: Rows, pool: KVPool, given: Tensor, from_target: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
         """One level: the states [N, hidden] behind the rows, and logits [wanted rows, target's vocab].
 
         `given` are the states that the rows start from, [N, width]: the target's features, or the head's own states.
         """
 
-    def draft_chain(self, rows: Rows, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
+    def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
         """As `Executor.draft_chain`, from the target's features `given` [N, width]."""
         last = given
 
-        def run(level: Rows, above: Seq[int]) -> Tensor:
+        def run(level: ForwardBatch, above: Seq[int]) -> Tensor:
             nonlocal last
             states, logits = self.forward(level, pool, last[above] if above else given, not above)
             last = states[level.on(states.device).logit_rows]

@@ -12,6 +12,7 @@ from slipstream.draft.heads.head_executor import HeadsExecutor
 from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.draft.heads.residual import ProjectedHeads
+from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
 from slipstream.models.cpu.kernel import Kernel
@@ -21,7 +22,6 @@ from slipstream.models.cpu.structs import BatchStruct, BlockStruct, HeadRowsStru
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.rows import RowGroup, Rows
 
 
 class NativeHeads(PackedModel, HeadsExecutor):
@@ -78,7 +78,9 @@ class NativeHeads(PackedModel, HeadsExecutor):
             return chains.take_struct()
         states = states.contiguous()
         logits = native.empty_rows(len(states), self._vocab_size)
-        rows = Rows([RowGroup(range(1), 0, [token_id], [0]) for token_id in token_ids])  # stored nowhere
+        rows = ForwardBatch(
+            [RowGroup(range(1), 0, [token_id], [0]) for token_id in token_ids]
+        )  # stored nowhere
         batch = BatchStruct(len(states), len(states), 0, 0, *rows.addresses()[:9], logits=logits.data_ptr())
         embedder, given_at = self._beside.struct, ctypes.c_void_p(states.data_ptr())
         with self._lock:

@@ -16,7 +16,7 @@ from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, NotF
 from slipstream.draft.model.levels import Feed, LevelDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.rows import RowGroup
+from slipstream.models.batch import RowGroup
 
 
 class CachedDrafter(LevelDrafter):

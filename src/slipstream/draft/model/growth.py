@@ -24,8 +24,8 @@ from slipstream.config import check_at_least, reject_unknown
 from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.slots import SlotMap
+from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import ENDED, NOT_FINITE, Draw
-from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor

@@ -18,8 +18,8 @@ from slipstream.draft.model.correction import CorrectedOptions, Correction
 from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, Peaks, whole_chains
 from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.kv.cache import KVCache
+from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import Chains
-from slipstream.models.rows import RowGroup
 
 
 @dataclass(slots=True)

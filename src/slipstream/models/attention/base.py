@@ -1,8 +1,9 @@
 """What an attention backend is: how the rows of a pass attend over the cache, and which slots the cache gives out.
 
 A backend is one class in one file. It is found by name (`slipstream.models.attention.registry`) and chosen when a model
-is loaded. In a pass `Rows` are made from the row groups, `prepare` is called once, and the model calls `attend` in
-every layer. A backend that needs another layout of the cache names it as `layout`; nothing else has to know.
+is loaded. In a pass a `ForwardBatch` is made of the row groups, `prepare` is called once, and the model calls
+`attend` once a layer. A backend that needs another layout of the cache names it as `layout`, and nothing else
+has to know.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting
 from slipstream.models.attention.own_cache import asks_a_cache
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.rows import Rows
 
 ATTENTION_NAME = "slipstream"
 """The attention that Transformers models are loaded with; see `hook`."""
@@ -121,7 +122,7 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def prepare(self, rows: Rows, pool: KVPool) -> AttentionPass:
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:
         """Once a pass, before any layer runs."""
 
     def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:

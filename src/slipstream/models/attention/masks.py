@@ -1,17 +1,17 @@
-"""Masks for PyTorch, made of `Rows` on the device, once for all layers that are alike."""
+"""Masks for PyTorch, made of `ForwardBatch` on the device, once for all layers that are alike."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from slipstream.models.rows import Rows
+from slipstream.models.batch import ForwardBatch
 
 
 class Masks:
     """What the rows of each group may see of their sequence's entries."""
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
+    def __init__(self, rows: ForwardBatch, device: torch.device) -> None:
         self._rows = rows
         self._device = device
         self._made: dict[tuple[int, int | None, int], tuple[int, Tensor | None]] = {}

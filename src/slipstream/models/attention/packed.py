@@ -12,13 +12,13 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, Variant
 from slipstream.models.attention.masks import Masks
-from slipstream.models.rows import Rows
+from slipstream.models.batch import ForwardBatch
 
 
 class PackedAttention(AttentionPass):
     """Stores the new keys and values behind each sequence's valid entries, and attends to these together."""
 
-    def __init__(self, rows: Rows, pool: KVPool) -> None:
+    def __init__(self, rows: ForwardBatch, pool: KVPool) -> None:
         self._rows = rows
         self._pool = pool
         device = pool.features.device
@@ -57,7 +57,7 @@ class PackedAttention(AttentionPass):
 class PackedBackend(AttentionBackend):
     """PyTorch's attention, on any device, for models that attend through the attention interface."""
 
-    def prepare(self, rows: Rows, pool: KVPool) -> PackedAttention:
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> PackedAttention:
         return PackedAttention(rows, pool)
 
 

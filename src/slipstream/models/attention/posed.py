@@ -16,13 +16,13 @@ from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, LayerProbe, ModelTraits, Variant
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.own_cache import HEADS_SHARED, asks_a_cache
-from slipstream.models.rows import Rows
+from slipstream.models.batch import ForwardBatch
 
 
 class PosedPass(AttentionPass):
     """Looks like a Transformers cache that holds the past of every sequence in the pass."""
 
-    def __init__(self, rows: Rows, pool: KVPool, share: int) -> None:
+    def __init__(self, rows: ForwardBatch, pool: KVPool, share: int) -> None:
         self._rows = rows
         self._pool = pool
         self._share = share
@@ -92,7 +92,7 @@ class PosedBackend(AttentionBackend):
             return f"only {', '.join(HEADS_SHARED)} is known to attend over what a cache hands out"
         return None
 
-    def prepare(self, rows: Rows, pool: KVPool) -> PosedPass:
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> PosedPass:
         return PosedPass(rows, pool, self._share)
 
     def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models.attention.base import Variant
+from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu import native
 from slipstream.models.cpu.families import Family
 from slipstream.models.cpu.kernel import Kernel
@@ -23,7 +24,6 @@ from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LinearStruct, ModelStruct, NormStruct
 from slipstream.models.linear.grouped import GroupedLinear
-from slipstream.models.rows import RowGroup, Rows
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -80,7 +80,7 @@ class LayerTrial(PackedModel):
         struct = self._struct(states, NormStruct(), LinearStruct(), 0, (LayerStruct * 2)(layer, layer))
         found = []
         for groups in passes:
-            rows = Rows(groups)
+            rows = ForwardBatch(groups)
             after = {1: native.empty_rows(rows.num_rows, states.shape[1])}
             logits = native.empty_rows(rows.num_logit_rows, 0)
             self._run("slipstream_forward", struct, self._batch(rows, pool, logits, after, [0]))
@@ -99,7 +99,7 @@ class LayerTrial(PackedModel):
         struct = self._struct(states, norm, packed, head.out_features, (LayerStruct * 0)())
         count = len(states)
         pool = KVPool([LayerShape(1, 1, 1)], count, torch.float32, torch.device("cpu"))
-        rows = Rows([RowGroup(range(count), 0, list(range(count)), range(count))])
+        rows = ForwardBatch([RowGroup(range(count), 0, list(range(count)), range(count))])
         logits = native.empty_rows(count, head.out_features)
         self._run("slipstream_forward", struct, self._batch(rows, pool, logits, None, []))
         return logits

@@ -11,9 +11,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native, threads
 from slipstream.models.cpu.experts import PackedExperts
 from slipstream.models.cpu.kernel import Kernel, common_kernel
@@ -29,7 +31,6 @@ from slipstream.models.cpu.structs import (
     NormStruct,
 )
 from slipstream.models.linear.grouped import GroupedLinear
-from slipstream.models.rows import Rows
 
 
 class PackedModel:
@@ -53,7 +54,7 @@ class PackedModel:
         finalize(self, native.library().slipstream_free_scratch, self._scratch).atexit = False
         self._lock = threading.Lock()
         self.num_threads = threads.available()
-        self._pools: WeakKeyDictionary[KVPool, list[Any]] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[KVPool, tuple[list[Any], list[int]]] = WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +112,7 @@ class PackedModel:
 
     def _batch(
         self,
-        rows: Rows,
+        rows: ForwardBatch,
         pool: KVPool,
         logits: Tensor,
         hidden: Mapping[int, Tensor] | None = None,
@@ -120,37 +121,39 @@ class PackedModel:
         """The rows of a pass that writes `logits` [wanted rows, vocab] and the `hidden` states of some layers."""
         if not rows.contiguous:
             raise ValueError("the native kernels read contiguous slots; give the cache another layout")
-        if rows.fast_rows and not self._has_sixteen_bits:
+        if rows.num_fast and not self._has_sixteen_bits:
             raise ValueError("num_fast is for models whose layers are kept in 16 bits")
-        hidden = hidden or {}
-        keys, values, key_scales, value_scales = self._addresses(pool)
-        tap_layers = np.array(list(hidden), dtype=np.int64)
-        taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
-        run = np.array(range(self.num_layers) if layers is None else layers, dtype=np.int64)
-        fast_rows = np.array(rows.fast_rows, dtype=np.int64)
+        tap_layers, taps, fast_rows, run = _NONE, None, _NONE, self._every_layer
+        if hidden:
+            tap_layers = np.array(list(hidden), dtype=np.int64)
+            taps = (ctypes.c_void_p * len(hidden))(*(tensor.data_ptr() for tensor in hidden.values()))
+        if layers is not None:
+            run = np.array(layers, dtype=np.int64)
+        if rows.num_fast:
+            fast_rows = np.array(rows.fast_rows, dtype=np.int64)
+        arrays, (keys, values, key_scales, value_scales) = self._addresses(pool)
         addresses = rows.addresses()
         batch = BatchStruct(
             rows.num_rows,
             rows.num_logit_rows,
-            len(hidden),
+            len(tap_layers),
             len(run),
             *addresses[:9],  # token_ids to logit_rows
-            ctypes.addressof(keys),
-            ctypes.addressof(values),
-            tap_layers.ctypes.data,
-            ctypes.addressof(taps),
+            keys,
+            values,
+            _address(tap_layers),
+            0 if taps is None else ctypes.addressof(taps),
             logits.data_ptr(),
-            run.ctypes.data,
+            _address(run),
             pool.num_slots,
             ENTRY_TYPES[pool.cache_dtype],
-            ctypes.addressof(key_scales),
-            ctypes.addressof(value_scales),
+            key_scales,
+            value_scales,
             len(fast_rows),
-            fast_rows.ctypes.data,
+            _address(fast_rows),
             *(addresses[-2:] if rows.shares else ()),
         )
-        # As long as the kernels may read them:
-        batch.kept = (rows, keys, values, key_scales, value_scales, tap_layers, taps, run, fast_rows)
+        batch.kept = (rows, arrays, tap_layers, taps, run, fast_rows)  # as long as the kernels may read them
         return batch
 
     def _layer(
@@ -237,10 +240,23 @@ class PackedModel:
         self._kept.append(kept)
         return kept
 
-    def _addresses(self, pool: KVPool) -> list[Any]:
-        """Return the addresses of the pool's keys, values, key scales and value scales: one a layer."""
+    def _addresses(self, pool: KVPool) -> tuple[list[Any], list[int]]:
+        """Arrays of the pool's keys, values, key scales and value scales, one address a layer, and where they begin."""
         if pool not in self._pools:
             array = ctypes.c_void_p * self.num_layers
             kinds = (pool.keys, pool.values, pool.key_scales, pool.value_scales)
-            self._pools[pool] = [array(*(tensor.data_ptr() for tensor in kind)) for kind in kinds]
+            arrays = [array(*(tensor.data_ptr() for tensor in kind)) for kind in kinds]
+            self._pools[pool] = arrays, [ctypes.addressof(each) for each in arrays]
         return self._pools[pool]
+
+    @cached_property
+    def _every_layer(self) -> NDArray[np.int64]:
+        return np.arange(self.num_layers)
+
+
+def _address(numbers: NDArray[np.int64]) -> int:
+    address: int = numbers.__array_interface__["data"][0]
+    return address
+
+
+_NONE = np.zeros(0, dtype=np.int64)

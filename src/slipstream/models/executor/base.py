@@ -17,12 +17,12 @@ from torch import Tensor
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, Probed
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.executor.chains import Chains
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.rows import Rows
 from slipstream.models.weight_check import WeightCheck
 
 
@@ -127,12 +127,16 @@ class Executor(ABC):
 
     @abstractmethod
     def forward(
-        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
     ) -> PassOutput:
         """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
 
     def draft_chain(
-        self, rows: Rows, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
+        self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
     ) -> list[list[int]]:
         """The tokens of whole chains, behind the rows whose logits are wanted; see `Chains`.
 
@@ -149,7 +153,7 @@ class Executor(ABC):
     def project(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab]; see `CausalLM.project`."""
 
-    def check_layers(self, trial: Rows, pool: KVPool) -> None:
+    def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         """Raise `ConfigError` where some layers cannot run without the others. `trial` is a pass to try it on."""
         return
 

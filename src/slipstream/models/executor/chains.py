@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
-from slipstream.models.rows import RowGroup, Rows
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -70,7 +70,7 @@ class Chains:
         self._num_tokens = num_tokens
         self._likely = [1.0] * len(draws)
 
-    def check(self, rows: Rows) -> None:
+    def check(self, rows: ForwardBatch) -> None:
         """Raise `ValueError` where the chains do not fit behind the wanted rows, or their entries have no slots."""
         lengths = iter(self.lengths)
         for group in rows.groups:
@@ -90,7 +90,7 @@ class Chains:
         if next(lengths, None) is not None:
             raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
 
-    def draw(self, rows: Rows, run: Callable[[Rows, list[int]], Tensor]) -> list[list[int]]:
+    def draw(self, rows: ForwardBatch, run: Callable[[ForwardBatch, list[int]], Tensor]) -> list[list[int]]:
         """Draw all chains behind the wanted rows, a pass a level; `run` computes the logits of a pass.
 
         It is given the rows of the level, one a chain that goes on, and which of the wanted rows of the pass before
@@ -108,7 +108,7 @@ class Chains:
             for chain in growing:
                 drawn, (slots, first) = self.drawn[chain], ends[chain]
                 below.append(RowGroup(slots, first + len(drawn) - 1, drawn[-1:], [0]))
-            before, growing = growing, self.take(run(Rows(below), above), growing)
+            before, growing = growing, self.take(run(ForwardBatch(below), above), growing)
         return self.drawn
 
     def take(self, logits: Tensor, growing: Sequence[int] | None = None) -> list[int]:

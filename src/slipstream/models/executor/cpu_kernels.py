@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import Variant
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.cpu.families import Family, find_family
 from slipstream.models.cpu.kernel import Kernel
@@ -34,7 +35,6 @@ from slipstream.models.cpu.structs import (
 from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
 from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import StoredEmbedding
-from slipstream.models.rows import Rows
 
 
 class CpuKernels(PackedModel, Executor):
@@ -112,7 +112,11 @@ class CpuKernels(PackedModel, Executor):
         return self.nbytes
 
     def forward(
-        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
     ) -> PassOutput:
         """As `Executor.forward`; a run must lie in consecutive slots."""
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
@@ -121,7 +125,7 @@ class CpuKernels(PackedModel, Executor):
         return PassOutput(logits, hidden)
 
     def draft_chain(
-        self, rows: Rows, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
+        self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
     ) -> list[list[int]]:
         chains.check(rows)
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionPass
 from slipstream.models.attention.gpu import without_cudnn
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
 from slipstream.models.files.stored import quantised_layers
@@ -18,7 +19,6 @@ from slipstream.models.layers import LayerStack, tried_layers
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.matrices import widen_experts
-from slipstream.models.rows import Rows
 from slipstream.models.support import text_config
 
 
@@ -79,7 +79,11 @@ class EagerExecutor(Executor):
         return packed_bytes(self.model) + plain + apart
 
     def forward(
-        self, rows: Rows, pool: KVPool, hidden_layers: Sequence[int] = (), layers: Sequence[int] | None = None
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
             if layers is None:
@@ -88,7 +92,9 @@ class EagerExecutor(Executor):
             with self._layer_stack.only(layers):
                 return self.run(rows, self.backend.prepare(rows, pool))
 
-    def run(self, rows: Rows, attention: AttentionPass, hidden_layers: Sequence[int] = ()) -> PassOutput:
+    def run(
+        self, rows: ForwardBatch, attention: AttentionPass, hidden_layers: Sequence[int] = ()
+    ) -> PassOutput:
         """The pass with an attention that was prepared for it."""
         on = rows.on(self.model.device)
         with without_cudnn(self.model.device):
@@ -111,7 +117,7 @@ class EagerExecutor(Executor):
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
-    def check_layers(self, trial: Rows, pool: KVPool) -> None:
+    def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         with self._lock:
             if self._layer_stack is None:
                 self._layer_stack = tried_layers(self.model, lambda: self.forward(trial, pool).logits)
