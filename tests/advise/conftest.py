@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.config import SpeculativeConfig
-from slipstream.engine.closed_loop import BenchJob
-from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
-from slipstream.tools.advise.candidates import Candidate, make_candidates, own_draft
+from slipstream.tools.advise.candidates import make_candidates, own_draft
 from slipstream.tools.advise.engines import make_shadow
 from slipstream.tools.advise.job import AdviceJob, make_jobs
-from slipstream.tools.advise.recording import Recorded, record
+from slipstream.tools.advise.recording import record
 from slipstream.tools.advise.traffic import read_traffic
-
-ENGINE = {"num_threads": 1, "kv_cache_bytes": 32 * 2**20, "max_num_seqs": 8, "max_model_len": 512}
-
-
-@dataclass(frozen=True)
-class Tape:
-    """A recording and all that it was made with."""
-
-    job: AdviceJob
-    engine: Engine
-    jobs: list[BenchJob]
-    recorded: Recorded
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        return list(self.job.candidates)
+from tests.kit.tape import ENGINE, Tape
 
 
 def drafters(every: bool) -> list[SpeculativeConfig]:

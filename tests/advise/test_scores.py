@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from advise_cases import FREE
-from conftest import ENGINE, Tape
 
 from slipstream.config import SpeculativeConfig
 from slipstream.engine.closed_loop import closed_loop
@@ -12,6 +11,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.tools.advise.candidates import Setting, setting_name, settings
 from slipstream.tools.advise.scores import scores_of
 from slipstream.tools.advise.simulate import Simulator, always
+from tests.kit.tape import ENGINE, Tape
 
 
 def simulator(tape: Tape) -> Simulator:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from advise_cases import FREE, chain, hand_made, linear, recorded, request
-from conftest import ENGINE, Tape
 
 from slipstream.errors import RequestError
 from slipstream.sampling.params import SamplingParams
@@ -15,6 +14,7 @@ from slipstream.tools.advise.costs import along, between
 from slipstream.tools.advise.engines import make_shadow
 from slipstream.tools.advise.rehearse import measure_costs
 from slipstream.tools.advise.simulate import always
+from tests.kit.tape import ENGINE, Tape
 
 DRAFT = Setting(0, 4)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Tape
 
 from slipstream.errors import RequestError
 from slipstream.tools.advise.job import make_jobs
 from slipstream.tools.advise.traffic import read_traffic
+from tests.kit.tape import Tape
 
 ANSWERED = {
     "time": "2026-11-23T10:00:02.000Z",

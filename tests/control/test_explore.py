@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.control.budget import MAX_CREDIT_STEPS, Budget
 from slipstream.control.cost import Mean
-from slipstream.control.explore import MAX_CREDIT_STEPS, MAX_TRIAL_STEPS, NUM_TRIAL_STEPS, Budget, Trials
+from slipstream.control.trials import MAX_TRIAL_STEPS, NUM_TRIAL_STEPS, Trials
 from slipstream.control.types import Choice, Outcome, StepRequest
 
 REQUESTS = [StepRequest(number, "t", limit=8) for number in range(3)]

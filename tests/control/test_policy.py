@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from world import PLAN_S, FakeClock, Machine, Simulated, World, chain
 
-from slipstream.control.explore import MAX_TRIAL_STEPS, NUM_OFF_STEPS
 from slipstream.control.plans import MAX_AGE
 from slipstream.control.policy import SEARCH_SHARE, Policy
+from slipstream.control.realised import NUM_OFF_STEPS
+from slipstream.control.trials import MAX_TRIAL_STEPS
 from slipstream.control.types import (
     MAX_TASKS,
     NOBODY,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slipstream.control.explore import (
+from slipstream.control.realised import (
     MAX_PAIRS,
     MIN_PAIRS,
     NUM_OFF_STEPS,

@@ -9,7 +9,8 @@ import pytest
 from test_policy import FOREVER
 from world import World, chain
 
-from slipstream.control.explore import NUM_BACK_STEPS, NUM_OFF_STEPS, RECENT_PAIRS, Pair, Realised, StandBack
+from slipstream.control.realised import NUM_BACK_STEPS, NUM_OFF_STEPS, Pair, Realised
+from slipstream.control.stand_back import RECENT_PAIRS, StandBack
 
 SHARE = 0.005
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +10,7 @@ import pytest
 from slipstream import LLM
 from slipstream.assets import sample_prompts
 from slipstream.text.prompts import encode_chat
-
-ORACLE = "slipstream.testing.stub_drafters:OracleDrafter"
-
-MakeLLM = Callable[..., LLM]
+from tests.kit.engines import MakeLLM
 
 
 @pytest.fixture

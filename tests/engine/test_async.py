@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
@@ -18,6 +17,7 @@ from slipstream.engine.async_engine import EngineStoppedError
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.text import prompts as inputs_module
+from tests.kit.engines import MakeLLM
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
 

@@ -7,10 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
+from tests.kit.engines import MakeLLM
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 NUM_REQUESTS = 2000

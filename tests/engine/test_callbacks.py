@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.types import FinishReason
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
+from tests.kit.engines import MakeLLM
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

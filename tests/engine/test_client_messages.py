@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine.outputs import Update
 from slipstream.errors import RequestError
 from slipstream.text.prompts import encode_chat
+from tests.kit.engines import MakeLLM
 
 ASKED = {"role": "user", "content": "Tell me of the sea."}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
@@ -15,6 +14,7 @@ from slipstream.core.types import EmittedTokens
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import RequestError
+from tests.kit.engines import MakeLLM
 
 CHAIN = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 TREE = {"method": "slipstream.testing.stub_drafters:RandomTreeDrafter", "num_draft_nodes": 6}

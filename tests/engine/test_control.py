@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
@@ -22,6 +21,7 @@ from slipstream.draft.base import Drafter
 from slipstream.draft.guarded.guard import FIRST_PAUSE_S
 from slipstream.errors import ConfigError, RequestError
 from slipstream.testing.stub_drafters import OracleOptions
+from tests.kit.engines import MakeLLM
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 5}
 AUTO = {"method": "auto", "drafters": [{"method": "suffix"}, DRAFT]}

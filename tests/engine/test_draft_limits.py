@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.types import Proposal, StepItem
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.models.executor.chains import Chains
+from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 TREE: dict[str, Any] = {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 9}

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -36,6 +35,7 @@ from slipstream.errors import ConfigError
 from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import next_body
 from slipstream.testing.workers import running_worker
+from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 STUBS = "slipstream.testing.stub_drafters"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.schedule import shares
+from tests.kit.engines import MakeLLM
 
 DRAFTS: list[dict[str, Any] | None] = [
     None,

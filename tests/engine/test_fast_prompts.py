@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
@@ -22,6 +21,7 @@ from slipstream.models import CausalLM, RowGroup, load_model, loading
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.tools.audit.replaying import Replayer
+from tests.kit.engines import MakeLLM
 from tests.kit.quantised_folders import gptq_folder
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="it is the native kernels'")

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
@@ -15,6 +14,7 @@ from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.lookup.suffix import SuffixDrafter
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.kv.segments import SegmentAccounting
+from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.heads.eagle import EagleDrafter
 from slipstream.models.cpu import native
+from tests.kit.engines import MakeLLM
 
 pytestmark = pytest.mark.skipif(
     native.unavailable() is not None, reason="bits depend on the company without the kernels"

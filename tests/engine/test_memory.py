@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
@@ -14,6 +13,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.memory import plan_memory
 from slipstream.errors import CapacityError
 from slipstream.plan.sizes import format_bytes
+from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 

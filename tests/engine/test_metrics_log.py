@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence, StepItem
 from slipstream.engine.outputs import CompletionOutput, RequestOutput
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions
+from tests.kit.engines import ORACLE, MakeLLM
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.model.growth import Growth
 from slipstream.models.cpu import native
 from slipstream.models.executor.chains import Chains
+from tests.kit.engines import MakeLLM
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs the kernels")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.model.growth import Growth, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
+from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ORACLE, MakeLLM
 from transformers import LlamaForCausalLM
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.models import load_tokenizer
+from tests.kit.engines import ORACLE, MakeLLM
 
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "off": None,

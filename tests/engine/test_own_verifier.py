@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
@@ -13,6 +12,7 @@ from slipstream.core.types import ROOT, ProposalKind, Verdict
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Stream
 from slipstream.verify.base import Judgement, Verifier
+from tests.kit.engines import MakeLLM
 
 
 class PatientVerifier(Verifier):

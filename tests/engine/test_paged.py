@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import MakeLLM
 from test_cache_contents import SPECS, check_all, history
 
 from slipstream import LLM, SamplingParams
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.models.attention.registry import ATTENTION
 from slipstream.testing.paged import PAGE, PagedAccounting, PagedBackend
+from tests.kit.engines import MakeLLM
 
 TOLERANCE = 1e-3
 """Tolerance of an entry: PyTorch's attention gives a row other last bits in other company."""

@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.core.types import StepItem
 from slipstream.errors import RequestError
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation
+from tests.kit.engines import MakeLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=48, ignore_eos=True)

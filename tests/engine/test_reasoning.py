@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core.types import EmittedTokens, StepItem
 from slipstream.errors import ConfigError, ReasoningError, RequestError
+from tests.kit.engines import ORACLE, MakeLLM
 
 SMALL = {"max_model_len": 256, "kv_cache_bytes": 64 * 2**20}
 PROMPT = "Once upon a time"

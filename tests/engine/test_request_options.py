@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.core.types import Sequence
 from slipstream.engine.requests import batch_options, request_options
 from slipstream.errors import RequestError
+from tests.kit.engines import ORACLE, MakeLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ALL = {"tenant": "t", "task": "sql", "max_draft_tokens": 2, "draft_method": ORACLE}

@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.errors import CapacityError, ConfigError, ModelError, RequestError
+from tests.kit.engines import ORACLE, MakeLLM
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 TREE = {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 10}

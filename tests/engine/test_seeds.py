@@ -6,11 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine.requests import request_seeds
 from slipstream.sampling.noise import derive_seed
+from tests.kit.engines import MakeLLM
 
 NUM_REQUESTS = 1000
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.core.types import StepItem
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation
+from tests.kit.engines import MakeLLM
 
 PROMPT = "Once upon a time"
 SAMPLES = SamplingParams(n=6, temperature=0.7, seed=3, max_tokens=48, ignore_eos=True)

@@ -8,13 +8,13 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
-from conftest import MakeLLM
 
 import slipstream
 from slipstream import AsyncEngine, SamplingParams
 from slipstream.core.types import Proposal, Sequence
 from slipstream.errors import EngineStoppedError
 from slipstream.testing.stub_drafters import OracleDrafter
+from tests.kit.engines import MakeLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PARTS = {"runner", "scheduler", "drafting", "drafter"}

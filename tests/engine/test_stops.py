@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import ORACLE, MakeLLM
 
 from slipstream import LLM, RequestOutput, SamplingParams
+from tests.kit.engines import ORACLE, MakeLLM
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from conftest import MakeLLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.metrics.step import StepReport
@@ -16,6 +15,7 @@ from slipstream.core.types import Proposal, Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.cache import KVCache
 from slipstream.testing.stub_drafters import OracleOptions
+from tests.kit.engines import MakeLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 AT_CALL = 6

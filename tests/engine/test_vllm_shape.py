@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MakeLLM
 from tqdm import tqdm
 
 from slipstream import LLM, AsyncEngine, Logprob, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.errors import RequestError
+from tests.kit.engines import MakeLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 IDS = [5, 9, 70]

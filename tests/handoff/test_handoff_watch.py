@@ -8,8 +8,8 @@ import random
 import httpx2
 import pytest
 
-from slipstream.control.explore import Pair, ratio_of
 from slipstream.control.monitor.alarms import AlarmKind
+from slipstream.control.realised import Pair, ratio_of
 from slipstream.errors import RemoteError
 from slipstream.serve.dashboard.latency import BucketCounts, LatencyWindow
 from slipstream.tools.handoff.history import ReadingInterval, ServerHistory

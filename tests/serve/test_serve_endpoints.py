@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeApp
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
-from serve_cases import MODEL
+from serve_cases import MODEL, MakeApp
 from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 

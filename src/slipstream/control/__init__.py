@@ -4,6 +4,7 @@ In every step the engine asks `policy` which drafter drafts how deep for which r
 drafted, checked and accepted, and what the parts of the step took. The policy sees no tokens. It keeps a plan for each
 load, with and without prompts in the step. `optimise` searches a plan: the most expected tokens over expected time.
 `acceptance` counts accepted draft tokens by drafter, task and request, each the prior of the next, and `traffic` keeps
-these counts. `cost` learns what steps and drafts take, as sums of parts. `explore` has one budget (`probe_share` of the
-time) for trials of what is not chosen and for probes without drafts, and suspends drafts where they measurably lose.
+these counts. `cost` learns what steps and drafts take, as sums of parts. One `budget` (`probe_share` of the time)
+pays for `trials` of what is not chosen and for `probes` without drafts, which measure what is `realised`;
+`stand_back` suspends drafts where they measurably lose.
 """

@@ -19,8 +19,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from slipstream.control.break_even import break_even, usual_depth
+from slipstream.control.budget import Budget
 from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
-from slipstream.control.explore import NUM_TRIAL_STEPS, Budget, Probes, StandBack, Step, Trials
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
 from slipstream.control.plans import (
@@ -31,7 +31,11 @@ from slipstream.control.plans import (
     most_common,
     plan_key,
 )
+from slipstream.control.probes import Probes
+from slipstream.control.realised import Step
+from slipstream.control.stand_back import StandBack
 from slipstream.control.traffic import TaskUse, Traffic
+from slipstream.control.trials import NUM_TRIAL_STEPS, Trials
 from slipstream.control.types import (
     NOBODY,
     NOTHING,

@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import Any
 
-from slipstream.control.explore import MIN_PAIRS
 from slipstream.control.monitor.alarms import Alarm
 from slipstream.control.monitor.drift import REFERENCE_SIZES, ShiftWatch
+from slipstream.control.realised import MIN_PAIRS
 from slipstream.control.types import ControlReport, TaskReport
 
 MIN_REQUESTS = 30

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from slipstream.assets.workload.prompts import Prompt
-from slipstream.control.explore import MAX_PAIRS, Pair, ratio_of
+from slipstream.control.realised import MAX_PAIRS, Pair, ratio_of
 from slipstream.control.types import Speedup
 from slipstream.errors import RemoteError
 from slipstream.rpc.client import Exchange, ServerAddress, ask
