@@ -142,13 +142,10 @@ def encode_chat(
         )
     _check_messages(messages)
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())
-    for what, said in (
-        ("the conversation", messages),
-        ("tools", tools),
-        ("the chat template's variables", template_options),
-        ("the chat template", chat_template),
-    ):
-        check_characters(what, said)
+    check_characters("the conversation", messages)
+    check_characters("tools", tools)
+    check_characters("the chat template's variables", template_options)
+    check_characters("the chat template", chat_template)
     if reserved:  # a request must not replace the template, which is a program
         raise RequestError(f"{min(reserved)!r} cannot be set as a variable of the chat template")
     text = _rendered(

@@ -65,10 +65,9 @@ def run(
     device = _device(plan.device)
     path = plan.model or EMBEDDED_TARGET
     tokenizer = load_tokenizer(path)
-    measured = plan.evaluation
     overlap = _overlap(plan, tokenizer)
     say(str(overlap))
-    drops = overlap.conversations if measured.overlap == "drop_training" else frozenset()
+    drops = overlap.conversations if plan.evaluation.overlap == "drop_training" else frozenset()
     documents = _documents(plan, tokenizer, drops)
     target = FrozenTarget(path, device, getattr(torch, options.dtype))
     student = make_student(target, tokenizer, documents)
@@ -78,13 +77,6 @@ def run(
         if processes.count > 1:
             raise ConfigError("--cache-features is for one process")
         target.keep(_cache(plan.output, target, student, [d.tokens for d in documents], say))
-    evaluator = Evaluator(
-        plan.model,
-        measured.eval_workload,
-        measured.eval_prompts_per_task,
-        measured.eval_max_tokens,
-        excluded=overlap.prompts if measured.overlap == "drop_evaluation" else frozenset(),
-    )
     pad = tokenizer.pad_token_id
     trainer = Trainer(
         student,
@@ -93,20 +85,35 @@ def run(
         int(tokenizer.eos_token_id if pad is None else pad),
         options,
         plan.output,
-        {
-            "method": method,
-            "method_options": dict(method_options),
-            "target": plan.model or "embedded pair",
-            "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plan.data},
-            "evaluation": asdict(measured),
-            "overlap": overlap.as_json(),
-        },
-        evaluator.evaluate,
+        {"method": method, "method_options": dict(method_options), **_made_with(plan, overlap)},
+        _evaluator(plan, overlap).evaluate,
         say,
         lambda progress: stop(),
         processes,
     )
     return trainer.run()
+
+
+def _made_with(plan: TrainingRun, overlap: Overlap) -> dict[str, Any]:
+    """What a run depends on beside its method: it can be continued only with the same."""
+    return {
+        "target": plan.model or "embedded pair",
+        "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plan.data},
+        "evaluation": asdict(plan.evaluation),
+        "overlap": overlap.as_json(),
+    }
+
+
+def _evaluator(plan: TrainingRun, overlap: Overlap) -> Evaluator:
+    """What measures the student in the engine, without the prompts that are left out."""
+    measured = plan.evaluation
+    return Evaluator(
+        plan.model,
+        measured.eval_workload,
+        measured.eval_prompts_per_task,
+        measured.eval_max_tokens,
+        excluded=overlap.prompts if measured.overlap == "drop_evaluation" else frozenset(),
+    )
 
 
 def _documents(plan: TrainingRun, tokenizer: Any, drops: AbstractSet[str]) -> Seq[TrainingDocument]:
