@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream import LLM, SamplingParams
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.draft.base import Drafter
 
 

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence, Verdict
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
+from slipstream.core.sequence import Sequence
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.draft.model.growth import Growth
 from slipstream.sampling.noise import Noise, Stream

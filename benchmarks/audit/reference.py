@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.audit.faults import Answered
-from slipstream.core.types import EMPTY_PROPOSAL
+from slipstream.core.proposal import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
 from slipstream.models.batch import tree_rows
 from slipstream.sampling.params import SamplingParams

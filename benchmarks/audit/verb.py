@@ -16,7 +16,7 @@ from unittest.mock import patch
 from benchmarks.audit.faults import HONEST_CLASSICAL, HONEST_SEEDED, Answered, Fault
 from slipstream import AsyncEngine
 from slipstream.assets.workload.reading import read_workload
-from slipstream.core.types import FinishReason, RequestOptions
+from slipstream.core.request import FinishReason, RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import Update

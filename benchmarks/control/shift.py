@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks.control.traffic import Question
 from slipstream.control.types import NOBODY
-from slipstream.core.types import RequestOptions, StepItem
+from slipstream.core.request import RequestOptions
+from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 

@@ -13,7 +13,7 @@ from benchmarks.harness.models import expanded
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.sampling.params import SamplingParams

@@ -18,7 +18,7 @@ from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floo
 from benchmarks.learn_serving.server import DEPTH
 from benchmarks.learn_serving.traffic import Asked, asked
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.draft.combine.versions import VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.engine import Engine

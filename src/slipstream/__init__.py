@@ -16,7 +16,7 @@ from slipstream.core.garbage import uncollected
 
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
-    from slipstream.core.types import RequestOptions
+    from slipstream.core.request import RequestOptions
     from slipstream.engine.async_engine import AsyncEngine
     from slipstream.engine.llm import LLM
     from slipstream.engine.logprobs import Logprob
@@ -35,7 +35,7 @@ _HOMES = {
     "EngineConfig": "slipstream.config",
     "LLM": "slipstream.engine.llm",
     "Logprob": "slipstream.engine.logprobs",
-    "RequestOptions": "slipstream.core.types",
+    "RequestOptions": "slipstream.core.request",
     "RequestOutput": "slipstream.engine.outputs",
     "RequestOutputKind": "slipstream.sampling.params",
     "SamplingParams": "slipstream.sampling.params",

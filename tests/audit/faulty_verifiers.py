@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
-from slipstream.core.types import Verdict
+from slipstream.core.proposal import Verdict
 from slipstream.verify.base import Judgement
 from slipstream.verify.coupled import CoupledVerifier
 from slipstream.verify.rejection import RejectionVerifier

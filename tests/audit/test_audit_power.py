@@ -15,7 +15,7 @@ from benchmarks.audit.detection import by_seeds, by_usage, of_scores
 from benchmarks.audit.faults import FAULTS, Answered, Fault
 from benchmarks.audit.faulty import OtherTies, UnnormalisedResidual, unprocessed_bonus_rows
 from benchmarks.audit.page import page
-from slipstream.core.types import Proposal, ProposalKind
+from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor

@@ -15,7 +15,7 @@ from slipstream.assets.workload.reading import Question, Workload
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import FinishReason
+from slipstream.core.request import FinishReason
 from slipstream.engine.closed_loop import BenchJob, closed_loop
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine

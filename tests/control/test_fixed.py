@@ -10,7 +10,7 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
 from slipstream.control.types import NOTHING, Choice, DrafterTraits, StepRequest
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.draft.combine.auto import AutoOptions
 from slipstream.draft.combine.rules import PlanRule
 from slipstream.engine.engine import Engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.core.types import tenant_account
+from slipstream.core.request import tenant_account
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport

@@ -29,7 +29,7 @@ from transformers import (
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.registry import create_drafter, drafter_names
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError

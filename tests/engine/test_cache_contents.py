@@ -14,7 +14,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kv.cache import KVCache

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import FinishReason
+from slipstream.core.request import FinishReason
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from tests.kit.engines import MakeLLM

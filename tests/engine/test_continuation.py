@@ -10,7 +10,7 @@ import pytest
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import EmittedTokens
+from slipstream.core.request import EmittedTokens
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import RequestError

@@ -16,7 +16,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.policy import Policy
 from slipstream.control.types import NOBODY, NOTHING, Choice, StepRequest
-from slipstream.core.types import Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
 from slipstream.draft.guarded.guard import FIRST_PAUSE_S
 from slipstream.errors import ConfigError, RequestError

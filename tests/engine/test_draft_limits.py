@@ -10,7 +10,8 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import Proposal, StepItem
+from slipstream.core.proposal import Proposal
+from slipstream.core.step import StepItem
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.models.executor.chains import Chains
 from tests.kit.engines import MakeLLM

@@ -9,7 +9,8 @@ import pytest
 
 from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import RequestOptions, Sequence
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.lookup.suffix import SuffixDrafter
 from slipstream.draft.model.draft_model import DraftModelDrafter

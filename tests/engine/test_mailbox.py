@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from slipstream.core.types import FinishReason
+from slipstream.core.request import FinishReason
 from slipstream.engine.mailbox import Item, Mailbox, joined
 from slipstream.engine.outputs import Update
 from slipstream.text.stream import Piece

@@ -13,7 +13,9 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence, StepItem
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.engine.outputs import CompletionOutput, RequestOutput
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions
 from tests.kit.engines import ORACLE, MakeLLM

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import ROOT, ProposalKind, Verdict
+from slipstream.core.proposal import ROOT, ProposalKind, Verdict
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Stream
 from slipstream.verify.base import Judgement, Verifier

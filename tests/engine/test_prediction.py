@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
-from slipstream.core.types import StepItem
+from slipstream.core.step import StepItem
 from slipstream.errors import RequestError
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation

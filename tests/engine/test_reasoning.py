@@ -10,7 +10,8 @@ import pytest
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core.types import EmittedTokens, StepItem
+from slipstream.core.request import EmittedTokens
+from slipstream.core.step import StepItem
 from slipstream.errors import ConfigError, ReasoningError, RequestError
 from tests.kit.engines import ORACLE, MakeLLM
 

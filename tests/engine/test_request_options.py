@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.engine.requests import batch_options, request_options
 from slipstream.errors import RequestError
 from tests.kit.engines import ORACLE, MakeLLM

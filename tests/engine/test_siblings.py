@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, RequestOptions, SamplingParams
-from slipstream.core.types import StepItem
+from slipstream.core.step import StepItem
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation
 from tests.kit.engines import MakeLLM

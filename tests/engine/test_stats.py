@@ -11,7 +11,8 @@ import pytest
 
 import slipstream
 from slipstream import AsyncEngine, SamplingParams
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.errors import EngineStoppedError
 from slipstream.testing.stub_drafters import OracleDrafter
 from tests.kit.engines import MakeLLM

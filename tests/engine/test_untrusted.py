@@ -11,7 +11,8 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.cache import KVCache
 from slipstream.testing.stub_drafters import OracleOptions

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import (

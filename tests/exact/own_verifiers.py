@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
-from slipstream.core.types import ROOT, ProposalKind, Verdict
+from slipstream.core.proposal import ROOT, ProposalKind, Verdict
 from slipstream.sampling.noise import Stream
 from slipstream.verify.base import Judgement, Verifier
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 from exact_cases import PROMPT, TARGETS
 
-from slipstream.core.types import ProposalKind, Verdict
+from slipstream.core.proposal import ProposalKind, Verdict
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.coupled_identity import all_trees, coupled_mismatches, noise_alphabet
 from slipstream.testing.enumeration import Target

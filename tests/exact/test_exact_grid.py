@@ -12,7 +12,7 @@ import pytest
 import torch
 from exact_cases import CLASSICAL_KINDS, DRAFTS, EXACT, SHAPES, TARGETS, VERIFIERS, Overflowing
 
-from slipstream.core.types import Proposal, ProposalKind, Verdict
+from slipstream.core.proposal import Proposal, ProposalKind, Verdict
 from slipstream.sampling.noise import Noise
 from slipstream.testing.enumeration import (
     Target,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from exact_cases import BIASED, EXACT, SHAPES, Overflowing, far, under_grammar
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Verdict
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams

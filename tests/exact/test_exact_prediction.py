@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from exact_cases import EXACT, TARGETS, VERIFIERS
 
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.lookup.prediction import PredictionDrafter, PredictionOptions
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams

@@ -10,7 +10,7 @@ from exact_cases import BIASED, CLASSICAL_KINDS, DRAFTS, EXACT, SHAPES, TARGETS
 from own_verifiers import DrawingVerifier, OneHotVerifier, TrustingVerifier
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.model.growth import GrowthOptions, ProposalShape
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError

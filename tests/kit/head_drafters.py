@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter
 from slipstream.draft.heads.head_eager import pack_beside

@@ -13,7 +13,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.errors import LearnError
 from slipstream.learn.capture.capture import Capture, CaptureLimits, identity_of
 from slipstream.learn.capture.step_rows import StepRows, reduced, top_of

@@ -18,7 +18,7 @@ from learn_cases import some_record, some_tensors
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError

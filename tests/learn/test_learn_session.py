@@ -16,7 +16,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.learn.background.learner import WorkerConfig
 from slipstream.learn.background.learner_process import MAX_STARTS, LearnerProcess

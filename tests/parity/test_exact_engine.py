@@ -21,7 +21,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.control.policy import Policy
 from slipstream.control.types import NOBODY, Choice, StepRequest
-from slipstream.core.types import Proposal, ProposalKind
+from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.draft.model.growth import Growth
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.engine_enumeration import engine_distribution

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import EmittedTokens, RequestOptions, TokenLogprob
+from slipstream.core.request import EmittedTokens, RequestOptions, TokenLogprob
 from slipstream.errors import ProtocolError, RequestError
 from slipstream.rpc.codec import error_in, error_out
 from slipstream.rpc.sockets import Outbox

@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.control.monitor.alarms import AlarmKind
-from slipstream.core.types import RequestOptions, Sequence
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.sampling.grammars import compiler
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.serve.app import create_app

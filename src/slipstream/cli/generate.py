@@ -46,7 +46,7 @@ from slipstream.text.prediction import parse_prediction
 
 if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
-    from slipstream.core.types import TokenLogprob
+    from slipstream.core.request import TokenLogprob
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
     from slipstream.text.prediction import Prediction

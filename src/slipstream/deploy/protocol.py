@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.metrics.decoded import DecodedSteps
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
 from slipstream.errors import DeployError
 from slipstream.rpc.codec import Codec, WireMessage

@@ -10,7 +10,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.core.metrics.request import RequestMetrics
-from slipstream.core.types import DEFAULT_OPTIONS, FinishReason, RequestOptions, TokenLogprob, tenant_account
+from slipstream.core.request import (
+    DEFAULT_OPTIONS,
+    FinishReason,
+    RequestOptions,
+    TokenLogprob,
+    tenant_account,
+)
 from slipstream.deploy.prefixes import blocks_of
 from slipstream.deploy.protocol import BeginRequest
 from slipstream.deploy.relay import Passage, Relay

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.core.metrics.engine import EngineStats
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.deploy.fleet import Health
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import Item as RoutedItem

@@ -10,7 +10,8 @@ from typing import Any
 
 from slipstream.core.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import RequestOptions, StepItem, tenant_account
+from slipstream.core.request import RequestOptions, tenant_account
+from slipstream.core.step import StepItem
 from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard

@@ -7,7 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.core.types import Proposal, ProposalKind, Sequence, StepItem, VerifierTraits
+from slipstream.core.proposal import Proposal, ProposalKind, VerifierTraits
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.outline import DraftOutline
 
 if TYPE_CHECKING:

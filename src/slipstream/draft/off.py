@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
 
 

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, options_from
-from slipstream.core.types import VerifierTraits
+from slipstream.core.proposal import VerifierTraits
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.draft.methods import METHODS
 from slipstream.errors import ConfigError, SlipstreamError

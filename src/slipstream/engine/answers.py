@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import FinishReason, Sequence, StepItem
+from slipstream.core.request import FinishReason
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.engine.logprobs import TokenTexts, record_logprobs
 from slipstream.engine.outputs import RequestOutput, Update, completion
 from slipstream.engine.requests import Answer, Request, UpdateCallback

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.engine import EngineStats
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine

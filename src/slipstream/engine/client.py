@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from slipstream.core.metrics.engine import EngineStats
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.engine.mailbox import Item, Put
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.engine.requests import RequestKeywords, request_options

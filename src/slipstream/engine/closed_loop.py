@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from slipstream.core.metrics.request import RequestMetrics
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.profiling.steps import StepTally

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import EmittedTokens, Sequence
+from slipstream.core.request import EmittedTokens
+from slipstream.core.sequence import Sequence
 from slipstream.engine.requests import Answer
 from slipstream.engine.steps import record_prediction
 from slipstream.errors import RequestError

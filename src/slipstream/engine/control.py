@@ -8,7 +8,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
 from slipstream.control.types import DrafterTraits
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import Drafter
 from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.models import CausalLM

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import compress
 
 from slipstream.control.types import NOBODY, Call, Choice, Drafted
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.draft.combine.merging import share_of, text_of

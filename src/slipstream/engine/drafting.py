@@ -18,7 +18,10 @@ from slipstream.control.types import (
     StepRequest,
 )
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, RequestOptions, Sequence, StepItem
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.merging import depth_along
 from slipstream.engine.drafters import Draft, Drafters, Wanted

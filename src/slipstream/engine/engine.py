@@ -14,15 +14,10 @@ from typing import Any, TypeVar
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import (
-    EMPTY_PROPOSAL,
-    EmittedTokens,
-    Proposal,
-    RequestOptions,
-    Sequence,
-    StepItem,
-    StepPlan,
-)
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.request import EmittedTokens, RequestOptions
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem, StepPlan
 from slipstream.draft.base import Drafter, Observation
 from slipstream.engine.answers import Answers
 from slipstream.engine.intake import Intake

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import Proposal, Sequence, StepItem
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter
 from slipstream.errors import ReasoningError
 from slipstream.reasoning.options import StepOptions

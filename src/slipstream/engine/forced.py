@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import ROOT, Proposal
+from slipstream.core.proposal import ROOT, Proposal
 from slipstream.sampling.grammars.grammar import Grammar
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
 
-from slipstream.core.types import DEFAULT_OPTIONS, EmittedTokens, RequestOptions, Sequence
+from slipstream.core.request import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.engine.continuation import check_emitted, resume
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import (

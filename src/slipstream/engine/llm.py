@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Unpack, cast
 
 from slipstream.config import SpeculativeConfig, reject_unknown
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.progress import UseTqdm, progress

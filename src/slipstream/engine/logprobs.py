@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.types import StepItem, TokenLogprob
+from slipstream.core.request import TokenLogprob
+from slipstream.core.step import StepItem
 
 BLOCK_ROWS = 64
 """Rows that are normalised at once, which bounds the memory beside the logits however long a prompt's chunk is."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from slipstream.core.metrics.request import RequestMetrics
-from slipstream.core.types import FinishReason, Sequence, TokenLogprob
+from slipstream.core.request import FinishReason, TokenLogprob
+from slipstream.core.sequence import Sequence
 from slipstream.engine.logprobs import Logprob, TokenTexts, by_token
 from slipstream.text.stream import Piece
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import Proposal, Sequence, StepItem
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.registry import create_drafter

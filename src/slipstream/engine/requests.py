@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
-from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions, Sequence
+from slipstream.core.request import DEFAULT_OPTIONS, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.engine.outputs import Update
 from slipstream.engine.stopping import StopRules
 from slipstream.errors import RequestError

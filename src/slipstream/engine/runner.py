@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core.types import StepItem
+from slipstream.core.step import StepItem
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import side_by_side, tree_rows

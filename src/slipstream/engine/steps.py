@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence as Seq
 
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import Sequence, StepItem
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.lookup.alignment import num_found
 
 

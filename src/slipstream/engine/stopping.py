@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import FinishReason, Sequence
+from slipstream.core.request import FinishReason
+from slipstream.core.sequence import Sequence
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.processors import LogitsProcessor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, StepItem, Verdict
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Verdict
+from slipstream.core.step import StepItem
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.verify.base import Judgement, Verifier

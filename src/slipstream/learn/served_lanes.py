@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.learn.background.beside import run_beside

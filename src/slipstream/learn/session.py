@@ -15,7 +15,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from slipstream.core.types import FinishReason, Sequence, StepItem
+from slipstream.core.request import FinishReason
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.combine.versions import VersionsDrafter
 from slipstream.draft.methods import HEADS
 from slipstream.engine.engine import Engine

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.kv.slots import SharedPrefix, SlotMap
 
 

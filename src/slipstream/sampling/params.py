@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.errors import RequestError
 from slipstream.sampling.keywords import check_names, strict_keywords

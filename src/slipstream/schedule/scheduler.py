@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import Sequence, StepItem, StepPlan
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem, StepPlan
 from slipstream.kv.slots import SlotAccounting
 from slipstream.schedule.shares import Shares, even_shares
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS

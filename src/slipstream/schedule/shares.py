@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import zip_longest
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 
 TURN_TOKENS = 512
 """Tokens that a sequence may add before its place goes to an account that has none. Where there are more accounts than

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.core.types import RequestOptions, tenant_account
+from slipstream.core.request import RequestOptions, tenant_account
 from slipstream.serve.api.task_labels import TaskLabels
 
 

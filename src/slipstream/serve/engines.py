@@ -10,7 +10,7 @@ from slipstream.control.types import ControlReport
 from slipstream.core.metrics.decoded import DecodedRow, DecodedSteps
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import StepItem
+from slipstream.core.step import StepItem
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine

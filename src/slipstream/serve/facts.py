@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slipstream.core.metrics.decoded import DecodedRow
-from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions, StepItem
+from slipstream.core.request import DEFAULT_OPTIONS, RequestOptions
+from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import reproduces
 from slipstream.sampling.params import SamplingParams

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.core.types import DEFAULT_OPTIONS, RequestOptions
+from slipstream.core.request import DEFAULT_OPTIONS, RequestOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.constraints import Constraint
 

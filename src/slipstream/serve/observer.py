@@ -24,7 +24,7 @@ from slipstream.core.metrics.decoded import DecodedRow, DecodedSteps
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import FinishReason
+from slipstream.core.request import FinishReason
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.errors import EngineStoppedError
 from slipstream.serve.accounts import Accounts

@@ -14,7 +14,8 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.leftovers import remembered, size

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.sampling.noise import Noise
 from slipstream.testing.enumeration import Target
 from slipstream.verify.base import Verifier

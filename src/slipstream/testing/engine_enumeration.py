@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from unittest.mock import patch
 
 from slipstream import LLM
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.enumeration import BranchingNoise, Decisions, Distribution, all_scripts
 from slipstream.testing.table_model import Text

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams

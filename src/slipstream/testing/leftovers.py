@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
 
 _OPAQUE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, torch.dtype, torch.device)

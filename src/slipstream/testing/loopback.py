@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.remote.ahead import AheadDrafting

@@ -16,17 +16,9 @@ from typing import Any
 
 import torch
 
-from slipstream.core.types import (
-    EMPTY_PROPOSAL,
-    ROOT,
-    FinishReason,
-    Proposal,
-    ProposalKind,
-    RequestOptions,
-    Sequence,
-    Verdict,
-    VerifierTraits,
-)
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Verdict, VerifierTraits
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.cache import KVCache
 from slipstream.kv.segments import CHUNK

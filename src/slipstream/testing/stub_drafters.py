@@ -12,7 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.verify.registry import VERIFIERS
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind
 from slipstream.sampling.noise import Noise, Stream
 
 Text = tuple[int, ...]

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from slipstream.core.types import Proposal, ProposalKind, Verdict, VerifierTraits
+from slipstream.core.proposal import Proposal, ProposalKind, Verdict, VerifierTraits
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:

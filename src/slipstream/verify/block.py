@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
-from slipstream.core.types import ProposalKind, Verdict
+from slipstream.core.proposal import ProposalKind, Verdict
 from slipstream.sampling.noise import Stream
 from slipstream.verify.base import Judgement, Verifier
 from slipstream.verify.rejection import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Verdict
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.verify.base import Judgement, Verifier
 
 

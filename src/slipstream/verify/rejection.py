@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Verdict
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.sampling.noise import Stream
 from slipstream.verify.base import Judgement, Verifier
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft import registry
 from slipstream.draft.base import Fit
 from slipstream.draft.lookup.ngram import NgramDrafter
@@ -71,8 +71,8 @@ def test_off_is_a_drafter_that_proposes_nothing() -> None:
         ("suffix", {"tree": "yes"}, "true or false, got 'yes'"),
         ("suffix", {"suffix_decoding_cache_file": "no/such/file"}, "cannot be read"),
         ("no_such_package.module:Drafter", {}, "cannot be loaded"),
-        ("slipstream.core.types:NoSuchDrafter", {}, "cannot be loaded"),
-        ("slipstream.core.types:Proposal", {}, "not a subclass of"),
+        ("slipstream.core.proposal:NoSuchDrafter", {}, "cannot be loaded"),
+        ("slipstream.core.proposal:Proposal", {}, "not a subclass of"),
         (f"{__name__}:WithoutOptionsDrafter", {}, "has no dataclass Options"),
     ],
 )

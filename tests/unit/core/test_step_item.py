@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence, StepItem, Verdict
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, Verdict
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.base import Observation
 from slipstream.sampling.params import SamplingParams
 

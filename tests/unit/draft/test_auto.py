@@ -12,7 +12,8 @@ import torch
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.control.types import NOBODY, NOTHING, Choice
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter, AutoOptions
 from slipstream.engine.drafters import Drafters

@@ -13,7 +13,9 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import Proposal, RequestOptions, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.cascade import CascadeDrafter, CascadeOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions

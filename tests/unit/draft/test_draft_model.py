@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.model.growth import Growths, NotFiniteError, Peaks, ProposalShape
 from slipstream.sampling.params import SamplingParams
 

@@ -11,7 +11,9 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, RequestOptions, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft import registry
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.ensemble import EnsembleDrafter, EnsembleOptions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.parallel.lookahead import JacobiDrafter, JacobiOptions, initial_token
 from slipstream.errors import ConfigError

@@ -12,7 +12,9 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import EMPTY_PROPOSAL, RequestOptions, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.model.layer_search import LayerSearch, evenly_spread
 from slipstream.draft.model.layer_skip import LayerSkipDrafter, LayerSkipOptions

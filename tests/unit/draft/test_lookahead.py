@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.types import ROOT, Proposal, Sequence
+from slipstream.core.proposal import ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.parallel.lookahead import (
     JacobiWindow,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.types import ROOT, ProposalKind
+from slipstream.core.proposal import ROOT, ProposalKind
 from slipstream.draft.heads.medusa import MedusaDrafter, MedusaOptions
 from slipstream.errors import ConfigError, ModelError
 from slipstream.sampling.params import SamplingParams

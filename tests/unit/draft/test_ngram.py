@@ -8,7 +8,7 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.lookup.ngram import NgramDrafter, NgramIndex, NgramOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import draft_context

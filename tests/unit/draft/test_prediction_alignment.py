@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.core.types import RequestOptions, Sequence
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.combine.merging import depth_along
 from slipstream.draft.lookup.alignment import Alignment, num_found

@@ -13,14 +13,9 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import (
-    EMPTY_PROPOSAL,
-    FinishReason,
-    Proposal,
-    ProposalKind,
-    RequestOptions,
-    Sequence,
-)
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.group import DrafterGroup
 from slipstream.draft.registry import create_drafter, validate

@@ -15,7 +15,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import ROOT, Proposal, Sequence, StepItem, Verdict
+from slipstream.core.proposal import ROOT, Proposal, Verdict
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.model.growth import check_choices
 from slipstream.draft.model.sequoia import RankAcceptance, best_tree, comb, fastest_tree
 from slipstream.draft.registry import validate

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.types import Proposal, ProposalKind, RequestOptions, Sequence
+from slipstream.core.proposal import Proposal, ProposalKind
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.lookup.ngram_rows import NgramRow, NgramRows
 from slipstream.draft.lookup.siblings import SiblingsDrafter, SiblingsOptions

@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_draft_model import seen, sequence
 
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.model.levels import Feed
 from slipstream.draft.model.slem import SlemDrafter, SlemOptions
 from slipstream.errors import ConfigError

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.types import ROOT, FinishReason, Proposal, RequestOptions, Sequence
+from slipstream.core.proposal import ROOT, Proposal
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.lookup.suffix import MAX_OCCURRENCES, SuffixDrafter, SuffixOptions
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams

@@ -11,7 +11,8 @@ import torch
 from test_draft_model import seen, sequence
 from torch import Tensor
 
-from slipstream.core.types import ProposalKind, Sequence
+from slipstream.core.proposal import ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.model.tli import TliDrafter, TliOptions
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.types import ROOT, FinishReason, Proposal, RequestOptions, Sequence
+from slipstream.core.proposal import ROOT, Proposal
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.lookup.token_recycling import (
     RANK_PROBS,

@@ -10,7 +10,8 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import RequestOptions, Sequence
+from slipstream.core.request import RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft import registry
 from slipstream.draft.base import Drafter
 from slipstream.draft.combine.versions import FLOOR, VersionsDrafter

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.guarded.call_thread import CallThread, CallTimeout
 from slipstream.draft.guarded.guard import MAX_FAILURES, Guard
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions, draft_context

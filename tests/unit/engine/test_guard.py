@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.types import FinishReason, Proposal, ProposalKind, RequestOptions, Sequence
+from slipstream.core.proposal import Proposal, ProposalKind
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.guarded.guard import FIRST_PAUSE_S, MAX_TIMEOUTS, Guard
 from slipstream.kv.cache import KVCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.common_prefix import common_prefix_length
 

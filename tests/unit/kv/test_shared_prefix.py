@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from slipstream import LLM, SamplingParams
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SharedPrefix

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
 from slipstream.models.attention.base import Variant

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch, tree_rows

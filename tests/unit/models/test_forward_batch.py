@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.kv.slots import SharedPrefix, SlotMap
 from slipstream.models.batch import Bucket, ForwardBatch, RowGroup, tree_rows
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
-from slipstream.core.types import Proposal
+from slipstream.core.proposal import Proposal
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from slipstream import LLM, SamplingParams, StructuredOutput
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
 from slipstream.draft.base import Observation
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.engine.forced import under_grammar

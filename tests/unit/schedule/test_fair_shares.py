@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.types import FinishReason, RequestOptions, Sequence
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.kv.segments import CHUNK, SegmentAccounting
 from slipstream.sampling.params import SamplingParams
 from slipstream.schedule import shares

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.types import FinishReason, RequestOptions, Sequence, StepPlan
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepPlan
 from slipstream.kv.segments import CHUNK, SegmentAccounting
 from slipstream.sampling.params import SamplingParams
 from slipstream.schedule.scheduler import MAX_SCORED_ROWS, Scheduler

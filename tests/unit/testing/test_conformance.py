@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.lookup.ngram import NgramDrafter, NgramOptions
 from slipstream.draft.lookup.suffix import SuffixDrafter, SuffixOptions

@@ -10,7 +10,7 @@ import torch
 from slipstream.cli.flags.flags import field_help
 from slipstream.cli.flags.speculation import SpeculationFlags
 from slipstream.config import SpeculativeConfig
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Verdict
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Verdict
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.verify.base import Judgement, Verifier
@@ -61,7 +61,7 @@ def test_a_verifier_says_what_it_can_do(name: str) -> None:
     ("name", "message"),
     [
         ("no_such_package.module:Verifier", "cannot be loaded"),
-        ("slipstream.core.types:Verdict", "is not a subclass of slipstream.verify.base.Verifier"),
+        ("slipstream.core.proposal:Verdict", "is not a subclass of slipstream.verify.base.Verifier"),
         ("slipstream.verify.base:Verifier", "cannot be made: TypeError"),
     ],
 )

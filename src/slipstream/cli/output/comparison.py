@@ -20,7 +20,7 @@ from slipstream.cli.output.console import print_rows
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.core.types import VerifierTraits
+    from slipstream.core.proposal import VerifierTraits
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import RequestOutput
     from slipstream.engine.requests import UpdateCallback

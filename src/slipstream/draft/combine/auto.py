@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_types
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.combine.merging import text_of

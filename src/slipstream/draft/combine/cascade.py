@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DTYPES, EngineConfig, SpeculativeConfig, check_types, reject_unknown
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.model.borrowed import (

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types, reject_unknown
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.combine.merging import AcceptanceRecord, merge, share_of

@@ -8,7 +8,8 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.worker import WorkerStats
-from slipstream.core.types import ProposalKind, Sequence
+from slipstream.core.proposal import ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.outline import DraftOutline

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
 from slipstream.draft.base import Observation
 
 PRIOR_ACCEPTANCE = 0.5

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config import SpeculativeConfig, check_at_least, check_types
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.combine.group import GuardedDrafters
 from slipstream.draft.guarded.guard import Guard

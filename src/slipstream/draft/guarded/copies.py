@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from slipstream.core.metrics.request import RequestMetrics
-from slipstream.core.types import Proposal, Sequence
+from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 
 

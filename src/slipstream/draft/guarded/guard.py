@@ -9,7 +9,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.call_thread import CallThread, CallTimeout
 from slipstream.draft.guarded.copies import SequenceCopies, copies_of_proposals, copy_of_observation

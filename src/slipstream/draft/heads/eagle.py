@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import check_types
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.head_executor import eagle_executor

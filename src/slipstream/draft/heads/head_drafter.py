@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import check_types
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES
 from slipstream.draft.heads.head_executor import heads_executor

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config import check_at_least
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.errors import ConfigError
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from slipstream.config import check_at_least
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.lookup.alignment import Alignment
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.lookup.ngram_rows import ENTRY_BYTES, LOGIT_BYTES, ORDERS, NgramRow, NgramRows
 from slipstream.draft.outline import DraftOutline

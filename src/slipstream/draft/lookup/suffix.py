@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import check_at_least
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.draft.lookup.suffix_cache import SuffixCache, check_cache_file
 from slipstream.draft.lookup.suffix_index import SuffixIndex

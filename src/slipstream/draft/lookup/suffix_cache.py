@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from slipstream.core.types import tenant_account
+from slipstream.core.request import tenant_account
 from slipstream.draft.lookup.suffix_index import SuffixIndex
 from slipstream.errors import ConfigError
 

@@ -18,7 +18,8 @@ import torch
 
 from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens

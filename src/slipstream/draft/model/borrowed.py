@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from slipstream.config import check_at_least
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.model.growth import Growth, GrowthOptions, ProposalShape

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, NotFiniteError
 from slipstream.draft.model.levels import Feed, LevelDrafter

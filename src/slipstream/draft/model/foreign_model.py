@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
 from slipstream.draft.outline import DraftOutline

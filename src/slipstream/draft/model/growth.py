@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import check_at_least, reject_unknown
-from slipstream.core.types import ROOT, Proposal, ProposalKind, Sequence, VerifierTraits
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind, VerifierTraits
+from slipstream.core.sequence import Sequence
 from slipstream.errors import ConfigError
 from slipstream.kv.slots import SlotMap
 from slipstream.models.batch import RowGroup

@@ -14,7 +14,8 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.model.borrowed import BorrowingDrafter, check_choice, chosen_layers, outline_borrowing
 from slipstream.draft.model.correction import CorrectedOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.model.growth import GrowthOptions, Growths, ProposalShape
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import DTYPES, check_at_least, check_types, reject_unknown
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.model.draft_model import DraftModelOptions, outline_of
 from slipstream.draft.model.foreign_model import UNKNOWN_TOKENS, ForeignModelDrafter

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.core.types import Sequence
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.model.foreign_model import ForeignModelDrafter

@@ -20,7 +20,8 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
-from slipstream.core.types import EMPTY_PROPOSAL, ROOT, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.combine.merging import node_along
 from slipstream.draft.outline import DraftOutline

@@ -14,7 +14,9 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core.types import ROOT, FinishReason, Proposal, RequestOptions, Sequence
+from slipstream.core.proposal import ROOT, Proposal
+from slipstream.core.request import FinishReason, RequestOptions
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message, PrefixHash

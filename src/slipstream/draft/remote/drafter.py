@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.metrics.worker import WorkerStats
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, ProposalKind, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.remote.handshake import KEY_VARIABLE, fingerprint, read_key

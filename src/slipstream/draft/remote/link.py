@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from slipstream.core.types import ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.remote.address import Address
 from slipstream.draft.remote.handshake import (
     RefusedError,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.core.types import ProposalKind, VerifierTraits
+from slipstream.core.proposal import ProposalKind, VerifierTraits
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.remote.ahead import AheadDrafting

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.core.types import FinishReason, Sequence, StepItem
+from slipstream.core.request import FinishReason
+from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, RecordTooLargeError
 from slipstream.learn.capture.step_rows import DEFAULT_BRANCH_ROWS, DEFAULT_WIDTH, StepRows, joined, reduced

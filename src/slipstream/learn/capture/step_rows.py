@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.types import ROOT, Proposal, StepItem
+from slipstream.core.proposal import ROOT, Proposal
+from slipstream.core.step import StepItem
 from slipstream.learn.records.served import CheckedRows
 
 DEFAULT_WIDTH = 32

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.assets.workload.reading import read_workload
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
 from slipstream.learn.capture.capture import Capture, CaptureLimits, identity_of

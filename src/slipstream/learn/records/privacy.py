@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 
 
 def belongs_to(tenant: str, owner: str) -> bool:

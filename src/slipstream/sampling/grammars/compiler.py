@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from slipstream.core.types import tenant_account
+from slipstream.core.request import tenant_account
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
 from slipstream.sampling.grammars.grammar import Grammar, bits, is_dead_end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.core.types import FinishReason, TokenLogprob
+from slipstream.core.request import FinishReason, TokenLogprob
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
 from slipstream.serve.api.answer import Choices, finite, prompt_logprobs
 from slipstream.serve.api.tokens import Tokens

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.errors import RequestError
 from slipstream.reasoning.options import parse_step_options
 from slipstream.sampling.noise import draw_seed

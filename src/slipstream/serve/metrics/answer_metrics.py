@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slipstream.core.types import FinishReason
+from slipstream.core.request import FinishReason
 from slipstream.engine.outputs import Update
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.dashboard.latency import LATENCIES, BucketCounts

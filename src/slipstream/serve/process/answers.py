@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.metrics.request import RequestMetrics
-from slipstream.core.types import EmittedTokens, FinishReason, TokenLogprob
+from slipstream.core.request import EmittedTokens, FinishReason, TokenLogprob
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
 from slipstream.errors import RequestError

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import StepItem
+from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.errors import EngineStoppedError, ProtocolError, RequestError

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.core.types import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
+from slipstream.core.request import DEFAULT_OPTIONS, EmittedTokens, RequestOptions
 from slipstream.engine.continuation import check_emitted
 from slipstream.engine.mailbox import Put
 from slipstream.engine.requests import request_seeds

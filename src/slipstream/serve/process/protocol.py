@@ -20,7 +20,7 @@ from slipstream.control.types import ControlReport
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.errors import ProtocolError
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.session import SessionSettings

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.engine import EngineStats
-from slipstream.core.types import EmittedTokens, RequestOptions
+from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.mailbox import Put

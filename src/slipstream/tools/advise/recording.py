@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slipstream.core.types import Proposal, RequestOptions
+from slipstream.core.proposal import Proposal
+from slipstream.core.request import RequestOptions
 from slipstream.draft.combine.merging import depth_along
 from slipstream.engine.closed_loop import BenchJob
 from slipstream.engine.engine import Engine

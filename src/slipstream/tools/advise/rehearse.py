@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.models import CausalLM

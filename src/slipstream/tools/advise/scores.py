@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.config import EngineConfig
-from slipstream.core.types import FinishReason, Sequence
+from slipstream.core.request import FinishReason
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.registry import create_drafter
 from slipstream.sampling.params import SamplingParams

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_types
-from slipstream.core.types import EMPTY_PROPOSAL, Proposal, Sequence
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.combine.group import DrafterGroup
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.core.types import RequestOptions
+from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.sampling.params import SamplingParams

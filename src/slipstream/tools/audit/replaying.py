@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.core.types import EMPTY_PROPOSAL
+from slipstream.core.proposal import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
 from slipstream.models.batch import tree_rows
 from slipstream.sampling.noise import Noise

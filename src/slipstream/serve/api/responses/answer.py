@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.types import FinishReason
+from slipstream.core.request import FinishReason
 from slipstream.engine.outputs import Update
 from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.chat import chat_logprobs

@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from slipstream.config import check_at_least
-from slipstream.core.types import ROOT, StepItem
+from slipstream.core.proposal import ROOT
+from slipstream.core.step import StepItem
 from slipstream.draft.model.growth import GrowthOptions
 from slipstream.draft.model.sequoia import RankAcceptance, comb
 from slipstream.engine.factory import create_engine
