@@ -13,7 +13,7 @@ import torch
 from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.draft.model.draft_model import DraftModelDrafter
-from slipstream.draft.model.growth import Growth
+from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.verify.base import Judgement, Verifier
@@ -39,11 +39,11 @@ class GreedyCalledSampled(DraftModelDrafter):
 
     summary = "greedy drafts that are declared as samples"
 
-    def _begin(self, sequence: Sequence, budget: int) -> Growth:
-        growth = super()._begin(sequence, budget)
-        if not growth.noise.greedy:
-            growth.noise = MostProbable(growth.noise.seed, growth.noise.root_position)
-        return growth
+    def _begin(self, sequence: Sequence, budget: int) -> DraftTree:
+        tree = super()._begin(sequence, budget)
+        if not tree.noise.greedy:
+            tree.noise = MostProbable(tree.noise.seed, tree.noise.root_position)
+        return tree
 
 
 class UnnormalisedResidual(Verifier):

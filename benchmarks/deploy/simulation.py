@@ -29,8 +29,9 @@ from benchmarks.harness.pictures import drawing
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
+from slipstream.deploy.orders import Cancel, Order, Start
 from slipstream.deploy.prefixes import FleetPrefixes
-from slipstream.deploy.router import Cancel, Order, Router, Start
+from slipstream.deploy.router import Router
 from slipstream.deploy.work import Work
 from slipstream.errors import OverloadedError
 from slipstream.profiling.provenance import provenance

@@ -12,8 +12,9 @@ from slipstream.core.request import tenant_account
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
+from slipstream.deploy.orders import Cancel, Fail, Order, SetPaused, Start
 from slipstream.deploy.prefixes import FleetPrefixes, blocks_of
-from slipstream.deploy.router import Cancel, Fail, Order, Router, SetPaused, Start
+from slipstream.deploy.router import Router
 from slipstream.deploy.work import Work
 from slipstream.errors import DeployError, OverloadedError
 

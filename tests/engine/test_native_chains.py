@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.model.growth import Growth
+from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.models.cpu import native
 from slipstream.models.executor.chains import Chains
 from tests.kit.engines import MakeLLM
@@ -66,6 +66,6 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
     if "confidence_threshold" in SPECS[name]:
         assert len({len(chain) for one in chains for chain in one}) > 2, "some chains end early"
     drawn.clear()
-    monkeypatch.setattr(Growth, "draw", lambda self: None)
+    monkeypatch.setattr(DraftTree, "draw", lambda self: None)
     assert run() == (texts, chains)
     assert not drawn

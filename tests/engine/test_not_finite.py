@@ -11,7 +11,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.model.growth import Growth, Peaks
+from slipstream.draft.model.draft_tree import DraftTree, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
 from tests.kit.engines import MakeLLM
 
@@ -43,20 +43,20 @@ def test_whoever_computes_logits(
     """One sequence's rows are damaged, in a batch of two: the other one keeps its drafter."""
     sick, sound = prompts[0], prompts[5]
     llm = make_llm(SPECS[name])
-    grow, take_chain = Growth.grow, Growth.take_chain
+    grow, take_chain = DraftTree.grow, DraftTree.take_chain
 
-    def damaged(self: Growth, logits: torch.Tensor, peaks: Peaks | None = None) -> Any:
+    def damaged(self: DraftTree, logits: torch.Tensor, peaks: Peaks | None = None) -> Any:
         if self.sequence.id == 0 and self.nodes:  # not at once: half a draft is there already
             logits = logits * math.nan
             peaks = None if peaks is None else Peaks.of(logits, [self])
         return grow(self, logits, peaks)
 
-    def damaged_chain(self: Growth, token_ids: Seq[int]) -> None:
+    def damaged_chain(self: DraftTree, token_ids: Seq[int]) -> None:
         take_chain(self, [*token_ids[:1], NOT_FINITE] if self.sequence.id == 0 else token_ids)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Growth, "grow", damaged)
-        patched.setattr(Growth, "take_chain", damaged_chain)
+        patched.setattr(DraftTree, "grow", damaged)
+        patched.setattr(DraftTree, "take_chain", damaged_chain)
         outputs = llm.generate([sick, sound], PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == texts(plain, [sick, sound])
     assert outputs[0].metrics.num_draft_tokens == 0 < outputs[1].metrics.num_draft_tokens

@@ -11,7 +11,7 @@ from own_verifiers import DrawingVerifier, OneHotVerifier, TrustingVerifier
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
-from slipstream.draft.model.growth import GrowthOptions, ProposalShape
+from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.testing.enumeration import exactness_gap
@@ -65,7 +65,7 @@ def test_it_is_found_by_entry_point_and_by_place(monkeypatch: pytest.MonkeyPatch
 
 def test_drafters_go_by_what_it_can_do() -> None:
     def method(verifier: str, asked: str = "auto", top_k: int = 1) -> str:
-        options = GrowthOptions(num_speculative_tokens=2, tree_top_k=top_k, draft_sample_method=asked)
+        options = ShapeOptions(num_speculative_tokens=2, tree_top_k=top_k, draft_sample_method=asked)
         return ProposalShape.of(options, draft_context(8, verifier=verifier).verifier).method
 
     assert (method("drawing"), method("drawing", top_k=2)) == ("probabilistic", "greedy")

@@ -22,7 +22,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.control.policy import Policy
 from slipstream.control.types import NOBODY, Choice, StepRequest
 from slipstream.core.proposal import Proposal, ProposalKind
-from slipstream.draft.model.growth import Growth
+from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import Distribution, total_variation
@@ -237,15 +237,15 @@ def test_a_drafter_that_says_something_untrue_is_found(
     verifier: str, prompt: list[int], truth: Distribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy guesses that are called samples of the draft's distribution."""
-    honest = Growth.proposal
+    honest = DraftTree.proposal
 
-    def boast(self: Growth) -> Proposal:
+    def boast(self: DraftTree) -> Proposal:
         proposal = honest(self)
         if proposal.draft_probs is None:
             return proposal
         best = proposal.draft_probs.argmax(dim=-1).tolist()
         return Proposal.chain(best, ProposalKind.SAMPLED_IID, proposal.draft_probs)
 
-    monkeypatch.setattr(Growth, "proposal", boast)
+    monkeypatch.setattr(DraftTree, "proposal", boast)
     llm = LLM(speculative_config={**DRAFT, "num_speculative_tokens": 1, "verifier": verifier})
     assert total_variation(engine_distribution(llm, prompt, PARAMS), truth) > 1e-3

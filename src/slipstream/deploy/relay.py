@@ -20,6 +20,7 @@ import msgspec
 from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.guard import FaultGuard
+from slipstream.deploy.orders import Cancel, Order, SetPaused, Start
 from slipstream.deploy.protocol import (
     AttemptEnded,
     AttemptUpdate,
@@ -31,7 +32,7 @@ from slipstream.deploy.protocol import (
     ReplicaDrains,
     ReplicaMessage,
 )
-from slipstream.deploy.router import Cancel, Order, Router, SetPaused, Start
+from slipstream.deploy.router import Router
 from slipstream.deploy.work import Work
 from slipstream.engine.client import RequestHandle
 from slipstream.errors import DeployError, OverloadedError, ProtocolError, RequestError, SlipstreamError

@@ -15,52 +15,13 @@ from slipstream.deploy.choice import Allowed, Chooser
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.counts import Ledger
 from slipstream.deploy.fleet import Fleet, Health, ReplicaFacts, ReplicaReport, ReplicaState
+from slipstream.deploy.orders import Cancel, Fail, Order, SetPaused, Start
 from slipstream.deploy.pace import Pace
 from slipstream.deploy.queue import FrontQueue
 from slipstream.deploy.work import Phase, Ticket, Work
 from slipstream.errors import OverloadedError
 
 MAX_TRIED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Give the request to the replica, with what was passed on of it before."""
-
-    request: str
-    replica: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """The replica need not go on with the request."""
-
-    request: str
-    replica: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SetPaused:
-    """The replica makes no more tokens of the request, because they are not read, or goes on with it."""
-
-    request: str
-    replica: str
-    attempt: int
-    paused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request ends with an error: it was over for the router when this was said."""
-
-    request: str
-    message: str
-    is_deadline: bool = False
-
-
-Order = Start | Cancel | SetPaused | Fail
 
 
 @dataclass(slots=True)

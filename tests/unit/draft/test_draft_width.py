@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from slipstream.core.sequence import Sequence
-from slipstream.draft.model.growth import Growths, NotFiniteError, Peaks, ProposalShape
+from slipstream.draft.model.draft_tree import NotFiniteError, Peaks
+from slipstream.draft.model.draft_trees import DraftTrees
+from slipstream.draft.model.proposal_shape import ProposalShape
 from slipstream.sampling.params import SamplingParams
 
 WIDTH = 10
@@ -27,8 +29,8 @@ def sequence(number: int = 0, **params: Any) -> Sequence:
     )
 
 
-def growths(method: str = "greedy", top_k: int = 1) -> Growths:
-    return Growths(ProposalShape(depth=2, top_k=top_k, num_nodes=2 * top_k, method=method), WIDTH)
+def trees(method: str = "greedy", top_k: int = 1) -> DraftTrees:
+    return DraftTrees(ProposalShape(depth=2, top_k=top_k, num_nodes=2 * top_k, method=method), WIDTH)
 
 
 def rows(value: float = 0.0) -> torch.Tensor:
@@ -50,14 +52,14 @@ def rows(value: float = 0.0) -> torch.Tensor:
     ],
 )
 def test_what_only_the_target_knows_is_left_out(params: dict[str, Any], temperature: float) -> None:
-    growth = growths().begin(sequence(temperature=temperature, **params), 2)
-    growth.grow(rows())
+    tree = trees().begin(sequence(temperature=temperature, **params), 2)
+    tree.grow(rows())
     kept = 2 if "allowed_token_ids" in params or 2 in params.get("logit_bias", {}) else WIDTH - 1
-    assert growth.proposal().token_ids == (kept,)
+    assert tree.proposal().token_ids == (kept,)
 
 
 def test_nothing_is_drafted_where_only_unknown_tokens_may_come() -> None:
-    begun = growths().begin(sequence(allowed_token_ids=[11, 12]), 2)
+    begun = trees().begin(sequence(allowed_token_ids=[11, 12]), 2)
     assert not begun.frontier
     assert not len(begun.proposal())
 
@@ -69,15 +71,15 @@ def test_nothing_is_drafted_where_only_unknown_tokens_may_come() -> None:
 def test_logits_that_are_not_finite_are_no_draft(
     method: str, top_k: int, value: float, temperature: float
 ) -> None:
-    growth = growths(method, top_k).begin(sequence(temperature=temperature, top_k=3), 4)
+    tree = trees(method, top_k).begin(sequence(temperature=temperature, top_k=3), 4)
     with pytest.raises(NotFiniteError, match="not finite"):
-        growth.grow(rows(value))
+        tree.grow(rows(value))
 
 
 def test_a_row_that_rules_everything_out_is_no_draft() -> None:
     with pytest.raises(NotFiniteError):
-        growths().begin(sequence(), 2).grow(torch.full((1, WIDTH), float("-inf")))
-    growths().begin(sequence(), 2).grow(rows(float("-inf")))  # one token ruled out is ordinary
+        trees().begin(sequence(), 2).grow(torch.full((1, WIDTH), float("-inf")))
+    trees().begin(sequence(), 2).grow(rows(float("-inf")))  # one token ruled out is ordinary
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -86,7 +88,7 @@ def test_peaks_read_for_several_sequences_give_the_drafts_of_lone_ones(temperatu
     logits = torch.randn(3, WIDTH, generator=generator)
     logits[1, 4] = float("nan")
     lone, together = (
-        [growths().begin(sequence(n, temperature=temperature), 2) for n in range(3)] for _ in "ab"
+        [trees().begin(sequence(n, temperature=temperature), 2) for n in range(3)] for _ in "ab"
     )
     peaks = Peaks.of(logits, together)
     for number in (0, 2):
@@ -100,7 +102,7 @@ def test_peaks_read_for_several_sequences_give_the_drafts_of_lone_ones(temperatu
 
 def test_only_a_greedy_chain_takes_the_most_probable_token_as_it_is() -> None:
     chosen = {
-        (method, top_k, temperature): growths(method, top_k)
+        (method, top_k, temperature): trees(method, top_k)
         .begin(sequence(temperature=temperature), 4)
         .takes_argmax
         for method in ("greedy", "coupled", "probabilistic")
@@ -108,4 +110,4 @@ def test_only_a_greedy_chain_takes_the_most_probable_token_as_it_is() -> None:
         for temperature in (0.0, 0.8)
     }
     assert all(takes == (key[1] == 1 and key[2] == 0.0) for key, takes in chosen.items())
-    assert not growths().begin(sequence(temperature=0.0, logit_bias={1: 2.0}), 4).takes_argmax
+    assert not trees().begin(sequence(temperature=0.0, logit_bias={1: 2.0}), 4).takes_argmax

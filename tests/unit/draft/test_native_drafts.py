@@ -204,7 +204,7 @@ def test_neighbours_do_not_change_a_row(
 
 
 def chosen(logits: Tensor, temperature: float, seed: int, position: int) -> int:
-    """What `Growth` chooses from one row of logits."""
+    """What `DraftTree` chooses from one row of logits."""
     if temperature == 0:
         return int(logits.argmax())
     return int(Noise(seed, position).choose((logits / temperature).log_softmax(-1)[None], [position]))

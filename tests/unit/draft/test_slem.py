@@ -165,7 +165,7 @@ def test_what_was_written_and_stands_is_not_fed_again(
     def forward(feeds: list[Feed]) -> torch.Tensor:
         logits = torch.zeros(len(feeds), writer.model.vocab_size)
         for row, feed in enumerate(feeds):
-            at = len(feed.growth.sequence.token_ids) + (feed.nodes[0].depth if feed.nodes else 0)
+            at = len(feed.tree.sequence.token_ids) + (feed.nodes[0].depth if feed.nodes else 0)
             logits[row, written[min(at, len(written) - 1)]] = 1
         return logits
 

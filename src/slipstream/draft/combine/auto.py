@@ -14,7 +14,7 @@ from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.combine.merging import text_of
 from slipstream.draft.combine.rules import PlanRule, read_rules
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays, target_copy
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
@@ -124,11 +124,7 @@ def _copy_bytes(quantization: str, context: DraftContext, target: ModelIdentity)
 def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:
     """The drafter without the tree that is its default: only a chain's depth is chosen by what it gains."""
     _, options = validate(config)
-    if (
-        not isinstance(options, GrowthOptions)
-        or options.tree_top_k == 1
-        or SHAPE_KEYS & config.options.keys()
-    ):
+    if not isinstance(options, ShapeOptions) or options.tree_top_k == 1 or SHAPE_KEYS & config.options.keys():
         return config
     return replace(config, options={**config.options, "tree_top_k": 1, "num_draft_nodes": None})
 

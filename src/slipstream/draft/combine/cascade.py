@@ -33,9 +33,10 @@ from slipstream.draft.model.borrowed import (
     outline_borrowing,
 )
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
-from slipstream.draft.model.growth import Growth, GrowthOptions
+from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.levels import Feed, LevelDrafter
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
@@ -48,7 +49,7 @@ from slipstream.text.common_prefix import common_prefix_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class CascadeOptions(GrowthOptions):
+class CascadeOptions(ShapeOptions):
     """Keys of `speculative_config` for `method: cascade`: a draft model's, and its own drafter's under `draft`."""
 
     num_speculative_tokens: int = 6
@@ -69,7 +70,7 @@ class CascadeOptions(GrowthOptions):
 
     def __post_init__(self) -> None:
         check_types(self, "cascade")
-        self.check_growth("cascade")
+        self.check_shape("cascade")
         reject_unknown([self.dtype], DTYPES, "cascade dtype")
         check_quantization(self.quantization, "cascade")
         check_choice("cascade", self.skip_layers, self.exit_layer)
@@ -154,7 +155,7 @@ class CascadeDrafter(LevelDrafter):
         context = DraftContext(
             engine_config=config,
             tokenizer=self.context.tokenizer,
-            vocab_size=self._growths.vocab_size,
+            vocab_size=self._trees.vocab_size,
             max_model_len=max_model_len,
             device=self.model.device,
             dtype=self.model.dtype,
@@ -166,7 +167,7 @@ class CascadeDrafter(LevelDrafter):
         if inner.feature_layers():
             method = options.draft["method"]
             raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
-        self.guard = Guard(inner, self._growths.vocab_size, inner.kinds, self.context.draft_timeout_s)
+        self.guard = Guard(inner, self._trees.vocab_size, inner.kinds, self.context.draft_timeout_s)
         """Asks the inner drafter."""
         self._shadows: dict[int, _Shadow] = {}
 
@@ -235,12 +236,12 @@ class CascadeDrafter(LevelDrafter):
 
     def _compute(self, feeds: list[Feed]) -> None:
         """One pass over the feeds, each with the inner drafter's proposal below it."""
-        shadows = [self._shadows[feed.growth.sequence.id].sequence for feed in feeds]
+        shadows = [self._shadows[feed.tree.sequence.id].sequence for feed in feeds]
         budgets: list[int] = []
         for feed, shadow in zip(feeds, shadows, strict=True):
             shadow.num_computed = feed.rows.num_past
             # The pass itself yields one more token.
-            missing = feed.growth.max_depth - len(feed.growth.nodes) - 1
+            missing = feed.tree.max_depth - len(feed.tree.nodes) - 1
             budgets.append(min(missing, self.inner.max_nodes()) if feed.rows.logit_rows else 0)
         served = [place for place, shadow in enumerate(shadows) if self.guard.serves(shadow)]
         answers = self.guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
@@ -261,11 +262,11 @@ class CascadeDrafter(LevelDrafter):
             self._commit(feed)
             if rows.logit_rows:
                 begin, end = end, end + 1 + len(proposal)
-                accepted = self._walk(feed.growth, proposal, logits[begin:end])
+                accepted = self._walk(feed.tree, proposal, logits[begin:end])
                 self.cache.pool.gather(rows.slots, rows.num_entries, accepted)
                 length = len(shadow.token_ids)
-                tokens = [node.token_id for node in feed.growth.nodes]
-                shadow.token_ids[len(feed.growth.sequence.token_ids) :] = tokens
+                tokens = [node.token_id for node in feed.tree.nodes]
+                shadow.token_ids[len(feed.tree.sequence.token_ids) :] = tokens
                 was_cut = len(shadow.token_ids) - length == len(
                     accepted
                 )  # the chain lacked confidence to go on
@@ -273,15 +274,15 @@ class CascadeDrafter(LevelDrafter):
                 seen.append(Observation(shadow, proposal, num, logits[begin:end], length, was_cut))
         self.guard.observe(seen)
 
-    def _walk(self, growth: Growth, proposal: Proposal, logits: Tensor) -> list[int]:
+    def _walk(self, tree: DraftTree, proposal: Proposal, logits: Tensor) -> list[int]:
         """Grow the chain by the draft model's own tokens, as far as the inner drafter proposed them.
 
         `logits` is [1 + n, vocab]: row 0 follows the chain, row i + 1 node i. Returns the accepted nodes.
         """
         accepted: list[int] = []
         node: int | None = ROOT
-        while node is not None and growth.frontier:
-            grown = growth.grow(logits[node + 1 : node + 2])
+        while node is not None and tree.frontier:
+            grown = tree.grow(logits[node + 1 : node + 2])
             if not grown:
                 break
             (draft,) = grown
@@ -289,8 +290,8 @@ class CascadeDrafter(LevelDrafter):
             node = children.get(draft.token_id)
             if node is not None:
                 accepted.append(node)
-                draft.stored = len(growth.stored)
-                growth.stored.append(draft)
+                draft.stored = len(tree.stored)
+                tree.stored.append(draft)
         return accepted
 
     def _shadow(self, sequence: Sequence) -> Sequence:
@@ -381,5 +382,5 @@ def _draft_model(options: CascadeOptions, context: DraftContext) -> DraftModelOp
         quantization=options.quantization,
         device=options.device,
         revision=options.revision,
-        **{field.name: getattr(options, field.name) for field in fields(GrowthOptions)},
+        **{field.name: getattr(options, field.name) for field in fields(ShapeOptions)},
     )

@@ -22,8 +22,8 @@ from slipstream.draft.heads.head_executor import eagle_executor
 from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.model.cached import CachedDrafter
 from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.model.growth import ProposalShape
 from slipstream.draft.model.levels import Feed
+from slipstream.draft.model.proposal_shape import ProposalShape
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -48,7 +48,7 @@ class EagleOptions(CorrectedOptions):
 
     def __post_init__(self) -> None:
         check_types(self, "eagle")
-        self.check_growth("eagle")
+        self.check_shape("eagle")
         check_quantization(self.quantization, "eagle")
 
 
@@ -147,12 +147,12 @@ class EagleDrafter(CachedDrafter):
         """[rows, width]: the target's features of the token before each of a feed's committed ones."""
         assert self.target_cache is not None, "attach() comes before the first proposal"
         end = feed.first - 1 + len(feed.rows.token_ids)
-        return self.target_cache.features(feed.growth.sequence.id, feed.first - 1, end)
+        return self.target_cache.features(feed.tree.sequence.id, feed.first - 1, end)
 
     def _estimates(self, feed: Feed) -> Tensor:
         """[rows, hidden]: the head's own states of the token before each of a feed's draft tokens."""
         assert feed.nodes is not None
-        return torch.stack([node.parent.state if node.parent else feed.growth.state for node in feed.nodes])
+        return torch.stack([node.parent.state if node.parent else feed.tree.state for node in feed.nodes])
 
     def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:
         """Store the estimates that the next level starts from."""
@@ -160,7 +160,7 @@ class EagleDrafter(CachedDrafter):
         for feed in feeds:
             begin, end = end, end + len(feed.rows.token_ids)
             if feed.nodes is None:
-                feed.growth.state = states[end - 1]
+                feed.tree.state = states[end - 1]
                 continue
             for node, state in zip(feed.nodes, states[begin:end], strict=True):
                 node.state = state

@@ -24,7 +24,9 @@ from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, 
 from slipstream.draft.heads.hydra_head import HydraHeads
 from slipstream.draft.heads.medusa_head import MedusaHeads
 from slipstream.draft.heads.target_shape import check_fits
-from slipstream.draft.model.growth import Growth, GrowthOptions, Growths, ProposalShape, whole_chains
+from slipstream.draft.model.draft_tree import DraftTree, whole_chains
+from slipstream.draft.model.draft_trees import DraftTrees
+from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -34,7 +36,7 @@ from slipstream.models.linear.formats import check_quantization
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions(GrowthOptions):
+class HeadOptions(ShapeOptions):
     """The keys that drafters of heads have in common."""
 
     model: str
@@ -48,7 +50,7 @@ class HeadOptions(GrowthOptions):
     def check(self, what: str) -> None:
         """Raise `ConfigError` for an invalid value; `what` is the drafter's name in the message."""
         check_types(self, what)
-        self.check_growth(what)
+        self.check_shape(what)
         check_quantization(self.quantization, what)
 
 
@@ -82,7 +84,7 @@ class HeadDrafter(Drafter):
         heads.to(target.device, target.dtype).eval().requires_grad_(False)
         self.executor = heads_executor(heads, target, options.quantization)
         self.target = target
-        self._growths = Growths(self.shape, config.vocab_size, options.confidence_threshold)
+        self._trees = DraftTrees(self.shape, config.vocab_size, options.confidence_threshold)
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -110,8 +112,8 @@ class HeadDrafter(Drafter):
         )
 
     @abstractmethod
-    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
-        """Grow all trees to the end; `features` [growths, hidden] are the states of the tokens computed last."""
+    def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
+        """Grow all trees to the end; `features` [trees, hidden] are the states of the tokens computed last."""
 
     def kinds_made(self) -> frozenset[ProposalKind]:
         return self.shape.kinds
@@ -136,47 +138,47 @@ class HeadDrafter(Drafter):
         return self.executor.footprint()
 
     def num_held(self) -> int:
-        return len(self._growths)
+        return len(self._trees)
 
     def release(self, sequence: Sequence) -> None:
-        self._growths.release(sequence)
+        self._trees.release(sequence)
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        growths = {
-            sequence.id: self._growths.begin(sequence, budget)
+        trees = {
+            sequence.id: self._trees.begin(sequence, budget)
             for sequence, budget in zip(sequences, budgets, strict=True)
             # The heads predict the tokens after the single token that the target has not computed.
             if budget > 0
             and 0 < sequence.num_computed == len(sequence.token_ids) - 1
-            and self._growths.may_draft(sequence)
+            and self._trees.may_draft(sequence)
         }
-        if growths:
-            self._draft(list(growths.values()))
+        if trees:
+            self._draft(list(trees.values()))
         return [
-            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
+            trees[sequence.id].proposal() if sequence.id in trees else EMPTY_PROPOSAL
             for sequence in sequences
         ]
 
-    def _draft(self, growths: list[Growth]) -> None:
+    def _draft(self, trees: list[DraftTree]) -> None:
         """Grow all trees; chains that one call can draw apart from the others."""
-        draws = whole_chains(growths)
-        drawn = [growth for growth in growths if growth.sequence.id in draws]
+        draws = whole_chains(trees)
+        drawn = [tree for tree in trees if tree.sequence.id in draws]
         if drawn:
             chains = self.executor.draft_chain(
                 self._features(drawn),
-                [growth.sequence.token_ids[-1] for growth in drawn],
-                Chains(list(draws.values()), self._growths.vocab_size),
+                [tree.sequence.token_ids[-1] for tree in drawn],
+                Chains(list(draws.values()), self._trees.vocab_size),
             )
-            for growth, token_ids in zip(drawn, chains, strict=True):
-                growth.take_chain(token_ids)
-        others = [growth for growth in growths if growth.sequence.id not in draws]
+            for tree, token_ids in zip(drawn, chains, strict=True):
+                tree.take_chain(token_ids)
+        others = [tree for tree in trees if tree.sequence.id not in draws]
         if others:
             self._grow(others, self._features(others))
 
-    def _features(self, growths: Seq[Growth]) -> Tensor:
-        """[growths, hidden]"""
-        return torch.cat([self._feature(growth.sequence) for growth in growths])
+    def _features(self, trees: Seq[DraftTree]) -> Tensor:
+        """[trees, hidden]"""
+        return torch.cat([self._feature(tree.sequence) for tree in trees])
 
     def _feature(self, sequence: Sequence) -> Tensor:
         """[1, hidden]: the hidden state of the token that the target computed last."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.hydra_head import WEIGHT_FILES, load_hydra
-from slipstream.draft.model.growth import Growth
+from slipstream.draft.model.draft_tree import DraftTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,42 +33,42 @@ class HydraDrafter(HeadDrafter):
         self.heads = load_hydra(options.model, target.project, options.revision)
         super().__init__(options, context, target, self.heads)
 
-    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
-        for growth, feature in zip(growths, features, strict=True):
-            growth.state = feature
-        level, growing = 0, list(growths)
+    def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
+        for tree, feature in zip(trees, features, strict=True):
+            tree.state = feature
+        level, growing = 0, list(trees)
         while growing:
             rows = torch.cat([self._above(growing), self.target.embed(self._tokens(growing))], dim=-1)
             logits = self.executor.forward(rows, level, 1)[0]
             end = 0
-            for growth in growing:
-                begin, end = end, end + len(growth.frontier)
-                for node, row in zip(growth.frontier, rows[begin:end], strict=True):
+            for tree in growing:
+                begin, end = end, end + len(tree.frontier)
+                for node, row in zip(tree.frontier, rows[begin:end], strict=True):
                     if node is None:
-                        growth.state = row
+                        tree.state = row
                     else:
                         node.state = row
-                growth.grow(logits[begin:end])
-            level, growing = level + 1, [growth for growth in growing if growth.frontier]
+                tree.grow(logits[begin:end])
+            level, growing = level + 1, [tree for tree in growing if tree.frontier]
 
-    def _above(self, growths: Seq[Growth]) -> Tensor:
+    def _above(self, trees: Seq[DraftTree]) -> Tensor:
         """Each frontier node's prefix of its input row: its parent's row, or the target's state for the committed
         text."""
         return torch.stack(
             [
-                node.parent.state if node and node.parent else growth.state
-                for growth in growths
-                for node in growth.frontier
+                node.parent.state if node and node.parent else tree.state
+                for tree in trees
+                for node in tree.frontier
             ]
         )
 
-    def _tokens(self, growths: Seq[Growth]) -> Tensor:
+    def _tokens(self, trees: Seq[DraftTree]) -> Tensor:
         """The token of each frontier node; the last committed token for the committed text."""
         return torch.tensor(
             [
-                node.token_id if node else growth.sequence.token_ids[-1]
-                for growth in growths
-                for node in growth.frontier
+                node.token_id if node else tree.sequence.token_ids[-1]
+                for tree in trees
+                for node in tree.frontier
             ],
             device=self.target.device,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.medusa_head import WEIGHT_FILES, load_medusa
-from slipstream.draft.model.growth import Growth
+from slipstream.draft.model.draft_tree import DraftTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class MedusaDrafter(HeadDrafter):
         self.heads = load_medusa(options.model, target.project, options.revision)
         super().__init__(options, context, target, self.heads)
 
-    def _grow(self, growths: Seq[Growth], features: Tensor) -> None:
-        depth = max(growth.max_depth for growth in growths)
-        logits = self.executor.forward(features, 0, depth)  # [depth, growths, vocab]
-        for number, growth in enumerate(growths):
-            for level in range(growth.max_depth):
-                if growth.frontier:
-                    growth.grow(logits[level, number].expand(len(growth.frontier), -1))
+    def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
+        depth = max(tree.max_depth for tree in trees)
+        logits = self.executor.forward(features, 0, depth)  # [depth, trees, vocab]
+        for number, tree in enumerate(trees):
+            for level in range(tree.max_depth):
+                if tree.frontier:
+                    tree.grow(logits[level, number].expand(len(tree.frontier), -1))

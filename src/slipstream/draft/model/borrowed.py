@@ -20,9 +20,10 @@ from slipstream.config import check_at_least
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.model.growth import Growth, GrowthOptions, ProposalShape
+from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.levels import Feed, LevelDrafter
+from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.model.self_model import check_copy, copy_options, target_copy
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
@@ -39,7 +40,7 @@ class BorrowingDrafter(LevelDrafter):
     """
 
     def __init__(
-        self, what: str, options: GrowthOptions, context: DraftContext, quantization: str | None
+        self, what: str, options: ShapeOptions, context: DraftContext, quantization: str | None
     ) -> None:
         """`quantization` is the copy's weight format; None is the target itself. `what` is the drafter's name.
 
@@ -66,31 +67,31 @@ class BorrowingDrafter(LevelDrafter):
         return  # nothing is known of a text
 
     def release(self, sequence: Sequence) -> None:
-        self._growths.release(sequence)
+        self._trees.release(sequence)
 
     def num_held(self) -> int:
-        return len(self._growths)
+        return len(self._trees)
 
     # --- drafting ---------------------------------------------------------------------------------------------
 
     def _has_room(self, sequence: Sequence) -> bool:
         """The engine has reserved slots for as many entries as the budget has nodes."""
-        return sequence.num_pending == 1 and self._growths.may_draft(sequence)
+        return sequence.num_pending == 1 and self._trees.may_draft(sequence)
 
-    def _committed(self, growths: list[Growth]) -> list[Feed]:
+    def _committed(self, trees: list[DraftTree]) -> list[Feed]:
         feeds: list[Feed] = []
-        for growth in growths:
-            if growth.frontier:
-                past = growth.length - 1
-                rows = RowGroup(growth.slots, past, growth.sequence.token_ids[-1:], [0])
-                feeds.append(Feed(growth, rows, past))
+        for tree in trees:
+            if tree.frontier:
+                past = tree.length - 1
+                rows = RowGroup(tree.slots, past, tree.sequence.token_ids[-1:], [0])
+                feeds.append(Feed(tree, rows, past))
         return feeds
 
     def _compute(self, feeds: list[Feed]) -> None:
         super()._compute(feeds)
         for feed in feeds:  # no more slots than nodes are reserved behind the last committed token
-            growth = feed.growth
-            growth.frontier = growth.frontier[: growth.max_nodes - len(growth.stored)]
+            tree = feed.tree
+            tree.frontier = tree.frontier[: tree.max_nodes - len(tree.stored)]
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         return self.model.forward([feed.rows for feed in feeds], self.cache.pool, layers=self.layers).logits
@@ -100,7 +101,7 @@ class BorrowingDrafter(LevelDrafter):
 
 
 def outline_borrowing(
-    what: str, quantization: str | None, options: GrowthOptions, context: DraftContext
+    what: str, quantization: str | None, options: ShapeOptions, context: DraftContext
 ) -> DraftOutline:
     """What the drafter `what` holds: a copy of the target's weights in another format, or nothing.
 

@@ -12,8 +12,9 @@ import torch
 
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, NotFiniteError
+from slipstream.draft.model.draft_tree import DraftNode, DraftTree, NotFiniteError
 from slipstream.draft.model.levels import Feed, LevelDrafter
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.batch import RowGroup
@@ -28,7 +29,7 @@ class CachedDrafter(LevelDrafter):
 
     def __init__(
         self,
-        options: GrowthOptions,
+        options: ShapeOptions,
         context: DraftContext,
         *,
         vocab_size: int,
@@ -43,7 +44,7 @@ class CachedDrafter(LevelDrafter):
         self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
-        self._open: dict[int, Growth] = {}
+        self._open: dict[int, DraftTree] = {}
         """The last proposal of each sequence, until its verdict has been observed."""
 
     def _num_ready(self, sequence: Sequence) -> int:
@@ -86,16 +87,16 @@ class CachedDrafter(LevelDrafter):
         """Keep the entries of the accepted path; a path's deepest token was never fed, so it has none."""
         for seen in observations:
             sequence = seen.sequence
-            growth = self._open.pop(sequence.id, None)
-            if growth is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
+            tree = self._open.pop(sequence.id, None)
+            if tree is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
                 continue
-            first = growth.length
+            first = tree.length
             token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
-            slots, end = self.cache.accounting.slots(sequence.id), first + len(growth.stored)
-            moved = slots[first:end] != growth.slots[first:end]
+            slots, end = self.cache.accounting.slots(sequence.id), first + len(tree.stored)
+            moved = slots[first:end] != tree.slots[first:end]
             if moved or self.cache.accounting.num_valid(sequence.id) != first:
                 continue  # the entries were moved, without the draft's; or the text was retokenised
-            by_path = {self._own_path(node): node.stored for node in growth.stored}
+            by_path = {self._own_path(node): node.stored for node in tree.stored}
             kept: list[int] = []
             while len(kept) < len(token_ids):
                 stored = by_path.get(tuple(token_ids[: len(kept) + 1]))
@@ -112,7 +113,7 @@ class CachedDrafter(LevelDrafter):
 
     def release(self, sequence: Sequence) -> None:
         self._open.pop(sequence.id, None)
-        self._growths.release(sequence)
+        self._trees.release(sequence)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.close(sequence.id)
 
@@ -120,7 +121,7 @@ class CachedDrafter(LevelDrafter):
         self.cache.accounting.clear()
 
     def num_held(self) -> int:
-        return max(self.cache.accounting.num_owners, len(self._growths), len(self._open))
+        return max(self.cache.accounting.num_owners, len(self._trees), len(self._open))
 
     def integrity(self) -> list[str]:
         return [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
@@ -151,22 +152,22 @@ class CachedDrafter(LevelDrafter):
         """The most entries behind the committed ones at any time."""
         return self.shape.max_stored
 
-    def _begin(self, sequence: Sequence, budget: int) -> Growth:
+    def _begin(self, sequence: Sequence, budget: int) -> DraftTree:
         self._open.pop(sequence.id, None)
         return super()._begin(sequence, budget)
 
-    def _draft(self, growths: list[Growth]) -> None:
+    def _draft(self, trees: list[DraftTree]) -> None:
         try:
-            super()._draft(growths)
+            super()._draft(trees)
         except NotFiniteError as error:
             self._drop_entries(error.sequence_id)
             raise
-        self._open.update({growth.sequence.id: growth for growth in growths if growth.nodes})
+        self._open.update({tree.sequence.id: tree for tree in trees if tree.nodes})
 
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())
 
-    def _committed(self, growths: list[Growth]) -> list[Feed]:
+    def _committed(self, trees: list[DraftTree]) -> list[Feed]:
         """Feeds of the committed tokens that the cache does not hold; logits are wanted behind the last token.
 
         The rows of one call are bounded as a target step's are, so that a long prompt does not delay other requests. A
@@ -175,8 +176,8 @@ class CachedDrafter(LevelDrafter):
         accounting = self.cache.accounting
         rows_left = self.context.engine_config.max_num_batched_tokens
         feeds: list[Feed] = []
-        for growth in growths:
-            sequence = growth.sequence
+        for tree in trees:
+            sequence = tree.sequence
             text = self._token_ids(sequence)
             seen = accounting.num_valid(sequence.id)
             if seen < self.first_entry:
@@ -190,14 +191,14 @@ class CachedDrafter(LevelDrafter):
                 continue
             token_ids = text[past:end]
             rows_left -= len(token_ids)
-            wanted = [len(token_ids) - 1] if end == length and growth.max_nodes else []
+            wanted = [len(token_ids) - 1] if end == length and tree.max_nodes else []
             slots = accounting.slots(sequence.id)[self.first_entry :]
             rows = RowGroup(slots, past - self.first_entry, token_ids, wanted)
-            feeds.append(Feed(growth, rows, past, num_new=end - seen))
+            feeds.append(Feed(tree, rows, past, num_new=end - seen))
         return feeds
 
     def _commit(self, feed: Feed) -> None:
         """Enter a feed's new committed tokens into the accounting."""
         if feed.num_new:
             token_ids = list(feed.rows.token_ids[-feed.num_new :])
-            self.cache.accounting.commit(feed.growth.sequence.id, token_ids)
+            self.cache.accounting.commit(feed.tree.sequence.id, token_ids)

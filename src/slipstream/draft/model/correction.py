@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NAMES = ("left", "right", "log_temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectedOptions(GrowthOptions):
+class CorrectedOptions(ShapeOptions):
     """The keys of drafters that compute logits level by level, which a layer may correct."""
 
     correction: str | None = None

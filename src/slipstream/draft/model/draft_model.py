@@ -15,8 +15,8 @@ from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.cached import CachedDrafter
 from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.model.growth import ProposalShape
 from slipstream.draft.model.levels import Feed
+from slipstream.draft.model.proposal_shape import ProposalShape
 from slipstream.draft.outline import DraftOutline
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
@@ -54,7 +54,7 @@ class DraftModelOptions(CorrectedOptions):
     def check_draft(self, what: str) -> None:
         """Raise `ConfigError` for an invalid value; `what` is the drafter's name in the message."""
         check_types(self, what)
-        self.check_growth(what)
+        self.check_shape(what)
         reject_unknown([self.dtype], DTYPES, f"{what} dtype")
         check_quantization(self.quantization, what)
 
@@ -169,7 +169,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
-        return logits[:, : self._growths.vocab_size]
+        return logits[:, : self._trees.vocab_size]
 
 
 def _has_tokenizer(path: str) -> bool:

@@ -48,7 +48,7 @@ class LayerSkipOptions(CorrectedOptions):
 
     def __post_init__(self) -> None:
         check_types(self, "layer_skip")
-        self.check_growth("layer_skip")
+        self.check_shape("layer_skip")
         check_at_least("layer_skip", 1, drafts_per_trial=self.drafts_per_trial, patience=self.patience)
         check_quantization(self.quantization, "layer_skip")
         if not 0 <= self.skip_ratio < 1:

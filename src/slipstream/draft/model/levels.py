@@ -16,7 +16,8 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.correction import CorrectedOptions, Correction
-from slipstream.draft.model.growth import DraftNode, Growth, GrowthOptions, Peaks, whole_chains
+from slipstream.draft.model.draft_tree import DraftNode, DraftTree, Peaks, whole_chains
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.shaped import ShapedDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import RowGroup
@@ -27,7 +28,7 @@ from slipstream.models.executor.chains import Chains
 class Feed:
     """One sequence's rows in a pass of the drafter: committed tokens, or the frontier of its tree."""
 
-    growth: Growth
+    tree: DraftTree
     rows: RowGroup
     first: int
     """Position in the text of the first row's token."""
@@ -43,7 +44,7 @@ class LevelDrafter(ShapedDrafter):
     first_entry = 0
     """Index of the first committed token that gets an entry."""
 
-    def __init__(self, options: GrowthOptions, context: DraftContext, *, vocab_size: int) -> None:
+    def __init__(self, options: ShapeOptions, context: DraftContext, *, vocab_size: int) -> None:
         super().__init__(options, context, vocab_size=vocab_size)
         self._cache: KVCache | None = None
         file = options.correction if isinstance(options, CorrectedOptions) else None
@@ -63,14 +64,14 @@ class LevelDrafter(ShapedDrafter):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         # Reserve room for all sequences first: reserving for one may move another's entries.
         roomy = [self._has_room(sequence) for sequence in sequences]
-        growths = {
+        trees = {
             sequence.id: self._begin(sequence, budget)
             for sequence, budget, fits in zip(sequences, budgets, roomy, strict=True)
             if fits
         }
-        self._draft(list(growths.values()))
+        self._draft(list(trees.values()))
         return [
-            growths[sequence.id].proposal() if sequence.id in growths else EMPTY_PROPOSAL
+            trees[sequence.id].proposal() if sequence.id in trees else EMPTY_PROPOSAL
             for sequence in sequences
         ]
 
@@ -83,7 +84,7 @@ class LevelDrafter(ShapedDrafter):
         raise NotImplementedError
 
     @abstractmethod
-    def _committed(self, growths: list[Growth]) -> list[Feed]:
+    def _committed(self, trees: list[DraftTree]) -> list[Feed]:
         """Feeds of committed tokens; logits are wanted behind the last one of the text."""
 
     def _token_ids(self, sequence: Sequence) -> list[int]:
@@ -94,32 +95,32 @@ class LevelDrafter(ShapedDrafter):
         """The drafter's own id of a draft token."""
         return token_id
 
-    def _begin(self, sequence: Sequence, budget: int) -> Growth:
-        growth = self._growths.begin(sequence, budget, self.cache.accounting.slots(sequence.id))
-        growth.length = len(self._token_ids(sequence))
-        return growth
+    def _begin(self, sequence: Sequence, budget: int) -> DraftTree:
+        tree = self._trees.begin(sequence, budget, self.cache.accounting.slots(sequence.id))
+        tree.length = len(self._token_ids(sequence))
+        return tree
 
-    def _draft(self, growths: list[Growth]) -> None:
+    def _draft(self, trees: list[DraftTree]) -> None:
         """Grow all proposals to the end."""
-        feeds = self._draft_chains(self._committed(growths))
+        feeds = self._draft_chains(self._committed(trees))
         while feeds:
             self._compute(feeds)
-            growing = [feed.growth for feed in feeds if feed.rows.logit_rows and feed.growth.frontier]
-            feeds = [self._frontier(growth) for growth in growing]
+            growing = [feed.tree for feed in feeds if feed.rows.logit_rows and feed.tree.frontier]
+            feeds = [self._frontier(tree) for tree in growing]
 
     def _draft_chains(self, feeds: list[Feed]) -> list[Feed]:
         """Draft the chains that one call can draw from end to end; returns the other feeds."""
         if self._correction is not None or not self.draws_chains():
             return feeds  # an executor draws from the logits as they are
-        draws = whole_chains(feed.growth for feed in feeds if feed.rows.logit_rows)
-        drawn = [feed for feed in feeds if feed.growth.sequence.id in draws]
+        draws = whole_chains(feed.tree for feed in feeds if feed.rows.logit_rows)
+        drawn = [feed for feed in feeds if feed.tree.sequence.id in draws]
         if not drawn:
             return feeds
-        chains = self._chains(drawn, Chains(list(draws.values()), self._growths.vocab_size))
+        chains = self._chains(drawn, Chains(list(draws.values()), self._trees.vocab_size))
         for feed, token_ids in zip(drawn, chains, strict=True):
             self._commit(feed)
-            feed.growth.take_chain(token_ids)
-        return [feed for feed in feeds if feed.growth.sequence.id not in draws]
+            feed.tree.take_chain(token_ids)
+        return [feed for feed in feeds if feed.tree.sequence.id not in draws]
 
     def draws_chains(self) -> bool:
         """Whether `_chains` draws whole chains; False: level by level, from the logits of `_forward`."""
@@ -134,21 +135,21 @@ class LevelDrafter(ShapedDrafter):
         logits = self._forward(feeds)
         if self._correction is not None:
             logits = self._correction(logits, [feed.rows for feed in feeds])
-        peaks = Peaks.of(logits, [feed.growth for feed in feeds])
+        peaks = Peaks.of(logits, [feed.tree for feed in feeds])
         end = 0
         for feed in feeds:
             begin, end = end, end + len(feed.rows.logit_rows)
             self._commit(feed)
             if end > begin:
-                feed.growth.grow(logits[begin:end], peaks.rows(begin, end))
+                feed.tree.grow(logits[begin:end], peaks.rows(begin, end))
 
     def _commit(self, feed: Feed) -> None:
         """The entries of a feed's new committed tokens have been written."""
         return
 
-    def _frontier(self, growth: Growth) -> Feed:
+    def _frontier(self, tree: DraftTree) -> Feed:
         """The rows of a tree's next level, whose entries lie behind those of the text."""
-        nodes = [node for node in growth.frontier if node is not None]
-        slots = self.cache.accounting.slots(growth.sequence.id)[self.first_entry :]
-        rows = growth.store_frontier(slots, growth.length - self.first_entry, self._own_id)
-        return Feed(growth, rows, growth.length + nodes[0].depth - 1, nodes)
+        nodes = [node for node in tree.frontier if node is not None]
+        slots = self.cache.accounting.slots(tree.sequence.id)[self.first_entry :]
+        rows = tree.store_frontier(slots, tree.length - self.first_entry, self._own_id)
+        return Feed(tree, rows, tree.length + nodes[0].depth - 1, nodes)

@@ -17,7 +17,7 @@ from slipstream.config import EngineConfig, check_types
 from slipstream.draft.base import DraftContext, Fit
 from slipstream.draft.model.correction import CorrectedOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.outline import DraftOutline
 from slipstream.errors import ConfigError
 from slipstream.models.causal_lm import CausalLM
@@ -42,11 +42,11 @@ class SelfOptions(CorrectedOptions):
 
     def __post_init__(self) -> None:
         check_types(self, "self")
-        self.check_growth("self")
+        self.check_shape("self")
         check_quantization(self.quantization, "self")
 
 
-def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -> DraftModelOptions:
+def self_model(quantization: str, shape: ShapeOptions, context: DraftContext) -> DraftModelOptions:
     """Options for the quantised target as a draft model; raises `ConfigError` as `check_copy` does."""
     config = context.engine_config
     check_copy("self", quantization, context)
@@ -56,7 +56,7 @@ def self_model(quantization: str, shape: GrowthOptions, context: DraftContext) -
         lora=config.lora,
         quantization=quantization,
         correction=shape.correction if isinstance(shape, CorrectedOptions) else None,
-        **{field.name: getattr(shape, field.name) for field in fields(GrowthOptions)},
+        **{field.name: getattr(shape, field.name) for field in fields(ShapeOptions)},
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.model.growth import GrowthOptions, Growths, ProposalShape
+from slipstream.draft.model.draft_trees import DraftTrees
+from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 
 
 class ShapedDrafter(Drafter):
@@ -13,14 +14,14 @@ class ShapedDrafter(Drafter):
     kinds = frozenset(ProposalKind)
     observes_all = False
 
-    def __init__(self, options: GrowthOptions, context: DraftContext, *, vocab_size: int) -> None:
+    def __init__(self, options: ShapeOptions, context: DraftContext, *, vocab_size: int) -> None:
         """`vocab_size` is the number of target tokens that the drafter has logits for.
 
         Raises `ConfigError` where the verifier cannot judge what the options ask for.
         """
         super().__init__(options, context)
         self.shape = ProposalShape.of(options, context.verifier)
-        self._growths = Growths(self.shape, vocab_size, options.confidence_threshold)
+        self._trees = DraftTrees(self.shape, vocab_size, options.confidence_threshold)
 
     def kinds_made(self) -> frozenset[ProposalKind]:
         return self.shape.kinds

@@ -70,6 +70,6 @@ class TliDrafter(ForeignModelDrafter):
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         own = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
-        logits = own.new_full((len(own), self._growths.vocab_size), -math.inf)
+        logits = own.new_full((len(own), self._trees.vocab_size), -math.inf)
         logits[:, self._columns] = own[:, self._own_columns]
         return logits

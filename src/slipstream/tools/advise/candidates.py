@@ -19,7 +19,7 @@ from slipstream.draft.methods import (
     SUFFIX,
     short_name,
 )
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, no_gain
 from slipstream.errors import ConfigError
 from slipstream.models.outline import outline_model
@@ -152,7 +152,7 @@ def _variants(config: SpeculativeConfig, with_trees: bool) -> list[Candidate]:
 
     _, options = validate(config)
     name = _name(config)
-    if not isinstance(options, GrowthOptions):
+    if not isinstance(options, ShapeOptions):
         return [Candidate(name, config)]
     shaped = {"tree_top_k", "tree_choices", "num_draft_nodes"} & config.options.keys()
     is_tree = options.tree_top_k > 1 or options.tree_choices is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import check_at_least
 from slipstream.core.proposal import ROOT
 from slipstream.core.step import StepItem
-from slipstream.draft.model.growth import GrowthOptions
+from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.sequoia import RankAcceptance, comb
 from slipstream.engine.factory import create_engine
 from slipstream.engine.speculation import validate
@@ -99,7 +99,7 @@ def measure_rank_acceptance(
 def with_tree(speculative: SpeculativeConfig, tree_choices: list[list[int]]) -> SpeculativeConfig:
     """The same drafter with a fixed tree; raises `ConfigError` where it does not support one."""
     cls, _ = validate(speculative)
-    if not issubclass(cls.Options, GrowthOptions):
+    if not issubclass(cls.Options, ShapeOptions):
         raise ConfigError(f"drafter {speculative.method!r} has no fixed trees; choose one with tree_choices")
     options = {key: value for key, value in speculative.options.items() if key not in SHAPE_KEYS}
     defaults = {field.name: field.default for field in fields(cls.Options)}

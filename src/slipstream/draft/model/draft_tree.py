@@ -1,16 +1,12 @@
 """How drafters with probabilities grow a proposal: a chain, a fixed tree or a dynamic tree.
 
-Level by level: the drafter computes logits for the frontier, `Growth.grow` adds draft tokens below it and chooses the
-next frontier, `Growth.proposal` selects the best nodes within the budget. Drafters differ only in how they compute the
-logits.
-
-Dynamic trees: Li, Wei, Zhang and Zhang, "EAGLE-2: faster inference of language models with dynamic draft trees" (EMNLP
-2024). Fixed trees are written as in Medusa (Cai et al., ICML 2024): a node is the list of ranks on its path.
+Level by level: the drafter computes logits for the frontier, `DraftTree.grow` adds draft tokens below it and chooses
+the next frontier, `DraftTree.proposal` selects the best nodes within the budget. Drafters differ only in how they
+compute the logits.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -20,24 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import check_at_least, reject_unknown
-from slipstream.core.proposal import ROOT, Proposal, ProposalKind, VerifierTraits
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
-from slipstream.errors import ConfigError
+from slipstream.draft.model.proposal_shape import ProposalShape
 from slipstream.kv.slots import SlotMap
 from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import ENDED, NOT_FINITE, Draw
 from slipstream.sampling.noise import Noise, Stream
-from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
-
-METHOD_KINDS = {
-    "greedy": frozenset({ProposalKind.ONE_HOT}),
-    "coupled": frozenset({ProposalKind.COUPLED}),
-    "probabilistic": frozenset(ProposalKind) - {ProposalKind.COUPLED},
-}
-"""How draft tokens are chosen, to the proposal kinds that come of it."""
-SAMPLE_METHODS = ("auto", *METHOD_KINDS)
 
 
 class NotFiniteError(ArithmeticError):
@@ -46,130 +32,6 @@ class NotFiniteError(ArithmeticError):
     def __init__(self, sequence_id: int) -> None:
         super().__init__("the draft's logits are not finite (an overflow of its type, or damaged weights)")
         self.sequence_id = sequence_id
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowthOptions:
-    """The keys of `speculative_config` that shape a proposal; drafters with probabilities inherit them."""
-
-    num_speculative_tokens: int = 4
-    """Depth: draft tokens in a chain, levels in a tree."""
-    tree_top_k: int = 1
-    """Draft tokens kept at each level; 1 is a chain."""
-    confidence_threshold: float = 0.0
-    """A chain ends before the product of the drafter's highest probabilities falls below this. The product is known
-    before a token is sampled. 0 always drafts the full chain."""
-    num_draft_nodes: int | None = None
-    """Nodes of a dynamic tree; None is `num_speculative_tokens * tree_top_k`."""
-    tree_choices: list[Any] | None = None
-    """A fixed tree instead: one list of ranks a node. `[[0], [1], [0, 0]]` is the two best tokens, and the best token's
-    best continuation. It replaces the three keys above."""
-    draft_sample_method: str = "auto"
-    """`greedy`: the most probable tokens. `coupled`: drawn with the target's own noise. `probabilistic`: drawn
-    independently, siblings without replacement, for the classical verifiers; chains and fixed trees only. `auto`
-    suits the verifier."""
-
-    def check_growth(self, what: str) -> None:
-        """Raise `ConfigError` for an invalid shape or method; `what` is the drafter's name in the message."""
-        check_at_least(
-            what, 1, num_speculative_tokens=self.num_speculative_tokens, tree_top_k=self.tree_top_k
-        )
-        reject_unknown([self.draft_sample_method], SAMPLE_METHODS, "draft_sample_method")
-        threshold = self.confidence_threshold
-        if not 0 <= threshold < 1:
-            raise ConfigError(f"{what} confidence_threshold must be from 0 to below 1, got {threshold!r}")
-        if threshold and (self.tree_top_k > 1 or self.tree_choices is not None):
-            raise ConfigError(
-                f"{what} confidence_threshold is for chains; a tree spends its nodes by confidence"
-            )
-        if self.num_draft_nodes is not None:
-            check_at_least(what, 1, num_draft_nodes=self.num_draft_nodes)
-            if self.tree_top_k == 1:
-                raise ConfigError(f"{what} num_draft_nodes is for trees; set tree_top_k above 1")
-        if self.tree_choices is not None:
-            check_choices(what, self.tree_choices)
-            if self.tree_top_k > 1:
-                raise ConfigError(f"{what} has tree_choices and tree_top_k; a tree is fixed or dynamic")
-        elif self.draft_sample_method == "probabilistic" and self.tree_top_k > 1:
-            raise ConfigError("probabilistic drafts are chains or tree_choices; set tree_top_k to 1")
-
-
-def check_choices(what: str, choices: Seq[Any]) -> None:
-    """Raise `ConfigError` unless `choices` is a tree: every node's parent and better-ranked siblings are nodes too."""
-    nodes: set[tuple[int, ...]] = set()
-    for choice in choices:
-        if not isinstance(choice, list | tuple) or not choice:
-            raise ConfigError(f"{what} tree_choices must be lists of ranks such as [[0], [1], [0, 0]]")
-        if any(type(rank) is not int or rank < 0 for rank in choice):
-            raise ConfigError(f"{what} tree_choices: a rank is a whole number from 0, got {choice!r}")
-        nodes.add(tuple(choice))
-    for node in nodes:
-        needed = [node[:-1]] if len(node) > 1 else []
-        needed += [(*node[:-1], node[-1] - 1)] if node[-1] else []
-        for other in needed:
-            if other not in nodes:
-                raise ConfigError(f"{what} tree_choices has {list(node)} but not {list(other)}")
-    if not nodes:
-        raise ConfigError(f"{what} tree_choices is empty; omit it for a chain")
-
-
-@dataclass(frozen=True)
-class ProposalShape:
-    """Depth, width and sampling method of a drafter's proposals."""
-
-    depth: int
-    top_k: int
-    num_nodes: int
-    method: str
-    """`greedy`, `coupled` or `probabilistic`."""
-    widths: dict[tuple[int, ...], int] | None = None
-    """A fixed tree: a node's path of ranks, () for the root, to its number of children."""
-
-    @classmethod
-    def of(cls, options: GrowthOptions, verifier: VerifierTraits) -> ProposalShape:
-        """The shape that `options` ask for; raises `ConfigError` where the verifier cannot judge it."""
-        dynamic = options.tree_top_k > 1
-        method = options.draft_sample_method
-        judged = [each for each, kinds in METHOD_KINDS.items() if kinds <= verifier.kinds]
-        if method == "auto":
-            preferred = ("coupled", "greedy") if dynamic else ("coupled", "probabilistic")
-            method = next((each for each in preferred if each in judged), "greedy")
-        if method not in judged:
-            others = " or ".join(each for each in ("probabilistic", "greedy") if each in judged)
-            raise ConfigError(
-                f"verifier {verifier.name!r} cannot judge {method} drafts; "
-                + (f"set draft_sample_method to {others}" if others else "use verifier 'coupled'")
-            )
-        if options.tree_choices is None:
-            depth, top_k = options.num_speculative_tokens, options.tree_top_k
-            return cls(depth, top_k, options.num_draft_nodes or depth * top_k, method)
-        nodes = {tuple(choice) for choice in options.tree_choices}
-        widths: dict[tuple[int, ...], int] = {}
-        for node in nodes:
-            widths[node[:-1]] = max(widths.get(node[:-1], 0), node[-1] + 1)
-        return cls(max(map(len, nodes)), max(widths.values()), len(nodes), method, widths)
-
-    @property
-    def is_chain(self) -> bool:
-        return self.top_k == 1
-
-    @property
-    def kinds(self) -> frozenset[ProposalKind]:
-        """The proposal kinds that this shape and method can give."""
-        return METHOD_KINDS[self.method]
-
-    @property
-    def logit_rows(self) -> int:
-        """Rows of the drafter's logits and distributions that exist at once for one sequence."""
-        level = 1 if self.is_chain else self.top_k
-        return level + (self.num_nodes if self.method == "probabilistic" else 0)
-
-    @property
-    def max_stored(self) -> int:
-        """The most nodes that are fed back to the drafter: all but those of the deepest level."""
-        if self.widths is not None:
-            return sum(1 for ranks in self.widths if ranks)
-        return (self.depth - 1) * self.top_k
 
 
 @dataclass(slots=True)
@@ -212,13 +74,13 @@ class Peaks:
     logits: list[float]
     """NaN for a row that has one."""
     token_ids: list[int]
-    """Empty where no growth takes the argmax."""
+    """Empty where no tree takes the argmax."""
 
     @classmethod
-    def of(cls, logits: Tensor, growths: Seq[Growth]) -> Peaks:
-        """The peaks of `logits` [rows, vocab], as far as the `growths` need them."""
+    def of(cls, logits: Tensor, trees: Seq[DraftTree]) -> Peaks:
+        """The peaks of `logits` [rows, vocab], as far as the `trees` need them."""
         peaks = logits.amax(-1)
-        if not any(growth.takes_argmax for growth in growths):
+        if not any(tree.takes_argmax for tree in trees):
             return cls(peaks.tolist(), [])
         token_ids = logits.argmax(-1)
         if not logits.is_cuda:
@@ -232,7 +94,7 @@ class Peaks:
 
 
 @dataclass(slots=True)
-class Growth:
+class DraftTree:
     """One sequence's tree while it grows. In `frontier`, None represents the end of the committed text."""
 
     sequence: Sequence
@@ -445,81 +307,10 @@ class Growth:
         return Proposal(token_ids, parents, kind, torch.stack(probs))
 
 
-def whole_chains(growths: Iterable[Growth]) -> dict[int, Draw]:
-    """Return, by sequence, how the kernels draw its whole chain; for the growths that need no level of their own.
+def whole_chains(trees: Iterable[DraftTree]) -> dict[int, Draw]:
+    """Return, by sequence, how the kernels draw its whole chain; for the trees that need no level of their own.
 
     These are computed apart from the others, so that no sequence's draft depends on who else is in the batch.
     """
-    draws = ((growth.sequence.id, growth.draw()) for growth in growths)
+    draws = ((tree.sequence.id, tree.draw()) for tree in trees)
     return {sequence_id: draw for sequence_id, draw in draws if draw is not None}
-
-
-class Growths:
-    """Makes a `Growth` for a sequence, and keeps each sequence's logits processor from step to step."""
-
-    def __init__(self, shape: ProposalShape, vocab_size: int, confidence_threshold: float = 0.0) -> None:
-        self.shape = shape
-        self.confidence_threshold = confidence_threshold
-        """For chains; see `GrowthOptions`."""
-        self.vocab_size = vocab_size
-        """Width of the drafter's logits, in the target's tokens."""
-        self._processors: dict[int, LogitsProcessor] = {}
-
-    def may_draft(self, sequence: Sequence) -> bool:
-        """False where the drafter has none of the request's allowed tokens."""
-        allowed = sequence.params.allowed_token_ids
-        return allowed is None or any(token < self.vocab_size for token in allowed)
-
-    def begin(self, sequence: Sequence, budget: int, slots: SlotMap = ()) -> Growth:
-        """An empty tree below the sequence's committed text, of at most `budget` nodes.
-
-        It stays empty where `may_draft` is False.
-        """
-        if not self.may_draft(sequence):
-            budget = 0
-        greedy = sequence.params.temperature == 0
-        if sequence.id not in self._processors:
-            params = sequence.params
-            if greedy and not self.shape.is_chain:
-                # A one-hot distribution does not rank a second token: use the drafter's own probabilities.
-                params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-            self._processors[sequence.id] = self._processor(sequence, params)
-        return Growth(
-            sequence,
-            self.shape,
-            max_nodes=min(budget, self.shape.num_nodes),
-            max_depth=min(budget, self.shape.depth),
-            frontier=[None] if budget else [],
-            processor=self._processors[sequence.id],
-            noise=Noise(sequence.seed, len(sequence.token_ids), greedy, sequence.nonce),
-            slots=slots,
-            confidence_threshold=self.confidence_threshold if self.shape.is_chain else 0.0,
-        )
-
-    def release(self, sequence: Sequence) -> None:
-        """Drop a sequence's state."""
-        self._processors.pop(sequence.id, None)
-
-    def __len__(self) -> int:
-        return len(self._processors)
-
-    def _processor(self, sequence: Sequence, params: SamplingParams) -> LogitsProcessor:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        known = _of_width(params, self.vocab_size)
-        return LogitsProcessor(known, prompt, (), (), self.vocab_size, sequence.grammar)
-
-
-def _of_width(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """`params` without token ids beyond the drafter's vocabulary; they may be valid for the target."""
-    allowed = params.allowed_token_ids
-    if allowed is not None:  # with none left nothing is drafted, see `Growths.may_draft`
-        allowed = [token for token in allowed if token < vocab_size] or None
-    bias = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
-    return dataclasses.replace(
-        params,
-        allowed_token_ids=allowed,
-        logit_bias=bias or None,
-        stop_token_ids=(),
-        logprobs=None,
-        prompt_logprobs=None,
-    )
