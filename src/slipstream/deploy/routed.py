@@ -67,9 +67,7 @@ class RoutedEngine:
         `timeout_s` is the request's deadline; `on_seam` is told at the end how often it was moved and whether to
         unlike arithmetic. Raises `OverloadedError` where the request is not taken.
         """
-        if params.seed is None:  # a replica that goes on with it must use the same
-            params = params.clone()
-            params.seed = draw_seed()
+        params = _with_seed(params)
         name = request_id or f"routed-{uuid.uuid4().hex}-{next(self._ids)}"
         answers = [AnswerRecord(params) for _ in range(params.n)]
 
@@ -173,3 +171,11 @@ def aborted_updates(
         )
         for index in going_on
     ]
+
+
+def _with_seed(params: SamplingParams) -> SamplingParams:
+    """`params` with a seed, which a replica that goes on with the request must use too."""
+    if params.seed is None:
+        params = params.clone()
+        params.seed = draw_seed()
+    return params

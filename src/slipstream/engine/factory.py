@@ -32,6 +32,7 @@ from slipstream.models.cpu import threads
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.text.end_tokens import end_token_ids
+from slipstream.verify.base import Verifier
 from slipstream.verify.registry import create_verifier
 
 logger = logging.getLogger(__name__)
@@ -71,17 +72,7 @@ def create_engine(
         model, tokenizer = load_target(config) if like is None else shared_target(like, config)
         defaults = sampling_defaults(config, model.model)  # raises for values that no request could have
         verifier = create_verifier(speculative.verifier)
-        context = DraftContext(
-            engine_config=config,
-            tokenizer=tokenizer,
-            vocab_size=model.vocab_size,
-            max_model_len=config.max_model_len or model.context_length,
-            device=model.device,
-            dtype=model.dtype,
-            verifier=verifier.traits(),
-            target=model,
-            draft_timeout_s=speculative.draft_timeout_s,
-        )
+        context = _draft_context(config, speculative, model, tokenizer, verifier)
         drafter = create_drafter(speculative, context)
         extension = _create_extension(speculative, context, drafter)
     ends = end_token_ids(tokenizer, model.model, model.vocab_size)
@@ -113,6 +104,23 @@ def create_engine(
             drafting=drafting,
             runner=runner,
         )
+    )
+
+
+def _draft_context(
+    config: EngineConfig, speculative: SpeculativeConfig, model: CausalLM, tokenizer: Any, verifier: Verifier
+) -> DraftContext:
+    """What a drafter is made for."""
+    return DraftContext(
+        engine_config=config,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        max_model_len=config.max_model_len or model.context_length,
+        device=model.device,
+        dtype=model.dtype,
+        verifier=verifier.traits(),
+        target=model,
+        draft_timeout_s=speculative.draft_timeout_s,
     )
 
 

@@ -93,9 +93,8 @@ def plan_memory(
     allowed = config.kv_cache_bytes or _allowed_bytes(
         config, model.device, unread, model.weight_bytes + draft_bytes
     )
-    useful = config.max_num_seqs * (
-        max_model_len + max_draft_tokens + unit
-    )  # what a request holds is rounded to units
+    # What a request holds is rounded to units.
+    useful = config.max_num_seqs * (max_model_len + max_draft_tokens + unit)
     num_slots = min(useful, allowed // per_token)
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, unread, model.weight_bytes)
@@ -109,13 +108,7 @@ def plan_memory(
         )
     if longest < alone:
         what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
-        advice = f"set max_model_len to {longest} or less, with and without it"
-        if config.kv_cache_bytes:
-            raise CapacityError(
-                f"{what}, so texts would end earlier with it; {advice}, or kv_cache_bytes to at least "
-                f"{_mebibytes(max_model_len + unit, per_token)} MiB"
-            )
-        logger.warning("%s; for texts that end alike %s", what, advice)
+        _warn_of_shorter_texts(config, what, longest, _mebibytes(max_model_len + unit, per_token))
     elif longest < max_model_len:
         logger.warning(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
@@ -123,6 +116,17 @@ def plan_memory(
     fmt = None if model.weight_type == "float32" else model.weight_type
     cache = None if model.cache_dtype == torch.float32 else str(model.cache_dtype).removeprefix("torch.")
     return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
+
+
+def _warn_of_shorter_texts(config: EngineConfig, what: str, longest: int, needed_mib: int) -> None:
+    """The drafter's share of the memory shortens requests to `longest` tokens: raise `CapacityError` where the
+    configuration says the cache's size, and warn otherwise."""
+    advice = f"set max_model_len to {longest} or less, with and without it"
+    if config.kv_cache_bytes:
+        raise CapacityError(
+            f"{what}, so texts would end earlier with it; {advice}, or kv_cache_bytes to at least {needed_mib} MiB"
+        )
+    logger.warning("%s; for texts that end alike %s", what, advice)
 
 
 def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:

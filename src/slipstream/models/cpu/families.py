@@ -229,6 +229,10 @@ class Family:
             yield "its experts read the states that attention reads"
         yield from self._wrong_activations(model)
         yield from self._wrong_widths(model, parts, max((way.width for way in rotated), default=0))
+        yield from self._wrong_attention(parts, variants)
+
+    def _wrong_attention(self, parts: Sequence[LayerParts], variants: Sequence[Variant]) -> Iterator[str]:
+        """Return what of the layers' attention the kernels do not compute."""
         of_heads = [
             norm for layer in parts for norm in (layer.query_norm, layer.key_norm) if norm is not None
         ]
@@ -263,17 +267,10 @@ class Family:
         whole = (num_heads * head_dim, num_kv_heads * head_dim)
         if all_heads != whole[0] + 2 * whole[1] or rotated > head_dim:
             yield "its heads have other widths than its configuration says"
-        kinds = set()
-        for layer in parts:
-            widths = tuple(
-                None if norm is None else norm.weight.numel() for norm in (layer.query_norm, layer.key_norm)
-            )
-            kinds.add("each" if set(widths) <= {None, head_dim} else "whole" if widths == whole else "other")
-        if len(kinds) > 1 or "other" in kinds:
+        if not _norms_fit_heads(parts, head_dim, whole):
             yield "its norms of queries and keys are neither all of each head nor all of all heads at once"
-        final = NormParts.of(self.part(model, self.final_norm), self.norm_offset)
         norms = [
-            final,
+            NormParts.of(self.part(model, self.final_norm), self.norm_offset),
             *(
                 norm
                 for layer in parts
@@ -310,6 +307,17 @@ class Family:
             yield "its attention's sinks are not one a head"
         of_experts = (layer.experts.misfits(hidden) for layer in parts if layer.experts is not None)
         yield from (reason for reason in of_experts if reason is not None)
+
+
+def _norms_fit_heads(parts: Sequence[LayerParts], head_dim: int, whole: tuple[int, int]) -> bool:
+    """True where all layers norm queries and keys head by head, or all of them over all heads at once."""
+    kinds = set()
+    for layer in parts:
+        widths = tuple(
+            None if norm is None else norm.weight.numel() for norm in (layer.query_norm, layer.key_norm)
+        )
+        kinds.add("each" if set(widths) <= {None, head_dim} else "whole" if widths == whole else "other")
+    return len(kinds) <= 1 and "other" not in kinds
 
 
 FAMILIES = Registry(

@@ -60,22 +60,15 @@ def settle_quantized(
     settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
     if not isinstance(settings, Mapping):
         raise ModelError(f"{path!r} has a damaged quantization_config: it must be a JSON object")
-    method = " ".join(str(settings.get("quant_method", "")).split())
-    method = method.removeprefix("QuantizationMethod.").lower()
-    if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
-        method = "bitsandbytes"
+    method = _method_of(settings)
     is_widened = method in WIDENED and (by_transformers or method not in READ)
     if method == "mxfp4" and not widens:
         raise ModelError(
             f"{path!r} holds MXFP4 weights, which cannot be kept packed; --quantization int4 or int8 rounds them to 4 "
             "or 8 bits on a CPU, --dtype bfloat16 widens them to 16"
         )
-    if is_widened and importlib.util.find_spec("accelerate") is None:
-        raise ModelError(
-            f"{path!r} holds {WIDENED[method]} weights, which Transformers widens with the package accelerate: "
-            "pip install accelerate, or use the checkpoint that it was made from"
-        )
     if is_widened:
+        _check_widening(path, method)
         log.warning(
             "%r holds %s weights, which are widened: they take the memory of the dtype that runs, not the file's. "
             "--quantization int8 keeps 8 bits on a CPU",
@@ -100,6 +93,24 @@ def settle_quantized(
         f"{path!r} holds {what} weights{bits}, which Slipstream cannot read; use the checkpoint that they were made "
         "from (--quantization int8 quantises it while it is loaded)"
     )
+
+
+def _check_widening(path: str, method: str) -> None:
+    """Raise `ModelError` where Transformers lacks what it widens weights with."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise ModelError(
+            f"{path!r} holds {WIDENED[method]} weights, which Transformers widens with the package accelerate: "
+            "pip install accelerate, or use the checkpoint that it was made from"
+        )
+
+
+def _method_of(settings: Mapping[str, Any]) -> str:
+    """The method of quantisation by the name that Transformers gives it; empty where none is named."""
+    method = " ".join(str(settings.get("quant_method", "")).split())
+    method = method.removeprefix("QuantizationMethod.").lower()
+    if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    return method
 
 
 def _bits(settings: Mapping[str, Any]) -> str:
