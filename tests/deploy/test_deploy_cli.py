@@ -53,7 +53,7 @@ def printed(*args: str) -> dict[str, Any]:
         (["--replicas", "3"], "3 replicas of 1 core need 3 cores, and this machine has 2 cores: run 2"),
         (["--replicas", "2", "--cpus", "1.5"], "run 1 (--replicas 1), or give each less (as in --cpus 1)"),
         (["/nowhere/model"], "'/nowhere/model' is not a folder"),
-        (["--draft", "/nowhere/draft", "--replicas", "1"], "'/nowhere/draft' is not a folder"),
+        (["--spec", "draft:/nowhere/draft", "--replicas", "1"], "'/nowhere/draft' is not a folder"),
         (
             ["--quantization", "int3", "--replicas", "1"],
             "unknown quantization 'int3'; formats: bfloat16, float16",

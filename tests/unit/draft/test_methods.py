@@ -34,7 +34,7 @@ OTHER_WORDS = frozenset({"off", "auto", "self", "remote", "suffix", "versions"})
 """Names that are ordinary words of other things too."""
 RECORD_FIELDS = frozenset({"ngram"})
 """Fields of the neutral record of an export that are called as a method."""
-EXEMPT = frozenset({"assets/__init__.py", "learn/learners/eagle.py", "learn/learners/registry.py"})
+EXEMPT = frozenset({"assets/embedded.py", "learn/learners/eagle.py", "learn/learners/registry.py"})
 """The embedded drafters, and a learner that is called as a method."""
 
 

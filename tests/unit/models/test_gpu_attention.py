@@ -70,10 +70,10 @@ def test_passes_that_overlap_in_two_threads() -> None:
     assert cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize("room", ["slipstream.models.causal_lm", "slipstream.draft.heads.eagle"])
+@pytest.mark.parametrize("room", ["slipstream.models.executor.eager", "slipstream.draft.heads.head_eager"])
 def test_targets_and_heads_attend_without_cudnn(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, with the switch in the place where a GPU would have it."""
-    in_target = room.endswith("causal_lm")
+    in_target = room.endswith("executor.eager")
     spec = None if in_target else {"method": "eagle3", "model": EMBEDDED_EAGLE3}
     llm = LLM(speculative_config=spec, kv_cache_bytes=2**27, cpu_kernels="torch")
     seen: list[bool] = []
@@ -86,7 +86,7 @@ def test_targets_and_heads_attend_without_cudnn(room: str, monkeypatch: pytest.M
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for each in {
         room,
-        "slipstream.models.causal_lm",
+        "slipstream.models.executor.eager",
     }:  # PyTorch's kernels compute the target beside a head too
         monkeypatch.setattr(f"{each}.without_cudnn", lambda _: without_cudnn(GPU))
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
