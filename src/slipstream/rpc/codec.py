@@ -85,4 +85,4 @@ def _special(kind: type, value: Any) -> Any:
     """What `_plain` has written, where a field's type says so."""
     if kind is Path and isinstance(value, str):
         return Path(value)
-    raise NotImplementedError
+    raise TypeError(f"{type(value).__name__} is no {kind.__name__}")
