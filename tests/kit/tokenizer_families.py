@@ -126,3 +126,14 @@ def save_model(tokenizer: Any, folder: Path, seed: int = 0, num_layers: int = 1)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+PAIRS = [("byte-level", "unigram"), ("byte-fallback", "byte-level"), ("unigram", "byte-fallback")]
+"""A target's family and its draft's."""
+
+
+def draft_folders(base: Path) -> dict[str, Path]:
+    """A small model a family, in folders below `base`."""
+    for family, make in FAMILIES.items():
+        save_model(make(), base / family)
+    return {family: base / family for family in FAMILIES}

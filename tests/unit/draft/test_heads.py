@@ -14,10 +14,16 @@ from torch.nn.functional import silu
 
 from slipstream.draft.heads import hydra_head as hydra
 from slipstream.draft.heads import medusa_head as medusa
+from slipstream.draft.heads.hydra import HydraDrafter, HydraOptions
 from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.medusa import MedusaDrafter, MedusaOptions
 from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.errors import ModelError
+from slipstream.sampling.params import SamplingParams
+from slipstream.testing.conformance import check_drafter
+from tests.kit.head_drafters import CONFORMS, context, random_heads
+from tests.kit.head_drafters import VOCAB as TARGET_VOCAB
 
 HIDDEN, VOCAB = 8, 13
 BATCH, LENGTH = 2, 7
@@ -251,3 +257,19 @@ def test_folders_that_hold_no_heads_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=rf"cannot read .*{name}"):
             load_medusa(str(tmp_path))
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    "drafter", [(HydraDrafter, HydraOptions, "hydra"), (MedusaDrafter, MedusaOptions, "medusa")]
+)
+@pytest.mark.parametrize(("options", "verifier"), CONFORMS)
+def test_conforms(drafter: tuple[Any, Any, str], options: dict[str, Any], verifier: str) -> None:
+    cls, made_of, method = drafter
+    check_drafter(
+        lambda: cls(made_of(**{"model": random_heads(method), **options}), context(verifier)),
+        TARGET_VOCAB,
+        verifier=verifier,
+        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
+        max_len=60,
+        num_sequences=4,
+    )

@@ -9,10 +9,7 @@ import torch
 
 from slipstream.draft.heads.hydra import HydraDrafter, HydraOptions
 from slipstream.errors import ModelError
-from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from tests.kit.head_drafters import (
-    CONFORMS,
     VOCAB,
     computed,
     context,
@@ -26,18 +23,6 @@ from tests.kit.head_drafters import (
 
 def make(verifier: str = "coupled", **options: Any) -> HydraDrafter:
     return HydraDrafter(HydraOptions(**{"model": random_heads("hydra"), **options}), context(verifier))
-
-
-@pytest.mark.parametrize(("options", "verifier"), CONFORMS)
-def test_conforms(options: dict[str, Any], verifier: str) -> None:
-    check_drafter(
-        lambda: make(verifier, **options),
-        VOCAB,
-        verifier=verifier,
-        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
-        max_len=60,
-        num_sequences=4,
-    )
 
 
 def read(state: torch.Tensor, token_ids: list[int]) -> torch.Tensor:

@@ -11,12 +11,9 @@ import torch
 from slipstream.core.proposal import ROOT, ProposalKind
 from slipstream.draft.heads.medusa import MedusaDrafter, MedusaOptions
 from slipstream.errors import ConfigError, ModelError
-from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from tests.kit.head_drafters import (
     CHOICES,
-    CONFORMS,
     VOCAB,
     computed,
     context,
@@ -29,18 +26,6 @@ from tests.kit.head_drafters import (
 
 def make(verifier: str = "coupled", **options: Any) -> MedusaDrafter:
     return MedusaDrafter(MedusaOptions(**{"model": random_heads("medusa"), **options}), context(verifier))
-
-
-@pytest.mark.parametrize(("options", "verifier"), CONFORMS)
-def test_conforms(options: dict[str, Any], verifier: str) -> None:
-    check_drafter(
-        lambda: make(verifier, **options),
-        VOCAB,
-        verifier=verifier,
-        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
-        max_len=60,
-        num_sequences=4,
-    )
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -21,19 +21,14 @@ from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from slipstream.text.retokenize import Encoder
 from slipstream.text.token_bytes import shared_tokens
-from tests.kit.tokenizer_families import FAMILIES, SENTENCES, byte_level, save_model
+from tests.kit.tokenizer_families import FAMILIES, PAIRS, SENTENCES, byte_level, draft_folders
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
-
-PAIRS = [("byte-level", "unigram"), ("byte-fallback", "byte-level"), ("unigram", "byte-fallback")]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("drafts")
-    for family, make in FAMILIES.items():
-        save_model(make(), base / family)
-    return {family: base / family for family in FAMILIES}
+    return draft_folders(tmp_path_factory.mktemp("drafts"))
 
 
 def make(

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from slipstream import registry
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
-from slipstream.models import CausalLM, RowGroup, adapt, load_model
+from slipstream.models import RowGroup, adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits
 from slipstream.models.attention.native import NativeBackend
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
@@ -28,9 +28,8 @@ from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.testing.paged import PagedBackend
+from tests.kit.small_llama import VOCAB, llama, logits
 
-VOCAB = 61
-TEXT = [(7 * i + 3) % VOCAB for i in range(12)]
 needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 
 
@@ -39,26 +38,6 @@ def traits(family: str, *, kernels: bool = True, device: str = "cpu") -> ModelTr
         model_type=family, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True
     )
     return ModelTraits(config, torch.device(device), torch.float32, kernels)
-
-
-def llama(**options: Any) -> CausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        attn_implementation=ATTENTION_NAME,
-    )
-    return adapt(LlamaForCausalLM(config).eval(), **options)
-
-
-def logits(lm: CausalLM, layers: Sequence[int] | None = None, token_ids: Sequence[int] = TEXT) -> Tensor:
-    pool, slots = lm.trial_cache(len(token_ids))
-    return lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool, layers=layers).logits
 
 
 # --- names and choice -------------------------------------------------------------------------------------------

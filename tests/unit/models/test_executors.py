@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint, EntryPoints
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream import registry
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
-from slipstream.models import CausalLM, RowGroup, adapt, load_model
-from slipstream.models.attention.base import ATTENTION_NAME
+from slipstream.models import RowGroup, load_model
 from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.executor.base import PassOutput, ProbedModel
@@ -25,30 +21,9 @@ from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import ENTRY_POINT_GROUP, EXECUTORS
 from slipstream.sampling.noise import Noise
+from tests.kit.small_llama import TEXT, VOCAB, llama, logits
 
-VOCAB = 61
-TEXT = [(7 * i + 3) % VOCAB for i in range(12)]
 needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
-
-
-def llama(**options: Any) -> CausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        attn_implementation=ATTENTION_NAME,
-    )
-    return adapt(LlamaForCausalLM(config).eval(), **options)
-
-
-def logits(lm: CausalLM, layers: Sequence[int] | None = None, token_ids: Sequence[int] = TEXT) -> Tensor:
-    pool, slots = lm.trial_cache(len(token_ids))
-    return lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool, layers=layers).logits
 
 
 # --- names and choice -------------------------------------------------------------------------------------------
