@@ -25,7 +25,6 @@ from typing import Any
 import httpx2
 
 from benchmarks.export_page import page
-from benchmarks.export_parsers import VERSIONS, llama_version
 from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.processes import Server, answer_of
@@ -41,6 +40,8 @@ from slipstream.tools.export.refusals import ExportError
 HERE = Path(__file__).parent
 RESULT = DOCS / "export_engines.json"
 NUM_TOKENS = 4
+VERSIONS = {"vllm": "0.32", "llama-cpp": "2026-09"}
+"""Versions of the environments, where they are not the newest that is known; llama.cpp is that of llama-cpp-python."""
 DRAFTS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
 
 Request = dict[str, Any]
@@ -263,6 +264,13 @@ def _served(url: str, prompt: list[int], length: int) -> list[Any]:
     # it drafts no token that the length would cut, so every pass ends with a token of the target's own
     accepted = reply["timings"].get("draft_n_accepted", 0)
     return [reply["tokens"], 1, len(reply["tokens"]) - accepted - 1]
+
+
+def llama_version(binary: str) -> str:
+    """What `llama-server --version` says: version, build and commit."""
+    done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=60)
+    lines = (done.stdout + done.stderr).splitlines()
+    return next(line.removeprefix("version:").strip() for line in lines if line.startswith("version:"))
 
 
 if __name__ == "__main__":

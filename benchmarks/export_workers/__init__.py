@@ -1,1 +1,1 @@
-"""Run in other engines' environments by `benchmarks.export_parsers`: cases on standard input, verdicts on output."""
+"""Run in other engines' environments by `benchmarks.export_engines`: requests on standard input, answers on output."""
