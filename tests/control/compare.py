@@ -19,7 +19,7 @@ from typing import Any
 import world
 from world import Machine, Simulated, World
 
-from slipstream.control.types import Choice, DrafterTraits
+from slipstream.control.types import Choice, PolicyDrafter
 
 SEEDS = (0, 1)
 
@@ -49,16 +49,16 @@ def drafters(machine: Machine, hot: bool = False) -> list[Any]:
     found = {"creative": ((0.25, 1), (0.05, 2))} if hot else FOUND
     return [
         Simulated(
-            DrafterTraits("suffix", 16, False, True),
+            PolicyDrafter("suffix", 16, False, True),
             suffix,
             call_s=4e-5,
             level_s=0.0,
             slot_s=2e-5,
             found=found,
         ),
-        Simulated(DrafterTraits("draft", 6, True), draft, 6e-5, 2.4e-4, 2e-5, 3e-5),
+        Simulated(PolicyDrafter("draft", 6, True), draft, 6e-5, 2.4e-4, 2e-5, 3e-5),
         Simulated(
-            DrafterTraits("eagle3", 4, True),
+            PolicyDrafter("eagle3", 4, True),
             eagle,
             2e-4,
             1.1e-3 * (machine.read_s / 0.0345) ** 0.5,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from world import Machine, Simulated, World, chain
 
-from slipstream.control.types import DrafterTraits
+from slipstream.control.types import PolicyDrafter
 
 ONE_ROW_S = 0.0089
 MEASURED = {1: 1.0, 2: 1.15, 4: 1.35, 5: 1.58, 8: 2.41, 16: 4.32}
@@ -41,13 +41,13 @@ def test_the_costs_are_the_measured_ones() -> None:
 def suffix(found: float, alpha: float) -> Simulated:
     """Finds a draft of six tokens in this share of the steps."""
     return Simulated(
-        DrafterTraits("suffix", 16, False, True), {"t": alpha}, level_s=0.0, found={"t": [(found, 6)]}
+        PolicyDrafter("suffix", 16, False, True), {"t": alpha}, level_s=0.0, found={"t": [(found, 6)]}
     )
 
 
 def block(name: str, alpha: float, size: int, call_s: float = 0.0005) -> Simulated:
     """A drafter whose proposals have always the same rows, taken or left."""
-    return Simulated(DrafterTraits(name, size, False), {"t": alpha}, call_s=call_s, level_s=0.0)
+    return Simulated(PolicyDrafter(name, size, False), {"t": alpha}, call_s=call_s, level_s=0.0)
 
 
 LOSING = [

@@ -9,7 +9,7 @@ import pytest
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
-from slipstream.control.types import NOTHING, Choice, DrafterTraits, StepRequest
+from slipstream.control.types import NOTHING, Choice, PolicyDrafter, StepRequest
 from slipstream.core.request import RequestOptions
 from slipstream.draft.combine.auto import AutoOptions
 from slipstream.draft.combine.rules import PlanRule
@@ -18,7 +18,7 @@ from slipstream.engine.factory import make_engine
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
-CHAIN, LOOKUP = DrafterTraits("draft_model", 6, True), DrafterTraits("suffix", 16, False, looks_up=True)
+CHAIN, LOOKUP = PolicyDrafter("draft_model", 6, True), PolicyDrafter("suffix", 16, False, looks_up=True)
 RULES = (
     PlanRule(drafter=0, num_speculative_tokens=2, max_requests=8),
     PlanRule(drafter=0, num_speculative_tokens=4, max_requests=2),

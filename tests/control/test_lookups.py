@@ -7,11 +7,11 @@ import pytest
 
 from slipstream.control.optimise import Priced, Problem
 from slipstream.control.policy import MIN_AGE, Policy
-from slipstream.control.types import NOTHING, Choice, Drafted, DrafterTraits, ObservedStep, StepRequest
+from slipstream.control.types import NOTHING, Choice, Drafted, ObservedStep, PolicyDrafter, StepRequest
 from tests.control.world import FakeClock
 
 SIZE = 8
-LOOKUP = DrafterTraits("suffix", 8, is_chain=False, looks_up=True)
+LOOKUP = PolicyDrafter("suffix", 8, is_chain=False, looks_up=True)
 REQUESTS = [StepRequest(number, "t", limit=8, length=100) for number in range(SIZE)]
 
 
@@ -42,7 +42,7 @@ def test_a_proposal_must_also_pay_for_what_a_request_costs_that_has_one(drafted_
     assert all((choice != NOTHING) == pays for choice in choices)
 
 
-CHAIN = DrafterTraits("draft_model", 4, is_chain=True, looks_up=False)
+CHAIN = PolicyDrafter("draft_model", 4, is_chain=True, looks_up=False)
 
 
 def with_a_chain() -> Policy:

@@ -16,9 +16,9 @@ from slipstream.control.types import (
     Call,
     Choice,
     Drafted,
-    DrafterTraits,
     ObservedStep,
     Outcome,
+    PolicyDrafter,
     StepRequest,
 )
 from tests.control.world import PLAN_S, FakeClock
@@ -28,8 +28,8 @@ STEP_S = 0.002
 LOADS = (1, 2, 4, 8, 16, 32)
 
 
-LOOKUP = DrafterTraits("suffix", 8, is_chain=False, looks_up=True)
-CHAIN = DrafterTraits("a", 4, is_chain=True)
+LOOKUP = PolicyDrafter("suffix", 8, is_chain=False, looks_up=True)
+CHAIN = PolicyDrafter("a", 4, is_chain=True)
 
 
 def requests(number: int, task: str = "t") -> list[StepRequest]:
@@ -43,7 +43,7 @@ def step(num_sequences: int, seconds: float, num_prompt_rows: int = 0) -> Observ
     )
 
 
-def make(traits: DrafterTraits = LOOKUP, pass_s: Callable[[float], float] = lambda rows: STEP_S) -> Policy:
+def make(traits: PolicyDrafter = LOOKUP, pass_s: Callable[[float], float] = lambda rows: STEP_S) -> Policy:
     return Policy([traits], adaptive=True, probe_share=0.0, pass_s=pass_s, clock=FakeClock())
 
 

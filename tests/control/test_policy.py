@@ -21,9 +21,9 @@ from slipstream.control.types import (
     Call,
     Choice,
     Drafted,
-    DrafterTraits,
     ObservedStep,
     Outcome,
+    PolicyDrafter,
     StepRequest,
 )
 
@@ -152,7 +152,7 @@ def test_a_drafter_that_has_become_slow_is_left() -> None:
 def test_lookups_are_asked_first_and_short_proposals_are_not_used() -> None:
     """Long ones are accepted, and what they yield is more than what drafts would."""
     lookup = Simulated(
-        DrafterTraits("suffix", 8, False, True),
+        PolicyDrafter("suffix", 8, False, True),
         {"t": 0.95},
         call_s=0.0001,
         level_s=0.0,
@@ -169,7 +169,7 @@ def test_lookups_are_asked_first_and_short_proposals_are_not_used() -> None:
 
 
 def test_a_lookup_that_is_never_right_is_no_longer_asked() -> None:
-    lookup = Simulated(DrafterTraits("suffix", 8, False, True), {"t": 0.0}, found={"t": [(1.0, 4)]})
+    lookup = Simulated(PolicyDrafter("suffix", 8, False, True), {"t": 0.0}, found={"t": [(1.0, 4)]})
     world = World([lookup], size=4, tasks=("t",), prompt=0, answer=FOREVER).run(150)
     assert world.choices == [NOTHING] * 4
 
@@ -426,7 +426,7 @@ def test_memory_is_bounded_by_what_runs() -> None:
 
 
 def test_how_long_answers_are_is_learned_by_task() -> None:
-    policy = Policy([DrafterTraits("a", 4, True)], adaptive=True, probe_share=0.0, pass_s=lambda rows: 0.02)
+    policy = Policy([PolicyDrafter("a", 4, True)], adaptive=True, probe_share=0.0, pass_s=lambda rows: 0.02)
     for _ in range(50):
         policy.release(0, "long", 400)
         policy.release(0, "short", 5)
@@ -487,7 +487,7 @@ def test_a_clock_that_jumps_fixes_no_plan_for_ever(jump_s: float) -> None:
 
 
 def test_empty_batches_and_strange_names_do_not_raise() -> None:
-    policy = Policy([DrafterTraits("a", 4, True)], adaptive=True, probe_share=0.01, pass_s=lambda rows: 0.02)
+    policy = Policy([PolicyDrafter("a", 4, True)], adaptive=True, probe_share=0.01, pass_s=lambda rows: 0.02)
     assert policy.choose([], 0) == []
     policy.observe(
         observed(0.02, num_sequences=0, calls=[], outcomes=[], num_drafted=0, num_checked=0, num_rows=64)
@@ -540,7 +540,7 @@ def test_break_even_is_where_one_token_pays() -> None:
 
 def test_break_even_is_of_drafts_as_deep_as_they_are() -> None:
     """One draft token does not pay where a call is dear; eight do, and the report must not say otherwise."""
-    dear = Simulated(DrafterTraits("dear", 8, True), {"t": 0.9}, call_s=0.02)
+    dear = Simulated(PolicyDrafter("dear", 8, True), {"t": 0.9}, call_s=0.02)
     world = World([dear], size=1, tasks=("t",), prompt=0, answer=FOREVER).run(200)
     [task] = world.policy.report().tasks
     assert task.depth > 3
@@ -591,7 +591,7 @@ def test_a_step_in_which_no_drafter_had_a_proposal_is_speculations_too(limit: in
     """The realised speedup is that of all steps in which drafts were allowed, not of the lucky ones: probes compare
     with them."""
     policy = Policy(
-        [DrafterTraits("a", 4, True)], adaptive=False, probe_share=0.5, pass_s=lambda rows: 0.01 * rows
+        [PolicyDrafter("a", 4, True)], adaptive=False, probe_share=0.5, pass_s=lambda rows: 0.01 * rows
     )
     probes = 0
     for _ in range(100):

@@ -17,9 +17,9 @@ from slipstream.control.types import (
     Call,
     Choice,
     Drafted,
-    DrafterTraits,
     ObservedStep,
     Outcome,
+    PolicyDrafter,
     StepRequest,
 )
 
@@ -59,7 +59,7 @@ class Machine:
 class Simulated:
     """A drafter: what it costs, and how often its tokens are accepted, by task."""
 
-    traits: DrafterTraits
+    traits: PolicyDrafter
     alpha: Mapping[str, float]
     """Task to conditional acceptance of each token; of a lookup, when it has found something."""
     call_s: float = 0.0005
@@ -83,7 +83,7 @@ class Simulated:
 def chain(
     name: str, alpha: Mapping[str, float], *, depth: int = 8, level_s: float = 0.001, missed_s: float = 0.0
 ) -> Simulated:
-    return Simulated(DrafterTraits(name, depth, True), alpha, level_s=level_s, missed_token_s=missed_s)
+    return Simulated(PolicyDrafter(name, depth, True), alpha, level_s=level_s, missed_token_s=missed_s)
 
 
 @dataclass

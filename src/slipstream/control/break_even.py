@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.control.cost import DraftCost, StepCost
 from slipstream.control.traffic import TaskUse
-from slipstream.control.types import NOBODY, Choice, Drafted, DrafterTraits
+from slipstream.control.types import NOBODY, Choice, Drafted, PolicyDrafter
 
 
 def usual_depth(choice: Choice, is_chain: bool, use: TaskUse) -> int:
@@ -15,7 +15,7 @@ def usual_depth(choice: Choice, is_chain: bool, use: TaskUse) -> int:
 
 
 def break_even(
-    drafter: DrafterTraits, draft_cost: DraftCost, step_cost: StepCost, depth: int, number: int
+    drafter: PolicyDrafter, draft_cost: DraftCost, step_cost: StepCost, depth: int, number: int
 ) -> float | None:
     """The share of draft tokens that must be accepted for `depth` of them to pay for each of `number` requests.
 

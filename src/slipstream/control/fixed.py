@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from slipstream.control.types import NOTHING, Choice, DrafterTraits
+from slipstream.control.types import NOTHING, Choice, PolicyDrafter
 from slipstream.draft.combine.rules import PlanRule
 
 
 class FixedPlan:
     """Looks up the rule for a task and a load; without a rule nothing is drafted."""
 
-    def __init__(self, rules: Seq[PlanRule], drafters: Seq[DrafterTraits]) -> None:
+    def __init__(self, rules: Seq[PlanRule], drafters: Seq[PolicyDrafter]) -> None:
         self._drafters = tuple(drafters)
         self._by_task: dict[str | None, list[PlanRule]] = {}
         for rule in rules:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, LookupYield
 from slipstream.control.cost import DraftCost, StepCost
-from slipstream.control.types import NOBODY, Choice, Drafted, DrafterTraits
+from slipstream.control.types import NOBODY, Choice, Drafted, PolicyDrafter
 
 MAX_ROUNDS = 3
 WORTH_ANOTHER_ROUND = 1.001
@@ -43,7 +43,7 @@ class Curve:
 
     @classmethod
     def of(
-        cls, traits: DrafterTraits, known: Acceptance, sequence_id: int, task: str, limit: int, entry_s: float
+        cls, traits: PolicyDrafter, known: Acceptance, sequence_id: int, task: str, limit: int, entry_s: float
     ) -> Curve:
         """By what is known of a request, or of its task."""
         if traits.is_chain:

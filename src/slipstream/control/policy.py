@@ -42,8 +42,8 @@ from slipstream.control.types import (
     Choice,
     ControlReport,
     Drafted,
-    DrafterTraits,
     ObservedStep,
+    PolicyDrafter,
     StepRequest,
     TaskReport,
 )
@@ -66,7 +66,7 @@ class Policy:
 
     def __init__(
         self,
-        drafters: Seq[DrafterTraits],
+        drafters: Seq[PolicyDrafter],
         *,
         adaptive: bool,
         probe_share: float,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.cost import Mean
-from slipstream.control.types import MAX_TASKS, NOBODY, DrafterTraits, MethodReport, Outcome
+from slipstream.control.types import MAX_TASKS, NOBODY, MethodReport, Outcome, PolicyDrafter
 from slipstream.core.bounded import BoundedDict
 
 FIRST_LENGTH = 64.0
@@ -32,7 +32,7 @@ class TaskUse:
 class Traffic:
     """Outcomes are kept as they come, which is quick, and worked in together by `learn`."""
 
-    def __init__(self, drafters: Seq[DrafterTraits]) -> None:
+    def __init__(self, drafters: Seq[PolicyDrafter]) -> None:
         self.acceptance = [Acceptance(each.max_depth) for each in drafters]
         self.lookups = {number: LookupYield() for number, each in enumerate(drafters) if each.looks_up}
         self._drafters = tuple(drafters)

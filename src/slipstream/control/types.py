@@ -35,8 +35,8 @@ NOTHING = Choice()
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterTraits:
-    """A drafter that can be chosen."""
+class PolicyDrafter:
+    """A drafter as the policy sees it."""
 
     name: str
     max_depth: int

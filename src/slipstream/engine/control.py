@@ -7,7 +7,7 @@ from collections.abc import Callable
 from slipstream.config import SpeculativeConfig
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.policy import Policy
-from slipstream.control.types import DrafterTraits
+from slipstream.control.types import PolicyDrafter
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import Drafter
 from slipstream.draft.combine.auto import AutoDrafter
@@ -40,12 +40,12 @@ def create_policy(speculative: SpeculativeConfig, drafter: Drafter, model: Causa
     return Policy(traits, adaptive=False, probe_share=share, pass_s=_unmeasured_s)
 
 
-def _traits(name: str, drafter: Drafter) -> DrafterTraits:
+def _traits(name: str, drafter: Drafter) -> PolicyDrafter:
     length = drafter.chain_length()
     depth = drafter.max_nodes() if length is None else length
     # Whether a lookup's proposal is used depends on its length, which must not be what a random draw came to.
     draws = bool(drafter.kinds_made() - {ProposalKind.ONE_HOT, ProposalKind.COUPLED})
-    return DrafterTraits(name, depth, length is not None, drafter.looks_up and not draws)
+    return PolicyDrafter(name, depth, length is not None, drafter.looks_up and not draws)
 
 
 def _unmeasured_s(rows: float) -> float:
