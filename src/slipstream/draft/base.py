@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.core.proposal import Proposal, ProposalKind, VerifierTraits
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from slipstream.config import EngineConfig
     from slipstream.core.metrics.worker import WorkerStats
+    from slipstream.draft.methods import MethodSpec
     from slipstream.kv.cache import KVCache
     from slipstream.models.causal_lm import CausalLM
     from slipstream.models.identity import ModelIdentity
@@ -39,6 +41,9 @@ class DraftContext:
     """What the verifier that will judge the proposals can do: `accepts_coupled`, `kinds` and so on."""
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
+    unused_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of the target's checkpoint that the target does not read, each read from its file when it is asked for.
+    Empty for drafters whose `spec` does not say that it reads them."""
     target_layers: tuple[int, ...] | None = None
     """The layers that `target` runs: those of whose tokens it keeps keys and values. None is all."""
     target_outline: ModelOutline | None = None
@@ -126,6 +131,8 @@ class Drafter(ABC):
     Options: ClassVar[type]
     """Frozen dataclass of the keys that `speculative_config` may hold for this drafter. The one that bounds a path is
     called `num_speculative_tokens`; see `configured_depth`."""
+    spec: ClassVar[MethodSpec | None] = None
+    """What is known of the method of a package; a built-in one's is in `slipstream.draft.methods`."""
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})
     """The proposal kinds that this drafter may return."""
     looks_up: ClassVar[bool] = False

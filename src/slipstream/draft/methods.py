@@ -1,8 +1,7 @@
 """The built-in drafting methods: their names here and elsewhere, what they need, and what can be done with them.
 
 Plain data that imports nothing of Slipstream, so that any room may read it. The name of a method stands here and in its
-drafter's own file. Drafters that a package brings are not here: what must be known of one, its class says
-(`slipstream.draft.base.Drafter`).
+drafter's own file. A drafter that a package brings has its specification in its class, as `spec`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class TargetFeatures(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:
-    """One built-in drafting method."""
+    """One drafting method."""
 
     name: str
     """The value of `method`."""
@@ -58,10 +57,9 @@ class MethodSpec:
     """The option that `NAME:VALUE` sets."""
     weights: DraftWeights = DraftWeights.NONE
     features: TargetFeatures = TargetFeatures.NONE
-    has_own_kv: bool = False
-    """True where it keeps keys and values of its own."""
     reads_unused_tensors: bool = False
-    """True where its weights are tensors of the target's checkpoint that the target does not use."""
+    """True where its weights are tensors of the target's checkpoint that the target does not read: its drafter finds
+    them as `DraftContext.unused_tensors`."""
     is_lookup: bool = False
     """True where it looks into texts only: asking it again costs next to nothing, and it drafts as configured."""
     drafts_chains: bool = False
@@ -167,7 +165,6 @@ DRAFT_MODEL = MethodSpec(
     drafter="slipstream.draft.model.draft_model:DraftModelDrafter",
     help="a smaller model with the same vocabulary drafts",
     weights=DraftWeights.DRAFT_MODEL,
-    has_own_kv=True,
     drafts_chains=True,
     trainer="draft",
     learners=("whole", "low_rank", "corrective"),
@@ -185,7 +182,6 @@ TLI = MethodSpec(
     drafter="slipstream.draft.model.tli:TliDrafter",
     help="a smaller model with another vocabulary drafts, in the tokens that both have",
     weights=DraftWeights.DRAFT_MODEL,
-    has_own_kv=True,
     drafts_chains=True,
     elsewhere={VLLM: ("draft_model",), TRANSFORMERS: ("assistant_model",)},
     nearest=("ngram",),
@@ -195,7 +191,6 @@ SLEM = MethodSpec(
     drafter="slipstream.draft.model.slem:SlemDrafter",
     help="a smaller model with another vocabulary drafts, in text",
     weights=DraftWeights.DRAFT_MODEL,
-    has_own_kv=True,
     elsewhere={TRANSFORMERS: ("assistant_model",)},
     nearest=("tli", "ngram"),
 )
@@ -205,7 +200,6 @@ SELF = MethodSpec(
     help="the target's own weights in int8, with a cache of their own",
     short_value="quantization",
     weights=DraftWeights.TARGET,
-    has_own_kv=True,
     learners=("corrective",),
     nearest=("ngram",),
 )
@@ -235,7 +229,6 @@ EAGLE = MethodSpec(
     help="a head of one layer, trained on the target's hidden states (EAGLE, EAGLE-2)",
     weights=DraftWeights.HEAD,
     features=TargetFeatures.LAST,
-    has_own_kv=True,
     drafts_chains=True,
     trainer="eagle",
     learners=("corrective",),
@@ -248,7 +241,6 @@ EAGLE3 = MethodSpec(
     help="a head of one layer, trained on three of the target's hidden states (EAGLE-3)",
     weights=DraftWeights.HEAD,
     features=TargetFeatures.CHOSEN,
-    has_own_kv=True,
     drafts_chains=True,
     trainer="eagle3",
     learners=("eagle", "corrective"),

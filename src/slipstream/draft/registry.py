@@ -17,7 +17,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig, options_from
 from slipstream.core.proposal import VerifierTraits
 from slipstream.draft.base import DraftContext, Drafter, Fit
-from slipstream.draft.methods import METHODS
+from slipstream.draft.methods import METHODS, MethodSpec
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.registry import Registry
 from slipstream.vllm_names import METHODS_ELSEWHERE, SPECULATIVE, split_off
@@ -34,6 +34,11 @@ DRAFTERS = Registry[Drafter](
 def drafter_names() -> list[str]:
     """Every name that `method` may have, sorted."""
     return DRAFTERS.names()
+
+
+def method_spec(method: str) -> MethodSpec | None:
+    """What is known of a method, of a package's where its class says; raises `ConfigError` for unknown names."""
+    return METHODS.get(method) or _drafter_class(method).spec
 
 
 def validate(config: SpeculativeConfig, verifier: VerifierTraits | None = None) -> tuple[type[Drafter], Any]:
@@ -69,6 +74,9 @@ def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
         from slipstream.models.settling import resolve_device
 
         context = dataclasses.replace(context, device=resolve_device(config.draft_device))
+    spec, target = method_spec(config.method), context.target
+    if spec is not None and spec.reads_unused_tensors and target is not None:
+        context = dataclasses.replace(context, unused_tensors=target.unused_tensors)
     try:
         return cls(options, context)
     except (SlipstreamError, MemoryError):
@@ -96,8 +104,9 @@ def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
 
 def _help(name: str, cls: type[Drafter]) -> str:
     """What a drafter does, in a line: of a package's own what its class says."""
-    if name in METHODS:
-        return METHODS[name].help
+    spec = METHODS.get(name, cls.spec)
+    if spec is not None:
+        return spec.help
     return vars(cls).get("summary") or (cls.__doc__ or "").strip().split("\n")[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -70,6 +70,8 @@ class CausalLM(ModelIdentity):
         """Bits of the codes of weights that are held as a file had them, quantised; empty where there are none."""
         self.stored_as = stored_as
         self.weight_format = given.weight_format
+        self.unused_tensors: Mapping[str, Tensor] = {}
+        """Those of its checkpoint that it does not read; see `Checkpoint.unused_tensors`."""
         self.was_compared = False
         """Whether its layers or logits were compared with Transformers' when it was loaded."""
         self.num_threads = executor.num_threads

@@ -1,4 +1,7 @@
-"""A checkpoint that can be loaded, and its weights in a Transformers model: all of them, and no others."""
+"""A checkpoint that can be loaded, and its weights in a Transformers model: all of them, and no others.
+
+Tensors that the model is known not to read are left in the file, where a drafter may read them (`unused_tensors`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from slipstream.models.files.lora import apply_adapter, chosen_adapter
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, settle_quantized
 from slipstream.models.files.stored import StoredModel
+from slipstream.models.files.unused import UnusedTensors, unused_by
 from slipstream.models.huggingface import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -61,7 +65,17 @@ class Checkpoint:
             raise ModelError(
                 f"{self.path!r} reads images and has {self.quantised.method} weights, which is not supported together"
             )
-        return read_quantised(self.path, self.revision, self.quantised.method, self.quantised.settings)
+        method, settings = self.quantised.method, self.quantised.settings
+        return read_quantised(self.path, self.revision, method, settings, unused_by(self.config))
+
+    def unused_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the model is known not to read, such as the layers of multi-token prediction.
+
+        By their names in the files, and each read when it is asked for; of a GGUF file none.
+        """
+        if self.gguf is not None:
+            return {}
+        return UnusedTensors(self.path, self.revision, unused_by(self.config))
 
     @property
     def stores_its_numbers(self) -> bool:
@@ -131,7 +145,7 @@ def load_weights(
         if kept:
             stored = _fitted(source, stored, experts_in)
         model, loaded = _read_stored(source, stored, make, dtype, attention, bool(kept), narrow or dtype)
-    _check_complete(source.path, loaded)
+    _check_complete(source, loaded)
     changes: Mapping[str, LowRankChange] = {}
     if source.adapter is not None:
         with one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {source.path!r}"), silenced():
@@ -233,14 +247,15 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
     return model, loaded
 
 
-def _check_complete(path: str, loaded: Mapping[str, Any]) -> None:
+def _check_complete(source: Checkpoint, loaded: Mapping[str, Any]) -> None:
     """Raise `ModelError` for missing or unknown weights. Transformers would initialise or ignore them."""
     mismatched = {key for key, *_ in loaded["mismatched_keys"]}
+    is_unused = unused_by(source.config)
     for what, keys in [
         ("lacks", loaded["missing_keys"]),
-        ("has unknown", loaded["unexpected_keys"]),
+        ("has unknown", [key for key in loaded["unexpected_keys"] if not is_unused(key)]),
         ("has misshapen", mismatched),
     ]:
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise ModelError(f"the checkpoint {path!r} {what} weights: {min(keys)}{more}")
+            raise ModelError(f"the checkpoint {source.path!r} {what} weights: {min(keys)}{more}")

@@ -88,6 +88,7 @@ def load_model(
             quantization=name,
             **{key: getattr(options, key) for key in ("max_model_len", "attention_backend", "executor")},
         )
+        lm.unused_tensors = choice.source.unused_tensors()
         asked, widens = options.kv_cache_dtype, lm.executor.widens_entries
         lm.cache_dtype = resolve_cache_dtype(asked, options.dtype, choice.stored, lm.dtype, widens)
         if compares:

@@ -27,6 +27,7 @@ from slipstream.models.files.lora import outlined_changes
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, settle_quantized
 from slipstream.models.files.stored import StoredModel
+from slipstream.models.files.unused import unused_by
 from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.load_options import LoadOptions
@@ -192,7 +193,7 @@ def _config(
         )
         return config, None, quantised
     with one_line(f"cannot read the weights of {path!r}"):
-        stored = read_quantised(path, revision, quantised.method, quantised.settings)
+        stored = read_quantised(path, revision, quantised.method, quantised.settings, unused_by(config))
     return config, stored, quantised
 
 

@@ -466,6 +466,23 @@ def test_biases_of_nothing_and_the_generation_configuration(tmp_path: Path) -> N
     assert f"has unknown weights: {name}" in refusal(lambda: load_model(str(tmp_path)))
 
 
+def test_a_prediction_layer_is_left_in_the_file(tmp_path: Path) -> None:
+    layers, write, settings = FOLDERS["gptq"]
+    saved(tmp_path, layers, write, settings)
+    file = tmp_path / "model.safetensors"
+    stem, state = "model.layers.0.mlp.up_proj.", load_file(file)
+    own = {
+        f"mtp.{name.removeprefix(stem)}": part.clone()
+        for name, part in state.items()
+        if name.startswith(stem)
+    }
+    save_file(state | own, file)
+    assert "mtp is no plain layer of a llama model" in refusal(lambda: load_model(str(tmp_path)))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    assert set(load_model(str(tmp_path)).unused_tensors) == own.keys()
+
+
 def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     layers, write, settings = FOLDERS["compressed-tensors"]
     saved(tmp_path, layers, write, settings)

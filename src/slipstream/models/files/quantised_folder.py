@@ -52,17 +52,29 @@ def is_kept(method: str, settings: Mapping[str, Any]) -> bool:
     return _reader(method, settings).is_quantised is not fp8.is_fp8
 
 
-def read_quantised(path: str, revision: str | None, method: str, settings: Mapping[str, Any]) -> StoredModel:
-    """The weights of a folder or hub id, mapped from its files. Raises `ModelError` where they do not fit together."""
+def read_quantised(
+    path: str,
+    revision: str | None,
+    method: str,
+    settings: Mapping[str, Any],
+    is_unused: Callable[[str], bool] = lambda name: False,
+) -> StoredModel:
+    """The weights of a folder or hub id, mapped from its files; tensors that `is_unused` names are left out.
+
+    Raises `ModelError` where they do not fit together.
+    """
     reader = _reader(method, settings)
     tensors: dict[str, Tensor] = {}
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for file in _files(path, revision):
+    files = safetensors_files(path, revision)
+    if not files:
+        raise ModelError(f"{path!r} has no *.safetensors")
+    for file in files:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     stem, _, part = name.rpartition(".")
-                    if part in _IGNORED:
+                    if part in _IGNORED or is_unused(name):
                         continue
                     where, key = (layers[stem], part) if part in reader.parts else (tensors, name)
                     where[key] = opened.get_tensor(name)
@@ -114,11 +126,9 @@ def _has(part: str) -> Callable[[Mapping[str, Tensor]], bool]:
     return lambda found: part in found
 
 
-def _files(path: str, revision: str | None) -> list[Path]:
+def safetensors_files(path: str, revision: str | None) -> list[Path]:
+    """The `*.safetensors` that hold the weights of a folder or hub id."""
     folder = Path(path)
     if not folder.is_dir():
         folder = Path(snapshot_download(path, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
-    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
-    if not files:
-        raise ModelError(f"{path!r} has no *.safetensors")
-    return files
+    return [file for file in weight_files(folder) if file.suffix == ".safetensors"]
