@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -42,10 +48,20 @@ class SocketChild:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, command: Seq[str], *, is_silent: bool = False, **environment: str) -> SocketChild:
+    def start(
+        cls,
+        command: Seq[str],
+        *,
+        is_silent: bool = False,
+        read_errors: Callable[[IO[str]], None] | None = None,
+        process_group: int | None = None,
+        **environment: str,
+    ) -> SocketChild:
         """Run `command` with the number of the child's socket as one more argument, which `parent_socket` opens there.
 
-        A silent child's output is dropped, else it goes where this process's goes. Raises `OSError`.
+        A silent child's output is dropped, else it goes where this process's goes. `read_errors` is called in a thread
+        of its own with the child's standard error, and closes it. `process_group` is as in `subprocess`.
+        Raises `OSError`.
         """
         output = subprocess.DEVNULL if is_silent else None
         mine, other = socket.socketpair()
@@ -56,12 +72,15 @@ class SocketChild:
                     pass_fds=[other.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=output,
+                    stderr=output if read_errors is None else subprocess.PIPE,
                     env=child_environment(**environment),
+                    process_group=process_group,
                 )
             except BaseException:
                 mine.close()
                 raise
+        if read_errors is not None:
+            _read_beside(process.stderr, read_errors)
         return cls(mine, process)
 
     def kill(self) -> None:
@@ -69,6 +88,55 @@ class SocketChild:
         self.socket.close()
         self.process.kill()
         self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramChild:
+    """Another program in a session of its own, so that Ctrl-C reaches only this process, which then stops it."""
+
+    process: subprocess.Popen[bytes]
+    reader: threading.Thread
+
+    @classmethod
+    def start(
+        cls, command: Seq[str], environment: Mapping[str, str], read_output: Callable[[IO[str]], None]
+    ) -> ProgramChild:
+        """Run `command`. `read_output` is called in a thread of its own with all that it prints, and closes it.
+
+        The system sends the program SIGTERM when the thread that started it ends. Raises `OSError`.
+        """
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
+        )
+        return cls(process, _read_beside(process.stdout, read_output))
+
+    def stop(self, grace_s: float) -> None:
+        """Ask it to end, kill it after `grace_s`, and with it whatever it started and did not end; call it once."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            see_out(self.process, grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait_for_output()
+
+    def wait_for_output(self) -> None:
+        """Wait a moment until all that it printed has been read; it has ended."""
+        self.reader.join(timeout=2.0)
+
+
+def _read_beside(stream: IO[bytes] | None, read: Callable[[IO[str]], None]) -> threading.Thread:
+    """Have `read` read a child's stream in a thread, as text."""
+    assert stream is not None
+    text = io.TextIOWrapper(stream, errors="replace")
+    thread = threading.Thread(target=read, args=(text,), name="child-output", daemon=True)
+    thread.start()
+    return thread
 
 
 def parent_socket() -> socket.socket:

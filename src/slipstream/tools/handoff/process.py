@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from typing import IO
 import httpx2
 
 from slipstream.errors import ConfigError, RemoteError
-from slipstream.rpc.children import end_with_parent
+from slipstream.rpc.children import ProgramChild
 
 NUM_LAST_LINES = 200
 """Lines of vLLM's output that are kept."""
@@ -85,20 +84,19 @@ class VllmProcess:
         self._environment = {**os.environ, **(environment or {})}
         self._lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._log = log
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
+        self._child: ProgramChild | None = None
         self._abandoned = threading.Event()
         self._is_gone = False
 
     @property
     def pid(self) -> int | None:
         """None before the start."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs, and before the start."""
-        return None if self._process is None else self._process.poll()
+        return None if self._child is None else self._child.process.poll()
 
     @property
     def last_lines(self) -> list[str]:
@@ -116,26 +114,11 @@ class VllmProcess:
         except OSError as error:
             raise ConfigError(f"cannot write {str(self._log)!r}: {error.strerror}") from None
         try:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=self._environment,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
-            )
+            self._child = ProgramChild.start(self.command, self._environment, partial(self._read, log=log))
         except OSError as error:
             if log is not None:
                 log.close()
             raise ConfigError(f"cannot run {self.command[0]}: {error.strerror or error}") from None
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process.stdout, log), name="vllm-output", daemon=True
-        )
-        self._reader.start()
 
     def wait_until_healthy(self, timeout_s: float, tell: Callable[[float, str], None]) -> float:
         """Wait until `/health` answers 200; returns the seconds that it took.
@@ -165,34 +148,25 @@ class VllmProcess:
 
     def obituary(self, when: str) -> str:
         """Says in one line that it ended, and what it printed last."""
-        if self._reader is not None:
-            self._reader.join(timeout=2.0)
+        if self._child is not None:
+            self._child.wait_for_output()
         code = self.exit_code
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
         return f"vLLM ended with {how} {when}{self._last()}"
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it and all processes of its session; returns when they are gone. May be called repeatedly."""
-        process = self._process
-        if process is None or self._is_gone:  # long after its end its number may be another process's
+        if self._child is None or self._is_gone:  # long after its end its number may be another process's
             return
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=grace_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what vLLM started and did not end itself
-        process.wait()
+        self._child.stop(grace_s)
         self._is_gone = True
-        if self._reader is not None:
-            self._reader.join(timeout=2.0)
 
     def _last(self) -> str:
         last = next((line for line in reversed(self._lines) if line.strip()), None)
         return ", and printed nothing" if last is None else f"; its last line: {last}"
 
     def _read(self, output: IO[str], log: IO[str] | None) -> None:
-        """In a thread of its own: keep the last lines, and write all of them to the log."""
+        """Keep the last lines, and write all of them to the log."""
         with output, log or contextlib.nullcontext():
             for line in output:
                 self._lines.append(line.rstrip())
