@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,7 +22,8 @@ from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
 from slipstream.learn.background import learner as learner_process
-from slipstream.learn.background.learner import LearnWorker, ServerPipe, WorkerConfig
+from slipstream.learn.background.learner import LearnWorker, ServerLink, WorkerConfig
+from slipstream.learn.background.messages import CODEC, DraftingCosts, LearnEvent
 from slipstream.learn.decisions.draft_costs import MIN_CALLS, DraftCosts
 from slipstream.learn.decisions.loop import LoopSettings
 from slipstream.learn.learners.base import LearnedWeights
@@ -38,6 +38,7 @@ from slipstream.learn.storage.ring import Ring, RingIdentity
 from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.lane_keys import EVERYONES, LearnBy
 from slipstream.learn.versions.store import Version, VersionStore
+from slipstream.rpc.sockets import next_body
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig
@@ -127,6 +128,9 @@ class NoServer:
 
     def ask_to_keep(self) -> None:
         return
+
+    def tell(self, event: str, **facts: Any) -> None:
+        print(json.dumps({"event": event, **facts}))
 
 
 def worker_on(
@@ -343,21 +347,28 @@ def test_a_test_goes_on_from_where_it_began(
 
 
 def test_the_learner_hears_what_drafting_costs_and_tells_that_it_works(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(learner_process.os, "_exit", ended.append)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("costs 0.2 0.5\n"))
-    server = ServerPipe()
-    deadline_s = time.monotonic() + 280
-    while not ended and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert server.costs == (0.2, 0.5)
-    server.beat()
-    assert not told(capsys, "alive"), "it was begun a moment ago"
-    monkeypatch.setattr(learner_process, "BEAT_S", 0.0)
-    server.beat()
-    assert len(told(capsys, "alive")) == 1
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = ServerLink(theirs)
+        ours.sendall(CODEC.frame(DraftingCosts(0.2, 0.5)))
+        server.beat()
+        monkeypatch.setattr(learner_process, "BEAT_S", 0.0)
+        server.tell("first")
+        server.beat()
+        ours.shutdown(socket.SHUT_WR)
+        deadline_s = time.monotonic() + 280
+        while not ended and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert server.costs == (0.2, 0.5)
+        theirs.close()
+        frames = CODEC.frames()
+        told = [CODEC.read(body) for body in iter(lambda: next_body(ours, frames), None)]
+    events = [one.event for one in told if isinstance(one, LearnEvent)]
+    assert events == ["first", "alive"], "it was begun a moment ago"
 
 
 # --- the server -----------------------------------------------------------------------------------------------

@@ -22,29 +22,39 @@ from slipstream.learn.background.learner_process import (
     LearnerLog,
     LearnerProcess,
 )
+from slipstream.learn.background.messages import DraftingCosts
 
-ANSWERS = """
-import sys
-from slipstream.rpc.children import end_with_parent
+SPEAKS = """
+from slipstream.learn.background.messages import CODEC, LearnEvent
+from slipstream.rpc.children import end_with_parent, parent_socket
+from slipstream.rpc.sockets import next_body
 end_with_parent()
-print('{"event": "begun"}', flush=True)
-for line in sys.stdin:
-    print('{"event": "alive"}', flush=True)
+sock, frames = parent_socket(), CODEC.frames()
+def tell(event, **facts):
+    sock.sendall(CODEC.frame(LearnEvent(event, facts)))
+"""
+ANSWERS = f"""
+{SPEAKS}
+tell("begun")
+while next_body(sock, frames) is not None:
+    tell("alive")
 """
 """It is heard of once, and then only when anything is said to it."""
-HANGS = """
+HANGS = f"""
+{SPEAKS}
 import time
-print('{"event": "ready"}', flush=True)
+tell("ready")
 time.sleep(600)
 """
 """It does not even read what is said to it."""
-WAKES = """
-import json, os, sys, time
-print('{"event": "ready"}', flush=True)
+WAKES = f"""
+{SPEAKS}
+import os, time
+tell("ready")
 while not os.path.exists(os.environ["STAND_IN_WAKES"]):
     time.sleep(0.01)
-for line in sys.stdin:
-    print(json.dumps({"event": "heard", "line": line.strip()}), flush=True)
+while (body := next_body(sock, frames)) is not None:
+    tell("heard", message=repr(CODEC.read(body)))
 """
 """It reads nothing until there is a file of that name, then all, and says what."""
 DIES = """
@@ -91,7 +101,7 @@ def watched(process: LearnerProcess, clock: Clock, seconds: float) -> None:
         process.watch()
 
 
-def say_more_than_a_pipe_holds(process: LearnerProcess) -> None:
+def say_more_than_a_socket_holds(process: LearnerProcess) -> None:
     """In a thread of its own, so that a test ends even where that never returns."""
 
     def say() -> None:
@@ -114,7 +124,7 @@ def test_a_process_that_reads_nothing_stops_nobody_and_is_ended(
         process.watch()
         first = process.pid
         assert process.messages.get(timeout=120) == {"event": "ready"}
-        say_more_than_a_pipe_holds(process)
+        say_more_than_a_socket_holds(process)
         watched(process, clock, SILENT_S + 1)
         assert "hangs" in process.fault
         watched(process, clock, KILL_S - SILENT_S)
@@ -135,15 +145,15 @@ def test_what_it_could_not_take_is_said_again(
     def is_all_heard() -> bool:
         process.watch()
         while not process.messages.empty():
-            heard.append(process.messages.get().get("line", ""))
-        return [line for line in heard if line.startswith("costs")][-1:] == ["costs 1 0.5"]
+            heard.append(process.messages.get().get("message", ""))
+        return heard[-1:] == [repr(DraftingCosts(1.0, 0.5))]
 
     try:
         process.watch()
-        say_more_than_a_pipe_holds(process)
+        say_more_than_a_socket_holds(process)
         wakes.touch()
         wait_until(is_all_heard)
-        assert len(heard) < 10_000, "what the pipe did not take is not said later"
+        assert len(heard) < 10_000, "what the socket did not take is not said later"
     finally:
         process.close()
 

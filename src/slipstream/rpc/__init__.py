@@ -5,7 +5,7 @@ is read. `codec` makes typed structures of them with msgspec, so that bytes from
 and never code. `sockets` and `peer` move frames, the first beside a loop of one's own, the second in asyncio; both
 bound what the other side leaves unread. `children` starts processes and says how they ended. The protocols themselves
 stand with those who speak them: `serve.process` (engine), `deploy` (replicas), `draft.remote` (draft workers),
-`sampling.grammars` (trials of grammars).
+`sampling.grammars` (trials of grammars), `learn.background` (the learner).
 
 `client` is apart from all that: it speaks HTTP to servers with OpenAI's interface, and times their answers.
 """

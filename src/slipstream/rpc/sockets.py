@@ -27,7 +27,7 @@ def next_body(sock: socket.socket, frames: Frames) -> bytes | None:
 
 
 class Outbox:
-    """A bounded queue before a socket that does not block."""
+    """A bounded queue before a socket on which writing never waits, though reading may."""
 
     def __init__(self, sock: socket.socket, max_bytes: int) -> None:
         self._socket = sock
@@ -52,7 +52,7 @@ class Outbox:
         while self._waiting:
             first = self._waiting[0]
             try:
-                written = self._socket.send(first[:_WRITE_BYTES])
+                written = self._socket.send(first[:_WRITE_BYTES], socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
                 return
             self.num_bytes -= written

@@ -43,8 +43,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def learner(_: pytest.MonkeyPatch) -> None:
     process = LearnerProcess({}, "stand_in")
     process.watch()
-    assert process._process is not None
-    process._process.wait(60)
+    assert process._child is not None
+    process._child.process.wait(60)
     process.close()
 
 

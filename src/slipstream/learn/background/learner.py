@@ -1,14 +1,14 @@
 """The learner's process: reads the ring, trains a candidate, holds it against what serves, keeps it where it is faster.
 
-It is started by `learner_process`: one JSON object is its argument, lines on its standard input tell it what drafting
-costs, and lines of JSON on its standard output tell what became of it. The server stops it at any instant and lets it
-go on (`pace`). It ends with the server that started it.
+It is started by `learner_process`: one JSON object is its argument, and the two speak by `messages`. The server stops
+it at any instant and lets it go on (`pace`). It ends with the server that started it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.core.bounded import BoundedDict
 from slipstream.errors import LearnError, SlipstreamError
+from slipstream.learn.background.messages import CODEC, DraftingCosts, LearnEvent, LeaveToKeep
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.selection import judging_parts, training_parts
@@ -30,14 +31,14 @@ from slipstream.learn.storage.ring import read_ring
 from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.lane_keys import LaneKey, LearnBy
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
-from slipstream.rpc.children import end_with_parent
+from slipstream.rpc.children import end_with_parent, parent_socket
+from slipstream.rpc.sockets import next_body
 
 if TYPE_CHECKING:
     from slipstream.learn.decisions.judge import VersionVerdict
     from slipstream.learn.learners.base import LearnedWeights, Learner, Tensors
     from slipstream.learn.learners.scoring import Hits, Scorer
 
-COSTS, KEEP = "costs", "keep"
 LEAST_URGENT = 19
 """The largest niceness."""
 BEGUN = "begun"
@@ -83,43 +84,49 @@ class WorkerConfig:
     niceness: int = LEAST_URGENT
 
 
-class ServerPipe:
-    """What the server says, and that this process is alive; the process ends with the stream."""
+class ServerLink:
+    """What the server says, and what it is told; the process ends with the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
         self._told_s = time.monotonic()
         self.costs = 0.0, 0.0
         """What drafting costs a step, in passes of the target: of the floor and of a version."""
         self._may_keep = threading.Event()
         threading.Thread(target=self._listen, name="learn-server", daemon=True).start()
 
+    def tell(self, event: str, **facts: Any) -> None:
+        """Tell the server what happens."""
+        self._socket.sendall(CODEC.frame(LearnEvent(event, facts)))
+
     def beat(self, *_: object) -> None:
         """Tell that the process is alive, unless it did so a moment ago; called between two steps of the work."""
         now_s = time.monotonic()
         if now_s - self._told_s >= BEAT_S:
             self._told_s = now_s
-            tell("alive", cpu_s=time.process_time())
+            self.tell("alive", cpu_s=time.process_time())
 
     def ask_to_keep(self) -> None:
         """Wait for leave to write a version down: the server stops nobody who holds a lock that others wait for."""
         self._may_keep.clear()
-        tell("keeping")
+        self.tell("keeping")
         self._may_keep.wait(KEEP_S)
 
     def _listen(self) -> None:
-        for line in sys.stdin:
-            said = line.split()
-            if said[:1] == [COSTS]:
-                self.costs = float(said[1]), float(said[2])
-            elif said == [KEEP]:
-                self._may_keep.set()
+        frames = CODEC.frames()
+        while (body := next_body(self._socket, frames)) is not None:
+            match CODEC.read(body):
+                case DraftingCosts(base, version):
+                    self.costs = base, version
+                case LeaveToKeep():
+                    self._may_keep.set()
         os._exit(0)  # the server is gone
 
 
 class BeatingScorer:
     """Scores a few records at a time, and tells between them that it is alive."""
 
-    def __init__(self, scorer: Scorer, server: ServerPipe) -> None:
+    def __init__(self, scorer: Scorer, server: ServerLink) -> None:
         self._scorer, self._server = scorer, server
 
     def hits(self, records: Seq[ServedRecord]) -> list[Hits]:
@@ -160,7 +167,7 @@ class _Unfinished(NamedTuple):
 class LearnWorker:
     """One candidate after another: for everyone, or for the lane with the most new answers."""
 
-    def __init__(self, config: WorkerConfig, server: ServerPipe) -> None:
+    def __init__(self, config: WorkerConfig, server: ServerLink) -> None:
         from slipstream.learn.learners.floor import DraftFloor
         from slipstream.learn.learners.registry import make_learner
 
@@ -225,7 +232,7 @@ class LearnWorker:
         before = self._unfinished.pop(key, None)
         if before is not None and before.parent == serving:
             window, start = window.with_(before.window), before.tensors
-        tell("learning", num_records=len(recent), parent=serving, **_whose(key))
+        self.server.tell("learning", num_records=len(recent), parent=serving, **_whose(key))
         self._last[key] = records[-1].number
         learned = self._learner.learn(recent, anchor, start=start, before_step=self.server.beat)
         scorers = self._learner.scorer(learned.tensors), self._learner.scorer(served)
@@ -270,7 +277,7 @@ class LearnWorker:
                 )
             self._refuse(verdict.why)
         else:
-            tell("undecided", why=verdict.why, look=candidate.num_looks, **_whose(candidate.key))
+            self.server.tell("undecided", why=verdict.why, look=candidate.num_looks, **_whose(candidate.key))
 
     def _keep(self, candidate: _Candidate, verdict: VersionVerdict, in_use: set[str]) -> None:
         learned, first = candidate.learned, candidate.first
@@ -294,15 +301,17 @@ class LearnWorker:
                 in_use=in_use,
             )
         except LearnError as error:  # its records were forgotten meanwhile, or the disk is full
-            tell("refused", why=str(error), **_whose(candidate.key))
+            self.server.tell("refused", why=str(error), **_whose(candidate.key))
             return
         promise = 1 + float(verdict.figures["gain"])
-        tell("candidate", version=version.id, promise=promise, why=verdict.why, **_whose(candidate.key))
+        self.server.tell(
+            "candidate", version=version.id, promise=promise, why=verdict.why, **_whose(candidate.key)
+        )
 
     def _refuse(self, why: str) -> None:
         whose = {} if self._candidate is None else _whose(self._candidate.key)
         self._candidate = None
-        tell("refused", why=why, **whose)
+        self.server.tell("refused", why=why, **whose)
 
 
 def _whose(key: LaneKey) -> dict[str, str]:
@@ -314,11 +323,6 @@ def _is_open(verdict: VersionVerdict) -> bool:
     """Whether more held-out answers may show that a candidate is faster. What it forgets it will not know again."""
     figures = verdict.figures
     return bool(figures["num_requests"] == 0 or (verdict.undecided and figures["gain"] > 0))
-
-
-def tell(event: str, **facts: Any) -> None:
-    """Tell the server, in a line."""
-    print(json.dumps({"event": event, **facts}), flush=True)
 
 
 def stand_back(niceness: int) -> None:
@@ -336,22 +340,22 @@ def stand_back(niceness: int) -> None:
 def main() -> None:
     """Learn until the server is gone."""
     end_with_parent()
-    tell(BEGUN)
     config = WorkerConfig(**json.loads(sys.argv[1]))
     stand_back(config.niceness)
-    server = ServerPipe()
+    server = ServerLink(parent_socket())
+    server.tell(BEGUN)
 
     import torch
 
     torch.set_num_threads(1)
     worker = LearnWorker(config, server)
-    tell("ready", **{"pid": os.getpid(), "learner": asdict(config)["learner"]})
+    server.tell("ready", **{"pid": os.getpid(), "learner": asdict(config)["learner"]})
     while True:
         server.beat()
         try:
             worker.turn()
         except SlipstreamError as error:
-            tell("failed", why=str(error))
+            server.tell("failed", why=str(error))
         time.sleep(config.poll_s)
 
 

@@ -19,9 +19,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.learn.background.learner import BEGUN, COSTS, KEEP
+from slipstream.errors import ProtocolError
+from slipstream.learn.background.learner import BEGUN
+from slipstream.learn.background.messages import CODEC, DraftingCosts, LearnEvent, LearnMessage, LeaveToKeep
 from slipstream.learn.storage.folder import write_whole
-from slipstream.rpc.children import child_environment, module_command
+from slipstream.rpc.children import SocketChild, module_command
+from slipstream.rpc.sockets import Outbox, next_body
 
 logger = logging.getLogger(__name__)
 
@@ -63,32 +66,33 @@ class LearnerProcess:
         self.num_deaths = 0
         self.fault = ""
         """Why nothing is learned now; empty while the process lives and is heard of."""
-        self._costs = self._said_costs = ""
+        self._costs: DraftingCosts | None = None
+        self._said_costs: DraftingCosts | None = None
         """What the process that runs is to know and was told so far: what it could not take is said again."""
         self._signals = threading.Lock()
         self._has_begun = False
         self._paused_at_s: float | None = None
         self._rested_s = self._counted_rest_s = 0.0
-        self._process: subprocess.Popen[str] | None = None
+        self._child: SocketChild | None = None
+        self._outbox: Outbox | None = None
 
     @property
     def pid(self) -> int | None:
         """Return the process id; None while there is no process."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def watch(self) -> None:
         """See whether it lives, and start it where it does not; never raises."""
-        process = self._process
-        if process is not None and process.poll() is None and not self._hangs(process):
+        child = self._child
+        if child is not None and child.process.poll() is None and not self._hangs(child.process):
             self._say_what_is_new()
             return
-        if process is not None:
+        if child is not None:
             self.num_deaths += 1
             with self._lock:
-                self._process = None
-            _hang_up(process)
+                self._child = None
             if self._silent_s < KILL_S:
-                self._raise(f"the learner's process died with exit code {process.returncode}")
+                self._raise(f"the learner's process died with exit code {child.process.returncode}")
         if self.num_deaths >= MAX_STARTS:
             return
         try:
@@ -97,7 +101,7 @@ class LearnerProcess:
             self.num_deaths += 1
             self._raise(f"the learner's process cannot be started: {error}")
 
-    def _hangs(self, process: subprocess.Popen[str]) -> bool:
+    def _hangs(self, process: subprocess.Popen[bytes]) -> bool:
         """Count how long nothing was heard; True where it was so long that the process has been killed."""
         now_s, rested_s = self._clock(), self.rested_s
         ran_s = now_s - self._watched_s - (rested_s - self._counted_rest_s)
@@ -131,13 +135,13 @@ class LearnerProcess:
 
     def let_keep(self) -> None:
         """Give it leave to write a version down; it was asked for and is waited for a while."""
-        self._say(KEEP)
+        self._say(LeaveToKeep())
 
     def _signal(self, number: signal.Signals) -> bool:
-        process = self._process
-        if process is None:
+        child = self._child
+        if child is None:
             return False
-        process.send_signal(number)  # nothing, where it has ended
+        child.process.send_signal(number)  # nothing, where it has ended
         return True
 
     def _count_rest(self) -> None:
@@ -147,7 +151,7 @@ class LearnerProcess:
 
     def tell_costs(self, floor: float, version: float) -> None:
         """Have it judge by what drafting costs a step, in passes of the target: of the floor and of its versions."""
-        self._costs = f"{COSTS} {floor:.2g} {version:.2g}"
+        self._costs = DraftingCosts(*(float(f"{cost:.2g}") for cost in (floor, version)))
         self._say_what_is_new()
 
     @property
@@ -163,77 +167,63 @@ class LearnerProcess:
 
     def close(self) -> None:
         """End it at once: what it had not kept is lost, and nothing that it had."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            _hang_up(process)
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
 
     def _start(self) -> None:
-        process = subprocess.Popen(
+        child = SocketChild.start(
             self.argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if self._log is None else subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
+            is_silent=True,
+            read_errors=None if self._log is None else self._log.follow,
             # In a group of its own: a stopped one does not outlive a server that was killed. Linux ends it by what it
             # asked for (`end_with_parent`); others hang up a stopped group whose last link to the session dies.
             process_group=0,
+            OMP_NUM_THREADS="1",
+            MKL_NUM_THREADS="1",
         )
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # one that hangs does not read: nobody waits for it
         with self._signals:
             self._count_rest()
-            self._process, self._has_begun = process, False
-        self._said_costs = ""
+            self._child, self._has_begun = child, False
+        self._outbox, self._said_costs = Outbox(child.socket, max_bytes=1), None
         self._silent_s, self._watched_s, self._counted_rest_s = 0.0, self._clock(), self.rested_s
-        if self._log is not None:
-            threading.Thread(
-                target=self._log.follow, args=(process.stderr,), name="learn-log", daemon=True
-            ).start()
-        threading.Thread(
-            target=self._listen, args=(process, process.stdout), name="learn-messages", daemon=True
-        ).start()
+        threading.Thread(target=self._listen, args=(child,), name="learn-messages", daemon=True).start()
         self._say_what_is_new()
 
     def _say_what_is_new(self) -> None:
-        if self._costs != self._said_costs and self._say(self._costs):
+        if self._costs is not None and self._costs != self._said_costs and self._say(self._costs):
             self._said_costs = self._costs
 
-    def _say(self, line: str) -> bool:
-        """Write a line without waiting; False where it was not taken. So short a one is taken whole or not at all."""
-        if self._process is None or self._process.stdin is None:
+    def _say(self, message: LearnMessage) -> bool:
+        """Send a message without waiting; False where it was not taken. Of one that hangs, one message waits."""
+        if self._outbox is None:
             return False
         try:
-            os.write(self._process.stdin.fileno(), f"{line}\n".encode("ascii"))
-        except OSError:  # it does not read, or it died: `watch` sees both
+            self._outbox.flush()
+            if self._outbox.is_full:
+                return False
+            self._outbox.put(CODEC.frame(message))
+        except OSError:  # it died: `watch` sees it
             return False
         return True
 
-    def _listen(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
-        with stream:
-            for line in stream:
-                with contextlib.suppress(ValueError):
-                    message = json.loads(line)
-                    if isinstance(message, dict):
-                        self._heard(process)
-                        self._has_begun |= process is self._process and message.get("event") == BEGUN
-                        self.messages.put(message)
+    def _listen(self, child: SocketChild) -> None:
+        """Put what a process says into the queue until it ends, then close our end of the stream."""
+        frames = CODEC.frames()
+        with child.socket, contextlib.suppress(OSError, ProtocolError):
+            while (body := next_body(child.socket, frames)) is not None:
+                message = CODEC.read(body)
+                if isinstance(message, LearnEvent):
+                    self._heard(child, message)
+                    self.messages.put({"event": message.event, **message.facts})
 
-    def _heard(self, process: subprocess.Popen[str]) -> None:
+    def _heard(self, child: SocketChild, message: LearnEvent) -> None:
         with self._lock:
-            if process is self._process:  # no last words of one that died
+            if child is self._child:  # no last words of one that died
+                self._has_begun |= message.event == BEGUN
                 self._silent_s = 0.0
                 self.fault = ""
-
-
-def _hang_up(process: subprocess.Popen[str]) -> None:
-    """Close our end of what the process read; what it wrote is closed where it is listened to."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
 
 
 class LearnerLog:
