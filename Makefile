@@ -42,7 +42,7 @@ test-long: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m long -n 2 --dist loadscope --durations=10 --timeout=1200 $(ARGS)
 
 models: $(STAMP)
-	$(BIN)/python -m slipstream.testing.real_models
+	$(BIN)/python -m recipes.real_models
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

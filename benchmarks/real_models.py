@@ -31,11 +31,11 @@ from benchmarks.harness.processes import Worker, WorkerRefused
 from benchmarks.peers import machine
 from benchmarks.peers.environments import process_environment
 from benchmarks.real_models_page import draw, page
+from recipes.real_models import GEMMA3, SMOLLM2, fetch
 from slipstream.errors import SlipstreamError
 from slipstream.models import load_tokenizer
 from slipstream.models.cpu.native import instructions
 from slipstream.profiling.provenance import provenance
-from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
 from slipstream.text.jsonl import read_rows
 from slipstream.text.prompts import encode_chat
 

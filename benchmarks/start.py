@@ -26,10 +26,10 @@ from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.models import expanded
 from benchmarks.harness.processes import answer_of
+from recipes.real_models import GEMMA3, SMOLLM2, fetch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ModelError
 from slipstream.profiling.provenance import provenance
-from slipstream.testing.real_models import GEMMA3, SMOLLM2, fetch
 
 MODELS = {
     "embedded": "the embedded target, float16",

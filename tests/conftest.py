@@ -25,8 +25,8 @@ import typer
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from recipes.real_models import RealModel
     from slipstream.engine.llm import LLM
-    from slipstream.testing.real_models import RealModel
 
 torch.set_num_threads(1)
 gc.disable()  # until all is collected: what is imported stays, and looking through it takes a third of the time
@@ -85,9 +85,9 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
     But for the compiled CPU kernels, which take ten seconds, and for the downloaded models.
     """
+    from recipes.real_models import models_folder
     from slipstream.config import cache_folder
     from slipstream.models.cpu import native
-    from slipstream.testing.real_models import models_folder
 
     own = tmp_path_factory.getbasetemp() / "cache"
     own.mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """SmolLM2-135M-Instruct's GGUF file; tests that need it are skipped where it cannot be fetched."""
-    from slipstream.testing.real_models import SMOLLM2
+    from recipes.real_models import SMOLLM2
 
     return _fetched(SMOLLM2)
 
@@ -145,14 +145,14 @@ def smollm2() -> str:
 @pytest.fixture(scope="session")
 def gemma3() -> str:
     """Gemma 3 270M's GGUF file; tests that need it are skipped where it cannot be fetched."""
-    from slipstream.testing.real_models import GEMMA3
+    from recipes.real_models import GEMMA3
 
     return _fetched(GEMMA3)
 
 
 def _fetched(model: RealModel) -> str:
+    from recipes.real_models import fetch
     from slipstream.errors import ModelError
-    from slipstream.testing.real_models import fetch
 
     try:
         return str(fetch(model))
@@ -201,8 +201,8 @@ def drafts_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _if_in_package(kept: Callable[..., Any], name: str) -> Callable[..., Any]:
     """`kept` for models that do not change; what another folder holds may be another model next time."""
+    from recipes.real_models import GEMMA3, SMOLLM2
     from slipstream import assets, models
-    from slipstream.testing.real_models import GEMMA3, SMOLLM2
 
     real = [str(model.path()) for model in (SMOLLM2, GEMMA3)]
     unchanging = (assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT, *real)

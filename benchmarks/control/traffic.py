@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness.models import expanded
+from recipes.cost_expanded.head import expand_head
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.assets import sample_prompts as read_prompts
 from slipstream.config import EngineConfig, SpeculativeConfig
@@ -17,7 +18,6 @@ from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.expand_head import expand_head
 from slipstream.text.prompts import encode_chat
 
 MAX_SEQS = 32

@@ -4,7 +4,7 @@
     python -m benchmarks.drafters --prompts 2 --repeats 1 --no-page    # a quick look
 
 `OUT` is what `python -m recipes.drafters` made; without it, what needs more than the embedded pair is left out.
-`FOLDER` is a cost-expanded target (`python -m slipstream.testing.expand`). Acceptance is counted on 7 tasks x 50
+`FOLDER` is a cost-expanded target (`python -m recipes.cost_expanded target`). Acceptance is counted on 7 tasks x 50
 held-out prompts, greedy and at temperature 0.8, and needs no quiet machine; speed does, so it is a part of its own.
 Each part that is measured replaces its part of docs/benchmarks/drafters.json, from which the page's tables and
 pictures are drawn.

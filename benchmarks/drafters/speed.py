@@ -1,7 +1,7 @@
 """What each drafter gains in time, one request at a time: `slipstream bench` with all of them.
 
 On the embedded target and, where one is given, on a cost-expanded one: the same text at the price of a larger model
-(`slipstream.testing.expand`). Heads are expanded with it, so that they cost what heads of such a target cost.
+(`recipes.cost_expanded`). Heads are expanded with it, so that they cost what heads of such a target cost.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.drafters.lineup import Entry, without_models
 from benchmarks.harness.bench import against_off
+from recipes.cost_expanded.head import expand_head
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.testing.expand_head import expand_head
 
 HEADS = ("eagle", "eagle3", "medusa", "hydra")
 

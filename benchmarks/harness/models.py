@@ -1,4 +1,4 @@
-"""Larger models to measure: the embedded target at the cost of more parameters (`slipstream.testing.expand`)."""
+"""Larger models to measure: the embedded target at the cost of more parameters (`recipes.cost_expanded`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+from recipes.cost_expanded.target import expand, parse_count
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.testing.expand import expand, parse_count
 
 
 def expanded(

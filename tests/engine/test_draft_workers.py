@@ -34,7 +34,7 @@ from slipstream.draft.remote.worker import DraftWorker
 from slipstream.errors import ConfigError
 from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import next_body
-from slipstream.testing.workers import running_worker
+from tests.kit.draft_worker import running_worker
 from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}

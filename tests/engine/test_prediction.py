@@ -11,8 +11,8 @@ import pytest
 from slipstream import LLM, AsyncEngine, RequestOptions, SamplingParams
 from slipstream.core.step import StepItem
 from slipstream.errors import RequestError
-from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation
+from tests.kit.engine_enumeration import engine_distribution
 from tests.kit.engines import MakeLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

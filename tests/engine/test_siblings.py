@@ -6,8 +6,8 @@ import pytest
 
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.core.step import StepItem
-from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import total_variation
+from tests.kit.engine_enumeration import engine_distribution
 from tests.kit.engines import MakeLLM
 
 PROMPT = "Once upon a time"

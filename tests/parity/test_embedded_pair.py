@@ -54,7 +54,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle3-int8": {**EAGLE3, "quantization": "int8"},
     "eagle-tree": {"method": "eagle", "model": TRAINED, "num_speculative_tokens": 3, "num_draft_nodes": 8},
     "eagle3-rejection": {**EAGLE3, "verifier": "rejection", "tree_top_k": 1, "num_draft_nodes": None},
-    "remote": {"method": "slipstream.testing.loopback:LoopbackDrafter", "draft": DRAFT},
+    "remote": {"method": "tests.kit.loopback:LoopbackDrafter", "draft": DRAFT},
     "token-recycling": {"method": "token_recycling"},
     "siblings": {"method": "siblings", "share": "tenant"},
     "lookahead": {"method": "lookahead"},

@@ -24,8 +24,8 @@ from slipstream.control.types import NOBODY, Choice, StepRequest
 from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.draft.registry import drafter_names
-from slipstream.testing.engine_enumeration import engine_distribution
 from slipstream.testing.enumeration import Distribution, total_variation
+from tests.kit.engine_enumeration import engine_distribution
 
 PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
 """Sixteen answers; the first token comes with the prompt, before any draft."""
@@ -36,7 +36,7 @@ CHOICES = [[0], [1], [0, 0]]
 TREE: dict[str, Any] = {"tree_choices": CHOICES}
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 2}
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
-LOOPBACK = "slipstream.testing.loopback:LoopbackDrafter"
+LOOPBACK = "tests.kit.loopback:LoopbackDrafter"
 """`remote`, with its worker in the process."""
 TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
 LEARNED = "a layer on the logits"

@@ -14,7 +14,7 @@ LOSSY_ALLOWED = (
 
 
 def is_cost_expanded(model: ModelIdentity) -> bool:
-    """True for a checkpoint that was enlarged without changing its function (`slipstream.testing.expand`)."""
+    """True for a checkpoint that was enlarged without changing its function (`recipes.cost_expanded`)."""
     return bool(getattr(model.config, "cost_expanded", None))
 
 

@@ -30,8 +30,8 @@ from slipstream.errors import ConfigError, ProtocolError
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
-from slipstream.testing.loopback import FaultyLink, LoopbackDrafter, LoopbackOptions
 from slipstream.testing.stub_drafters import draft_context
+from tests.kit.loopback import FaultyLink, LoopbackDrafter, LoopbackOptions
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
 

@@ -1,6 +1,6 @@
 """Enlarge a Llama checkpoint without changing its function, to measure speed at a larger size without training.
 
-    python -m slipstream.testing.expand SOURCE TARGET --parameters 300M
+    python -m recipes.cost_expanded target SOURCE TARGET --parameters 300M
 
 The result takes as much time and memory as a trained model of its size and generates the source's text, with
 the same draft acceptance, so that quality and speed can be measured on one pair of models. The added weights
@@ -13,20 +13,17 @@ by h/H.
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_config, load_model
 from slipstream.models.files.lora import has_adapter
 
@@ -284,39 +281,3 @@ def parse_count(text: str) -> int:
         return round(float(number) * unit)
     except ValueError:
         raise ConfigError(f"cannot read {text!r} as a number of parameters; write 300M or 1G") from None
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: 0 when the checkpoint was written, 2 with one line on stderr when it was not."""
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    parser = Parser(
-        prog="python -m slipstream.testing.expand",
-        description="Enlarge a Llama checkpoint without changing what it computes.",
-    )
-    parser.add_argument("source", help="folder of a Llama checkpoint")
-    parser.add_argument("target", help="folder to write")
-    parser.add_argument("--parameters", help="about how many, for example 300M or 1G")
-    for name in ("hidden-size", "num-layers", "intermediate-size", "num-heads"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
-    options = vars(parser.parse_args(arguments))
-    parameters = options.pop("parameters")
-    try:
-        options["target_parameters"] = parse_count(parameters) if parameters else None
-        num_parameters = expand(options.pop("source"), options.pop("target"), **options)
-    except (SlipstreamError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{num_parameters:,} parameters", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Enlarge a trained head for its target's enlarged model: the same draft tokens at the larger model's cost.
 
-    python -m slipstream.testing.expand_head HEAD SOURCE EXPANDED OUTPUT
+    python -m recipes.cost_expanded head HEAD SOURCE EXPANDED OUTPUT
 
-SOURCE is the target that the head was trained for, EXPANDED what `slipstream.testing.expand` made of it. A state of
+SOURCE is the target that the head was trained for, EXPANDED what `target` made of it. A state of
 the enlarged model is the source's state and zeros behind it, behind the final norm too, whose weights are scaled so
 that the first part keeps its values. The head gets the enlarged model's width, and an EAGLE head's layer its number of
 attention heads and its intermediate size. As there, what is added computes on real numbers and adds zero: new rows of
@@ -13,30 +13,17 @@ zero column behind them. Where several states are read side by side, each one's 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from slipstream.draft.heads import eagle_files
-from slipstream.draft.heads import hydra_head as hydra
-from slipstream.draft.heads import medusa_head as medusa
-from slipstream.draft.heads.checkpoints import WEIGHT_FILES, read_checkpoint
-from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.residual import ResidualBlock
-from slipstream.draft.heads.target_shape import check_fits
-from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA, kind_of_checkpoint
-from slipstream.errors import ConfigError, ModelError, SlipstreamError
-from slipstream.models import CausalLM, load_model
-from slipstream.testing.expand import (
+from recipes.cost_expanded.target import (
     ModelShape,
-    Parser,
     check_new,
     check_source,
     copy_other_files,
@@ -46,6 +33,16 @@ from slipstream.testing.expand import (
     share,
     source_layer,
 )
+from slipstream.draft.heads import eagle_files
+from slipstream.draft.heads import hydra_head as hydra
+from slipstream.draft.heads import medusa_head as medusa
+from slipstream.draft.heads.checkpoints import WEIGHT_FILES, read_checkpoint
+from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.draft.heads.residual import ResidualBlock
+from slipstream.draft.heads.target_shape import check_fits
+from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA, kind_of_checkpoint
+from slipstream.errors import ConfigError, ModelError
+from slipstream.models import CausalLM, load_model
 
 ALL_WEIGHT_FILES = tuple(dict.fromkeys((*WEIGHT_FILES, *medusa.WEIGHT_FILES, *hydra.WEIGHT_FILES)))
 
@@ -107,7 +104,7 @@ def _pair(source: Path, expanded: Path) -> EnlargedPair:
     """The pair; raises `ModelError` unless `expanded` is the enlarged `source`."""
     small, large = check_source(source), check_source(expanded)
     if not getattr(large, "cost_expanded", None):
-        raise ModelError(f"{str(expanded)!r} is not an enlarged model; slipstream.testing.expand makes them")
+        raise ModelError(f"{str(expanded)!r} is not an enlarged model; recipes.cost_expanded makes them")
     faults = misfits(small, ModelShape.of(small), ModelShape.of(large))
     if small.head_dim != large.head_dim:
         faults.append(f"heads of {large.head_dim} dimensions, not {small.head_dim}")
@@ -312,27 +309,3 @@ def _label(folder: Path, origin: Mapping[str, Any]) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) | {"cost_expanded": origin}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: 0 when the head was written, 2 with one line on stderr when it was not."""
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    parser = Parser(
-        prog="python -m slipstream.testing.expand_head",
-        description="Enlarge an EAGLE, Medusa or Hydra head to fit an enlarged target.",
-    )
-    parser.add_argument("head", help="folder of the head")
-    parser.add_argument("target", metavar="source", help="folder of the target that it was trained for")
-    parser.add_argument("expanded", help="folder of what slipstream.testing.expand made of the target")
-    parser.add_argument("output", help="folder to write")
-    try:
-        num_parameters = expand_head(**vars(parser.parse_args(arguments)))
-    except (SlipstreamError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{num_parameters:,} parameters", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

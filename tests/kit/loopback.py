@@ -1,6 +1,6 @@
 """A draft worker inside the process, for tests: every message goes through the protocol's bytes, none through a socket.
 
-`{"method": "slipstream.testing.loopback:LoopbackDrafter", "draft": {"method": "draft_model", "model": ...}}`. It drafts
+`{"method": "tests.kit.loopback:LoopbackDrafter", "draft": {"method": "draft_model", "model": ...}}`. It drafts
 as far as it may before each answer, so what it proposes is what the drafter itself would propose.
 """
 

