@@ -121,7 +121,7 @@ class Operator:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
 
         def served(state: LearnState) -> LearnState:
-            return state.with_lane(state.lane().promoted(version))
+            return state.with_scope(state.scope().promoted(version))
 
         StateStore(self.folder).change(served)
 

@@ -133,12 +133,12 @@ def _begun(place: Path, folder: LearnFolder) -> tuple[AsyncEngine, LearnSession]
 
 
 def _break(engine: Engine, session: LearnSession, version: str, draft: str) -> None:
-    """Have a lane draft with other weights, as if its own had been overwritten; no request may be under way."""
+    """Have a version draft with other weights, as if its own had been overwritten; no request may be under way."""
     drafter = engine.drafter_as(VersionsDrafter)
     floor = drafter.options.floor()
-    lane = drafter.prepare(version, replace(floor, options={**floor.options, "model": draft}))
-    drafter.change([], [], session._lanes.choose, revoke=[version])
-    drafter.change([lane], [version], session._lanes.choose)
+    loaded = drafter.prepare(version, replace(floor, options={**floor.options, "model": draft}))
+    drafter.change([], [], session._served_versions.choose, revoke=[version])
+    drafter.change([loaded], [version], session._served_versions.choose)
 
 
 class _Asking:

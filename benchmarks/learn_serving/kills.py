@@ -147,8 +147,8 @@ class Crashes:
             if sum(one > version for one in there) < NUM_KEPT:
                 self.faults.append(f"{when}: version {version} is gone")
         self.versions |= there
-        lane = StateStore(self.folder).read().lane()
-        for name in (lane.serving, lane.canary):
+        scope = StateStore(self.folder).read().scope()
+        for name in (scope.serving, scope.canary):
             if name:
                 store.load(name)
         EventLog(self.folder).read()

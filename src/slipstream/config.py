@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,14 @@ from slipstream.errors import ConfigError
 from slipstream.vllm_names import own_speculation
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+RENAMED = {
+    "lanes": "versions",
+    "num_lanes": "num_versions",
+    "learn_lanes": "learn_versions",
+}
+"""Names of keys and flags in the release before to those of now. The old ones work with a warning for one release."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
@@ -48,9 +57,27 @@ def reject_unknown(names: Iterable[str], valid: Iterable[str], what: str) -> Non
             raise ConfigError(f"unknown {what} {name!r}; {hint}")
 
 
+def renamed(values: Mapping[str, Any], valid: Iterable[str], what: str) -> dict[str, Any]:
+    """The values under the `valid` names of this release; for each old name a warning says what to write instead.
+
+    Raises `ConfigError` where both names of the same thing are given.
+    """
+    names, result = set(valid), dict(values)
+    for old in result.keys() & RENAMED.keys() - names:
+        new = RENAMED[old]
+        if new not in names:
+            continue
+        if new in result:
+            raise ConfigError(f"{what} has {old!r} and {new!r}, which are the same; omit {old!r}")
+        logger.warning("%s %r is now called %r", what, old, new)
+        result[new] = result.pop(old)
+    return result
+
+
 def options_from(cls: type[T], mapping: Mapping[str, Any], what: str) -> T:
     """Make the dataclass `cls` from `mapping`; an unknown key raises `ConfigError` with the nearest valid name."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    mapping = renamed(mapping, [f.name for f in fields], f"{what} key")
     reject_unknown(mapping, [f.name for f in fields], f"{what} key")
     missing = [
         f.name

@@ -38,6 +38,18 @@ PRIVATE_WORDS = {
     r"riddles?": "say it plainly",
 }
 """Words that mean something here only, as expressions, and what to say instead."""
+
+RETIRED_WORDS = {
+    r"lanes?": "version (of weights), scope (tenant or task)",
+}
+"""Words that the source, its names included, has no more: neither by themselves nor between underscores."""
+KEPT = {
+    r"models/cpu/": r"lanes?",
+    r"config\.py": r"(learn_|num_)?lanes",
+    r"learn/storage/(state|folder)\.py": r"lanes",
+    r"serve/learning\.py": r"own_lanes",
+}
+"""Where a retired word is something else, or the old name of what users may have, which is still read."""
 _WORD = {re.compile(rf"\b({word})\b", re.IGNORECASE): instead for word, instead in PRIVATE_WORDS.items()}
 
 
@@ -88,6 +100,26 @@ def test_messages() -> None:
     messages = _messages()
     found = [one for where, text in messages for one in complaints(where, text)]
     assert found == []
+
+
+@pytest.mark.parametrize("word", RETIRED_WORDS)
+def test_retired_words_do_not_come_back(word: str) -> None:
+    pattern = re.compile(rf"(?<![a-z])({word})(?![a-z])", re.IGNORECASE)
+    found = [
+        f"{file.relative_to(SOURCES)}: {hit.group(1)} ({RETIRED_WORDS[word]})"
+        for file in sorted(SOURCES.rglob("*.py"))
+        for hit in pattern.finditer(_without_kept(file))
+    ]
+    assert found == []
+
+
+def _without_kept(file: Path) -> str:
+    """The text of a source file without the words that stay in it."""
+    text = file.read_text(encoding="utf-8")
+    for place, words in KEPT.items():
+        if re.match(place, str(file.relative_to(SOURCES))):
+            text = re.sub(rf"(?<![A-Za-z])({words})(?![A-Za-z])", "", text)
+    return text
 
 
 def _messages() -> Iterator[tuple[str, str]]:

@@ -50,7 +50,7 @@ def learn(folder: LearnFolder, tell: Tell) -> None:
         version = store.add(version, some_tensors(len(records)), in_use=states.read().in_use)
         tell(f"version {version.id}")
         promoted = version.id
-        states.change(lambda state, new=promoted: state.with_lane(state.lane().promoted(new)))
+        states.change(lambda state, new=promoted: state.with_scope(state.scope().promoted(new)))
         tell(f"serving {version.id}")
         log.add("promoted", version=version.id)
 
@@ -97,9 +97,9 @@ def check(folder: LearnFolder, said: list[list[str]]) -> None:
             newer = [one for one in there if one > name]
             assert name in there or len(newer) >= NUM_KEPT, (name, there)
         else:
-            assert state.lane().serving >= name
-    if state.lane().serving:
-        store.load(state.lane().serving)
+            assert state.scope().serving >= name
+    if state.scope().serving:
+        store.load(state.scope().serving)
     EventLog(folder).read()
 
 

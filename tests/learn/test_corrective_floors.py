@@ -97,7 +97,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         save_untrained_head(folder / "head")
         drafter["model"] = str(folder / "head")
     floor = DraftFloor.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
-    speculative = {"method": "versions", "drafter": drafter, "num_lanes": 1}
+    speculative = {"method": "versions", "drafter": drafter, "num_versions": 1}
     client = AsyncEngine(engine=LLM(speculative_config=speculative, dtype="float32").engine)
     settings = SessionSettings(folder / "ring", 2**26, learner="corrective", worker=IDLE, capture_share=None)
     session = LearnSession(client, settings)
@@ -117,7 +117,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         by_hand.freeze(LearnFolder(settings.folder), True)  # no requests of the floor for comparison
         by_hand.promote(LearnFolder(settings.folder), version)
         deadline_s = time.monotonic() + 280
-        while version not in session.lanes and time.monotonic() < deadline_s:
+        while version not in session.versions and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert session.facts().faults == {}
         after = answers(client, 12)
@@ -171,7 +171,7 @@ def test_floors_that_draft_otherwise_have_other_digests() -> None:
 def learning(folder: Path, exit_layer: int) -> tuple[AsyncEngine, LearnSession, DraftFloor]:
     """A server that drafts with so many layers and learns in a folder."""
     drafter = {"method": "layer_skip", "exit_layer": exit_layer, **CHAIN}
-    speculative = {"method": "versions", "drafter": drafter, "num_lanes": 1}
+    speculative = {"method": "versions", "drafter": drafter, "num_versions": 1}
     client = AsyncEngine(engine=LLM(speculative_config=speculative, dtype="float32").engine)
     floor = DraftFloor.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
     return client, LearnSession(client, SessionSettings(folder, 2**24, worker=IDLE)), floor
@@ -187,18 +187,18 @@ def test_a_version_waits_until_its_own_drafter_serves_again(tmp_path: Path) -> N
         version = VersionStore(LearnFolder(tmp_path)).add(about, tensors).id
         by_hand.promote(LearnFolder(tmp_path), version)
         deadline_s = time.monotonic() + 280
-        while version not in session.lanes and time.monotonic() < deadline_s:
+        while version not in session.versions and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert session.lanes == ["", version]
+        assert session.versions == ["", version]
     finally:
         session.close()
         client.close()
-    for exit_layer, lanes in ((3, [""]), (4, ["", version])):
+    for exit_layer, names in ((3, [""]), (4, ["", version])):
         client, session, _ = learning(tmp_path, exit_layer)
         try:
-            assert session.lanes == lanes
+            assert session.versions == names
             assert session.facts().faults == {}
-            assert session.facts().serving == lanes[-1]
+            assert session.facts().serving == names[-1]
             told = [one["event"] for one in session.facts().events]
             assert told == (["waits"] if exit_layer == 3 else [])
             assert StateStore(LearnFolder(tmp_path)).read().retired == {}

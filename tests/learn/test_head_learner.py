@@ -68,7 +68,7 @@ def answers(client: AsyncEngine, num: int) -> list[Any]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[ServedRecord], list[Any], list[Any], str]:
     """(records, outputs, outputs of a version that was promoted, the version) of a server that learns."""
     folder = tmp_path_factory.mktemp("learn")
-    config = {"method": "versions", "drafter": HEAD, "num_lanes": 1}
+    config = {"method": "versions", "drafter": HEAD, "num_versions": 1}
     client = AsyncEngine(engine=LLM(speculative_config=config, dtype="float32").engine)
     session = LearnSession(client, SessionSettings(folder, 2**26, worker=IDLE, capture_share=None))
     try:
@@ -81,7 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[ServedRecord]
         by_hand.freeze(LearnFolder(folder), True)  # no requests of the floor for comparison
         by_hand.promote(LearnFolder(folder), version)
         deadline_s = time.monotonic() + 280
-        while version not in session.lanes and time.monotonic() < deadline_s:
+        while version not in session.versions and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert session.facts().faults == {}
         assert session.facts().frozen

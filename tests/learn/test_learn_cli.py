@@ -92,12 +92,12 @@ def test_promote_rollback_and_freeze(folder: LearnFolder) -> None:
     assert run("rollback", path)[1] == "floor serves everyone\n"
     code, _, error = run("rollback", path)
     assert (code, error) == (2, "error: the floor serves already; there is nothing to roll back\n")
-    assert told("promote", path, betas)["tenant"] == "beta", "a tenant's version serves its own lane"
-    assert (states.read().lane().serving, states.read().lane("beta").serving) == ("", betas)
+    assert told("promote", path, betas)["tenant"] == "beta", "a tenant's version serves its own tenant"
+    assert (states.read().scope().serving, states.read().scope("beta").serving) == ("", betas)
     assert "serves no other one" in run("promote", path, betas, "--tenant", "alpha")[2]
     assert run("promote", path, "floor", "--tenant", "beta")[1] == "floor serves tenant beta\n"
-    canary = states.read().lane().promoted(first)
-    states.change(lambda state: state.with_lane(canary))
+    canary = states.read().scope().promoted(first)
+    states.change(lambda state: state.with_scope(canary))
     assert told("freeze", path)["frozen"] is True
     assert told("freeze", path, "--off")["frozen"] is False
 
@@ -112,7 +112,7 @@ def test_damaged_retired_and_foreign_versions_are_not_promoted(folder: LearnFold
     foreign = VersionStore(folder).add(Version("whole", "model-b", "template-a", "floor-a"), some_tensors())
     assert "is of another model" in run("promote", path, foreign.id)[2]
     assert "there is no version 'v000099-x'" in run("promote", path, "v000099-x")[2]
-    assert StateStore(folder).read().lane().serving == ""
+    assert StateStore(folder).read().scope().serving == ""
 
 
 def test_forget_retires_what_learned_from_the_tenant(folder: LearnFolder) -> None:
@@ -122,13 +122,13 @@ def test_forget_retires_what_learned_from_the_tenant(folder: LearnFolder) -> Non
     gone = told("forget", path, "--tenant", "beta")
     assert gone == {"num_records": 5, "versions": [betas]}
     state = StateStore(folder).read()
-    assert [one.key for one in state.lanes] == [(None, None)]
-    assert (state.lane().serving, list(state.retired)) == (second, [betas])
+    assert [one.key for one in state.scopes] == [(None, None)]
+    assert (state.scope().serving, list(state.retired)) == (second, [betas])
     assert state.rebuild_since_s > 0
     assert ids(folder) == [first, second]
     assert told("status", path)["by_tenant"] == {"alpha": 15}
     gone = told("forget", path, "--tenant", "alpha")
-    assert (gone["num_records"], StateStore(folder).read().lane().serving) == (15, "")
+    assert (gone["num_records"], StateStore(folder).read().scope().serving) == (15, "")
     assert ids(folder) == []
     for file in folder.path.rglob("*"):
         if file.is_file():

@@ -15,16 +15,18 @@ from slipstream.learn.decisions.loop import (
     Act,
     Decision,
     Judgment,
-    LaneLoop,
     LoopSettings,
     PairedBets,
     TrialPhase,
+    VersionLoop,
 )
 
 SPEEDS = {FLOOR: 0.45, "good": 0.6, "same": 0.45, "bad": 0.3, "broken": 0.2}
 
 
-def serve(loop: LaneLoop, rng: random.Random, num: int, speeds: dict[str, float] = SPEEDS) -> list[Decision]:
+def serve(
+    loop: VersionLoop, rng: random.Random, num: int, speeds: dict[str, float] = SPEEDS
+) -> list[Decision]:
     """Requests whose hash is random, as they would be served; stops at the first decision."""
     for _ in range(num):
         version = loop.version_for(rng.random())
@@ -34,8 +36,8 @@ def serve(loop: LaneLoop, rng: random.Random, num: int, speeds: dict[str, float]
     return []
 
 
-def on_trial(version: str, loop: LaneLoop | None = None) -> LaneLoop:
-    loop = loop or LaneLoop()
+def on_trial(version: str, loop: VersionLoop | None = None) -> VersionLoop:
+    loop = loop or VersionLoop()
     loop.offer(version, 1.3)
     decision = loop.judged(version, Judgment.BETTER)
     assert decision is not None
@@ -44,7 +46,7 @@ def on_trial(version: str, loop: LaneLoop | None = None) -> LaneLoop:
 
 
 def test_a_better_candidate_goes_from_shadow_over_a_share_to_everyone() -> None:
-    loop, rng = LaneLoop(), random.Random(0)
+    loop, rng = VersionLoop(), random.Random(0)
     loop.offer("good", 1.3)
     assert loop.phase is TrialPhase.SHADOW
     assert {loop.version_for(share / 100) for share in range(100)} == {FLOOR}, "the shadow serves nobody"
@@ -72,7 +74,7 @@ def test_a_worse_candidate_that_the_shadow_let_pass_never_reaches_everyone(versi
 
 
 def test_what_the_shadow_finds_worse_is_refused_and_serves_nobody() -> None:
-    loop = LaneLoop()
+    loop = VersionLoop()
     loop.offer("bad", 1.3)
     decision = loop.judged("bad", Judgment.WORSE, "slower")
     assert decision == Decision(Act.REFUSE, "bad", "slower")
@@ -81,7 +83,7 @@ def test_what_the_shadow_finds_worse_is_refused_and_serves_nobody() -> None:
 
 
 def test_what_stays_undecided_makes_room() -> None:
-    loop = LaneLoop(LoopSettings(max_judgments=3))
+    loop = VersionLoop(LoopSettings(max_judgments=3))
     loop.offer("same", 1.0)
     assert [loop.judged("same", Judgment.UNDECIDED) for _ in range(2)] == [None, None]
     decision = loop.judged("same", Judgment.UNDECIDED)
@@ -92,7 +94,7 @@ def test_what_stays_undecided_makes_room() -> None:
 def test_a_promoted_version_that_breaks_is_rolled_back_within_200_requests() -> None:
     needed: list[int] = []
     for seed in range(40):
-        loop, rng = LaneLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
+        loop, rng = VersionLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
         assert serve(loop, rng, 500) == []
         for number in range(1, 201):
             if serve(loop, rng, 1, {**SPEEDS, "good": 0.2}):
@@ -104,13 +106,13 @@ def test_a_promoted_version_that_breaks_is_rolled_back_within_200_requests() -> 
 
 def test_a_change_of_topic_that_slows_all_alike_rolls_nothing_back() -> None:
     for seed in range(20):
-        loop, rng = LaneLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
+        loop, rng = VersionLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
         assert serve(loop, rng, 300) == []
         assert serve(loop, rng, 1500, {FLOOR: 0.2, "good": 0.27}) == [], seed
 
 
 def test_frozen_means_that_nothing_changes_but_by_hand() -> None:
-    loop, rng = LaneLoop(serving="good", previous=(FLOOR,)), random.Random(1)
+    loop, rng = VersionLoop(serving="good", previous=(FLOOR,)), random.Random(1)
     loop.frozen = True
     with pytest.raises(LearnError, match="frozen"):
         loop.offer("same", 1.0)
@@ -121,7 +123,7 @@ def test_frozen_means_that_nothing_changes_but_by_hand() -> None:
 
 
 def test_retired_versions_serve_nobody() -> None:
-    loop = on_trial("bad", LaneLoop(serving="good", previous=(FLOOR, "same")))
+    loop = on_trial("bad", VersionLoop(serving="good", previous=(FLOOR, "same")))
     loop.retire({"good", "bad"})
     assert (loop.serving, loop.candidate, loop.previous) == ("same", None, (FLOOR,))
 
@@ -168,7 +170,7 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgment, float]]) -> None:
     """No event raises but an offer; who serves is somebody who was promoted; the floor is always at the bottom."""
-    loop = LaneLoop(LoopSettings(max_canary_pairs=3, max_judgments=2))
+    loop = VersionLoop(LoopSettings(max_canary_pairs=3, max_judgments=2))
     passed: set[str] = {FLOOR}
     for what, version, judgment, number in events:
         before, frozen = loop.serving, loop.frozen

@@ -27,7 +27,7 @@ from slipstream.learn.storage.ring import (
     read_ring,
     remove_older,
 )
-from slipstream.learn.storage.state import LearnLane, LearnState, StateStore
+from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 
 IDENTITY = RingIdentity("model-a", "template-a")
 
@@ -236,7 +236,7 @@ def test_what_an_earlier_release_left_is_taken_over(on_disk: Callable[[], Ring],
     )
     assert [one.number for one in read_ring(folder)] == [0, 1, 2, 4, 5, 6], "beta is forgotten"
     assert not folder.old_files
-    assert StateStore(folder).read().lane().serving == "v000002-aa"
+    assert StateStore(folder).read().scope().serving == "v000002-aa"
     assert [one["event"] for one in EventLog(folder).read()] == ["promoted"]
     ring = on_disk()
     assert all(same(one, some_record(one.number)) for one in ring.read())
@@ -261,7 +261,7 @@ def old_folder(folder: LearnFolder, records: list[ServedRecord]) -> None:
             crc = zlib.crc32(payload, zlib.crc32(struct.pack("<Q", number)))
             data += struct.pack("<4sIIQ", b"SLR1", len(payload), crc, number) + payload
         (ring / f"{first:012d}.ring").write_bytes(data + data[-90:])
-    state = LearnState().with_lane(LearnLane(serving="v000002-aa"))
+    state = LearnState().with_scope(ScopeVersions(serving="v000002-aa"))
     (folder.path / "state.json").write_text(json.dumps(state.as_json()))
     (folder.path / "events.jsonl").write_text('{"time_s": 1.0, "event": "promoted"}\n{"event": "cut')
     (folder.path / "forgotten.json").write_text(json.dumps({tenant_key("beta"): 2000.0}))

@@ -128,7 +128,7 @@ def test_what_is_promoted_by_hand_serves_its_tenant_alone(client: AsyncEngine, t
     try:
         version = add_version(session, tmp_path, 0.0, tenant="acme")
         by_hand.promote(LearnFolder(tmp_path), version)
-        wait_until(lambda: version in session.lanes)
+        wait_until(lambda: version in session.versions)
         theirs = answers(client, range(4), tenant="acme/user")
         others = answers(client, range(4), tenant="other")
         assert {one.metrics.draft_version for one in theirs} == {version}
@@ -145,10 +145,10 @@ def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngi
         file = VersionStore(LearnFolder(tmp_path)).weights_file(version)
         file.write_bytes(file.read_bytes()[:-1] + b"?")  # before the session can have read it
         StateStore(LearnFolder(tmp_path)).change(
-            lambda state: state.with_lane(state.lane().promoted(version))
+            lambda state: state.with_scope(state.scope().promoted(version))
         )
         wait_until(lambda: "version_rolled_back" in session.facts().faults)
-        assert session.lanes == [""]
+        assert session.versions == [""]
         assert {one.metrics.draft_version for one in answers(client, range(3))} == {""}
         assert version in StateStore(LearnFolder(tmp_path)).read().retired
     finally:
@@ -188,7 +188,7 @@ def test_a_version_that_broke_is_rolled_back_within_200_requests_and_no_text_cha
         found = answers(client, range(16), 24)
         by_hand.promote(LearnFolder(tmp_path), version)
         wait_until(lambda: session.facts().serving == version)
-        wait_until(lambda: version in session.lanes)  # it is loaded beside serving
+        wait_until(lambda: version in session.versions)  # it is loaded beside serving
         needed = 0
         while session.facts().serving == version and needed < 200:
             found += answers(client, range(16 + needed, 24 + needed), 24)
@@ -239,7 +239,7 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
     finally:
         session.close()
         client.close()
-    assert replace(StateStore(LearnFolder(folder)).read().lane()).serving == facts.serving
+    assert replace(StateStore(LearnFolder(folder)).read().scope()).serving == facts.serving
 
 
 def test_whatever_fails_as_learning_begins_serving_goes_on(

@@ -17,7 +17,7 @@ from slipstream.learn.storage.database import LearnDatabase
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder, sync_folder
 from slipstream.learn.storage.ring import check_remembered, forget_records
-from slipstream.learn.storage.state import LearnLane, LearnState, StateStore
+from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 from slipstream.learn.storage.tables import put_document
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 
@@ -98,26 +98,33 @@ def test_unknown_and_odd_names(folder: LearnFolder) -> None:
         store.add(a_version("v000009-00000000"), some_tensors())
 
 
-def test_lanes(folder: LearnFolder) -> None:
+def test_scopes(folder: LearnFolder) -> None:
     states = StateStore(folder)
     assert states.read() == LearnState()
-    states.change(lambda state: state.with_lane(state.lane().promoted("v1").promoted("v2")))
+    states.change(lambda state: state.with_scope(state.scope().promoted("v1").promoted("v2")))
     state = states.change(
-        lambda state: state.with_lane(LearnLane("beta", serving="v3", canary="v4", canary_share=0.1))
+        lambda state: state.with_scope(ScopeVersions("beta", serving="v3", canary="v4", canary_share=0.1))
     )
     assert (state, state.number) == (states.read(), 2)
     assert state.in_use == {"v1", "v2", "v3", "v4"}
-    assert state.lane().rolled_back().serving == "v1"
-    assert state.lane().rolled_back().rolled_back().rolled_back().serving == ""
+    assert state.scope().rolled_back().serving == "v1"
+    assert state.scope().rolled_back().rolled_back().rolled_back().serving == ""
     retired = state.retire({"v2": "forgotten", "v4": "forgotten"})
-    assert retired.lane().serving == "v1"
-    assert (retired.lane("beta").serving, retired.lane("beta").canary) == ("v3", None)
+    assert retired.scope().serving == "v1"
+    assert (retired.scope("beta").serving, retired.scope("beta").canary) == ("v3", None)
     assert states.change(lambda state: state).number == 2, "nothing changed"
+
+
+def test_a_state_of_the_release_before_is_read(folder: LearnFolder) -> None:
+    state = LearnState().with_scope(ScopeVersions("beta", serving="v3"))
+    old = {**state.as_json(), "format": 1}
+    old["lanes"] = old.pop("scopes")
+    assert LearnState.from_json(old) == state
 
 
 def test_a_state_that_cannot_be_read_says_so(folder: LearnFolder) -> None:
     with LearnDatabase(folder).writing() as connection:
-        put_document(connection, "state", '{"format": 1, "lanes": 3}')
+        put_document(connection, "state", '{"format": 2, "scopes": 3}')
     with pytest.raises(LearnError, match="remove it to serve the floor"):
         StateStore(folder).read()
 
@@ -189,12 +196,14 @@ def test_forget_again_removes_what_a_killed_one_left(folder: LearnFolder) -> Non
         (folder.versions / place).mkdir()
         (folder.versions / place / "weights.safetensors").write_bytes(b"alpha")
     for checkpoint in ("v000007-aa", kept.id):
-        (folder.lanes / checkpoint).mkdir(parents=True)
+        (folder.checkpoints / checkpoint).mkdir(parents=True)
+        (folder.path / "lanes" / checkpoint).mkdir(parents=True)
     files = [".state.json.77.tmp", ".learner.log.77.tmp", "ring/.000000000003.ring.77.tmp"]
     (folder.path / "ring").mkdir()
     for file in files:
         (folder.path / file).write_bytes(b"alpha")
     forget(folder, "alpha")
     assert [one.name for one in folder.versions.iterdir()] == [kept.id]
-    assert [one.name for one in folder.lanes.iterdir()] == [kept.id]
+    assert not (folder.path / "lanes").exists(), "the folder that a release before used"
+    assert [one.name for one in folder.checkpoints.iterdir()] == [kept.id]
     assert not any((folder.path / file).exists() for file in files)

@@ -94,8 +94,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     },
     {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {"method": "auto", "drafters": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
-    {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "lanes": {"v1": {**DRAFT, **CHAIN}}},
-    {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "lanes": {"v1": {**DRAFT, **CHAIN}}},
+    {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "versions": {"v1": {**DRAFT, **CHAIN}}},
+    {"method": "versions", "drafter": {**DRAFT, **CHAIN}, "versions": {"v1": {**DRAFT, **CHAIN}}},
     {**DRAFT, **CHAIN, "correction": LEARNED},
     {**DRAFT, **TREE, "correction": LEARNED},
     {

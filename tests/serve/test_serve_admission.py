@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.schema import ChatBody, CompletionBody
 from slipstream.serve.api.tokens import Tokens
-from slipstream.serve.lanes import BOUNDS, size_of
 from slipstream.serve.limits import Admission
+from slipstream.serve.sized_threads import BOUNDS, size_of
 
 JSON = {"Content-Type": "application/json"}
 TEXT = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
@@ -177,7 +177,7 @@ def test_a_short_prompt_passes_long_ones(make_app: MakeApp, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("values", "lane"),
+    ("values", "thread"),
     [
         (["a" * 100], 0),
         ([["a"] * 10], 0),
@@ -190,8 +190,8 @@ def test_a_short_prompt_passes_long_ones(make_app: MakeApp, monkeypatch: pytest.
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_sizes_decide_whom_one_waits_for(values: list[Any], lane: int) -> None:
-    assert sum(size_of(*values) > bound for bound in BOUNDS) == lane
+def test_sizes_decide_whom_one_waits_for(values: list[Any], thread: int) -> None:
+    assert sum(size_of(*values) > bound for bound in BOUNDS) == thread
 
 
 def send(url: str, raw: bytes, length: int) -> socket.socket:

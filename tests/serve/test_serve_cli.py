@@ -274,3 +274,26 @@ def test_a_process_from_start_to_sigterm(process: tuple[subprocess.Popen[str], s
     [request] = [line for line in logged if line.get("path") == "/v1/completions"]
     assert request["output_tokens"] == 800
     assert "memory:" in log.read_text()
+
+
+def test_names_of_the_release_before_work_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("learn_lanes: 5\n")
+    assert settings(file)[1]["server"] == {"learn_versions": 5}
+    assert settings(None, {"SLIPSTREAM_LEARN_LANES": "6"})[1]["server"] == {"learn_versions": 6}
+    assert caplog.messages == [
+        f"setting in {file} 'learn_lanes' is now called 'learn_versions'",
+        "setting in the environment 'learn_lanes' is now called 'learn_versions'",
+    ]
+    file.write_text("learn_lanes: 5\nlearn_versions: 6\n")
+    with pytest.raises(ConfigError, match="are the same; omit 'learn_lanes'"):
+        settings(file)
+
+
+def test_flags_of_the_release_before_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for flag in (["--learn-lanes=0"], ["--learn-lanes", "0"]):
+        result = CliRunner().invoke(app, ["serve", *flag])
+        assert "learn_versions must be" in result.stderr
+    assert caplog.messages == ["--learn-lanes is now called --learn-versions"] * 2

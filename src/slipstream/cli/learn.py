@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.learn.storage.folder import LearnFolder
-    from slipstream.learn.storage.state import LearnLane, LearnState
+    from slipstream.learn.storage.state import LearnState, ScopeVersions
     from slipstream.learn.versions.store import Version
     from slipstream.tools.bench.report.grid import Grid
 
@@ -55,17 +55,17 @@ class FreezeFlags(LearnFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneFlags:
-    """Whose lane."""
+class ScopeFlags:
+    """Whose versions."""
 
     tenant: str | None = None
-    """The lane of this tenant alone: an API key's account, or ACCOUNT/USER."""
+    """The versions of this tenant alone: an API key's account, or ACCOUNT/USER."""
     task: str | None = None
-    """The lane of this task alone."""
+    """The versions of this task alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollbackFlags(LaneFlags, LearnFlags):
+class RollbackFlags(ScopeFlags, LearnFlags):
     """Where what served before serves again."""
 
 
@@ -86,7 +86,7 @@ class ForgetFlags(LearnFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnExportFlags(LaneFlags):
+class LearnExportFlags(ScopeFlags):
     """What is exported."""
 
     folder: Annotated[Path, Argument(metavar="DIR")]
@@ -123,7 +123,7 @@ def status(flags: LearnFlags) -> None:
         ("tasks", _counts(found.by_task)),
         ("model", "none yet" if found.identity is None else found.identity.model_hash),
         ("learning", "frozen" if state.frozen else "may change what serves"),
-        *((f"serves {_whose(lane)}", _lane(lane)) for lane in state.lanes),
+        *((f"serves {_whose(scope)}", _versions(scope)) for scope in state.scopes),
         *(
             (f"tokens a pass, {name or 'floor'}", f"{value:.2f} on the answers in the ring")
             for name, value in sorted(found.by_version.items())
@@ -181,8 +181,8 @@ def promote(flags: PromoteFlags) -> None:
     """Have a version serve from the next step on, without a test but that it is whole."""
     from slipstream.learn.decisions.by_hand import promote as promote_
 
-    lane = promote_(_existing(flags.folder), flags.version, flags.tenant, flags.task)
-    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", flags.json)
+    scope = promote_(_existing(flags.folder), flags.version, flags.tenant, flags.task)
+    _told(scope, f"{_versions(scope)} serves {_whose(scope)}", flags.json)
 
 
 @app.command(cls=PlainHelp)
@@ -191,8 +191,8 @@ def rollback(flags: RollbackFlags) -> None:
     """Withdraw the canary; without one, have what served before serve again."""
     from slipstream.learn.decisions.by_hand import roll_back
 
-    lane = roll_back(_existing(flags.folder), flags.tenant, flags.task)
-    _told(lane, f"{_lane(lane)} serves {_whose(lane)}", flags.json)
+    scope = roll_back(_existing(flags.folder), flags.tenant, flags.task)
+    _told(scope, f"{_versions(scope)} serves {_whose(scope)}", flags.json)
 
 
 @app.command(cls=PlainHelp)
@@ -269,8 +269,8 @@ def _table(found: list[Version], state: LearnState) -> Grid:
     )
     for one in found:
         whose = ", ".join(name for name in (one.tenant, one.task) if name is not None) or "all"
-        serving = [_whose(lane) for lane in state.lanes if lane.serving == one.id]
-        serving += [f"canary {lane.canary_share:.0%}" for lane in state.lanes if lane.canary == one.id]
+        serving = [_whose(scope) for scope in state.scopes if scope.serving == one.id]
+        serving += [f"canary {scope.canary_share:.0%}" for scope in state.scopes if scope.canary == one.id]
         grid.add(
             one.id,
             _time(one.created_s),
@@ -299,16 +299,18 @@ def _counts(counts: Any) -> str:
     return ", ".join(f"{name or '(none)'} {count:,}" for name, count in counts.items()) or "none yet"
 
 
-def _whose(lane: LearnLane) -> str:
-    names = [f"tenant {lane.tenant}"] if lane.tenant is not None else []
-    names += [f"task {lane.task}"] if lane.task is not None else []
+def _whose(scope: ScopeVersions) -> str:
+    names = [f"tenant {scope.tenant}"] if scope.tenant is not None else []
+    names += [f"task {scope.task}"] if scope.task is not None else []
     return " and ".join(names) or "everyone"
 
 
-def _lane(lane: LearnLane) -> str:
-    text = lane.serving or "floor"
+def _versions(scope: ScopeVersions) -> str:
+    text = scope.serving or "floor"
     return (
-        text if lane.canary is None else f"{text}, and to {lane.canary_share:.0%} of requests {lane.canary}"
+        text
+        if scope.canary is None
+        else f"{text}, and to {scope.canary_share:.0%} of requests {scope.canary}"
     )
 
 

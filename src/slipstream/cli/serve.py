@@ -116,7 +116,7 @@ def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> tuple
         return speculative, str(error)
     options = {
         "drafter": {"method": speculative.method, **speculative.options},
-        "num_lanes": config.learn_lanes,
+        "num_versions": config.learn_versions,
     }
     return replace(speculative, method="versions", options=options), ""
 

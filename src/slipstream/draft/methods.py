@@ -301,7 +301,7 @@ VERSIONS = MethodSpec(
     drafter="slipstream.draft.combine.versions:VersionsDrafter",
     help="versions of one drafter side by side, a request each its own; what serve --learn swaps",
     weights=DraftWeights.INNER,
-    inner=("drafter", "lanes"),
+    inner=("drafter", "versions"),
     nearest=("ngram",),
 )
 

@@ -32,7 +32,7 @@ class LearnFacts:
     serving: str = FLOOR
     canary: str | None = None
     frozen: bool = False
-    own_lanes: int = 0
+    own_scopes: int = 0
     """Tenants or tasks that have a version of their own."""
     by_version: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Version to its requests and the sum of their tokens a pass."""

@@ -1,4 +1,5 @@
-"""A server that learns: capture, the learner's process, the loop's decisions and the lanes of the drafter, together."""
+"""A server that learns: capture, the learner's process, the loop's decisions and the versions that the drafter holds,
+together."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ from slipstream.learn.background.learner_process import LearnerProcess
 from slipstream.learn.background.pace import BESIDE_SHARE, LearnerPace
 from slipstream.learn.capture.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture, CaptureLimits, identity_of
 from slipstream.learn.decisions.draft_costs import DraftCosts
-from slipstream.learn.decisions.loop import Act, Decision, Judgment, LaneLoop, LoopSettings
+from slipstream.learn.decisions.loop import Act, Decision, Judgment, LoopSettings, VersionLoop
 from slipstream.learn.facts import LearnFacts
 from slipstream.learn.learners.registry import learner_for
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import TAPS, tenant_key
-from slipstream.learn.served_lanes import ServedLanes, SteppedEngine
+from slipstream.learn.served_versions import ServedVersions, SteppedEngine
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import Retention, RetentionThread
 from slipstream.learn.storage.ring import Ring, RingIdentity
-from slipstream.learn.storage.state import LearnLane, LearnState, StateStore
-from slipstream.learn.versions.lane_keys import EVERYONES, LaneKey, LearnBy
+from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 from slipstream.learn.versions.loading import FloorVersions, floor_of
+from slipstream.learn.versions.scope import EVERYONES, LearnBy, Scope
 from slipstream.models.cpu.threads import leaves_a_core
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class SessionSettings:
 class _FinishedRequest:
     """An answer that ended well."""
 
-    key: LaneKey
+    key: Scope
     version: str
     tokens_a_pass: float
     was_drafted: bool
@@ -109,8 +110,8 @@ class LearnSession:
         self._refused_in_a_row = 0
         self._versions = FloorVersions(self._drafter, floor, self._folder, depth, self._tell_waiting)
         state = self._states.read()
-        self._lanes = ServedLanes(stepped, self._drafter, self._versions, state)
-        self._follow_lanes(state)
+        self._served_versions = ServedVersions(stepped, self._drafter, self._versions, state)
+        self._follow_scopes(state)
         self._costs = DraftCosts(self._drafter)
         self.process = LearnerProcess(self._worker_config(), log=self._folder.learner_log)
         self._pace = LearnerPace(self.process, leaves_a_core(_num_threads(engine)), settings.beside_share)
@@ -150,19 +151,21 @@ class LearnSession:
         return self._ring.identity
 
     @property
-    def lanes(self) -> list[str]:
+    def versions(self) -> list[str]:
         """The versions that draft now, the floor's empty name first."""
         return self._drafter.names
 
     def facts(self) -> LearnFacts:
         """What happened so far; may be called from any thread. `serving` and `canary` are everyone's."""
-        main = self._lanes.loops[EVERYONES]
+        main = self._served_versions.loops[EVERYONES]
         return replace(
             self._facts,
             serving=main.serving,
             canary=main.candidate if main.canary_share else None,
             frozen=main.frozen,
-            own_lanes=sum(lane.key != EVERYONES and bool(lane.serving) for lane in self._lanes.state.lanes),
+            own_scopes=sum(
+                one.key != EVERYONES and bool(one.serving) for one in self._served_versions.state.scopes
+            ),
             by_version=dict(self._facts.by_version),
             learner_deaths=self.process.num_deaths,
             rests=self.process.rests,
@@ -190,7 +193,7 @@ class LearnSession:
                 metrics = sequence.metrics
                 self._finished.put(
                     _FinishedRequest(
-                        self._lanes.key_of(sequence),
+                        self._served_versions.key_of(sequence),
                         metrics.draft_version,
                         sequence.num_new_tokens / max(metrics.num_steps, 1),
                         metrics.num_draft_tokens > 0,
@@ -234,9 +237,9 @@ class LearnSession:
         self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
         self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
         state = self._states.read()
-        if state.number != self._lanes.state.number:
+        if state.number != self._served_versions.state.number:
             self._follow(state)
-        elif not self._lanes.are_loaded(state):
+        elif not self._served_versions.are_loaded(state):
             self._apply(state)
 
     def _set_fault(self, kind: str, message: str) -> None:
@@ -247,34 +250,38 @@ class LearnSession:
 
     def _follow(self, state: LearnState) -> None:
         """Somebody changed the state by hand: `slipstream learn`."""
-        self._follow_lanes(state)
-        for key, loop in self._lanes.loops.items():
-            lane = self._versions.of_lane(state.lane(*key))
+        self._follow_scopes(state)
+        for key, loop in self._served_versions.loops.items():
+            scope = self._versions.known(state.scope(*key))
             loop.frozen = state.frozen
             loop.retire(set(state.retired))
-            if lane.serving != loop.serving:
-                loop.promote(lane.serving, self._versions.promise(lane.serving))
-            if lane.canary is None and loop.candidate is not None and loop.canary_share:
+            if scope.serving != loop.serving:
+                loop.promote(scope.serving, self._versions.promise(scope.serving))
+            if scope.canary is None and loop.candidate is not None and loop.canary_share:
                 loop.retire({loop.candidate})
         self._faults.pop("version_rolled_back", None)
         self._apply(state)
 
-    def _follow_lanes(self, state: LearnState) -> None:
-        """Have a loop for everyone's lane, and for each that learns."""
-        for lane in (state.lane(), *state.lanes):
-            is_everyones = lane.key == EVERYONES
-            if lane.key not in self._lanes.loops and (is_everyones or self._settings.by.learns(lane.key)):
-                self._lanes.loops[lane.key] = self._loop_of(lane)
+    def _follow_scopes(self, state: LearnState) -> None:
+        """Have a loop for everyone's versions, and for each scope that learns."""
+        for scope in (state.scope(), *state.scopes):
+            is_everyones = scope.key == EVERYONES
+            if scope.key not in self._served_versions.loops and (
+                is_everyones or self._settings.by.learns(scope.key)
+            ):
+                self._served_versions.loops[scope.key] = self._loop_of(scope)
 
-    def _loop_of(self, lane: LearnLane) -> LaneLoop:
+    def _loop_of(self, scope: ScopeVersions) -> VersionLoop:
         """A loop that goes on where the state is."""
-        lane = self._versions.of_lane(lane)
-        promise = self._versions.promise(lane.serving)
-        loop = LaneLoop(self._settings.loop, serving=lane.serving, previous=lane.previous, promise=promise)
-        if lane.canary is not None:  # its comparison was lost with the process: it begins anew
-            loop.offer(lane.canary, self._versions.promise(lane.canary))
-            loop.judged(lane.canary, Judgment.BETTER)
-        loop.frozen = self._lanes.state.frozen
+        scope = self._versions.known(scope)
+        promise = self._versions.promise(scope.serving)
+        loop = VersionLoop(
+            self._settings.loop, serving=scope.serving, previous=scope.previous, promise=promise
+        )
+        if scope.canary is not None:  # its comparison was lost with the process: it begins anew
+            loop.offer(scope.canary, self._versions.promise(scope.canary))
+            loop.judged(scope.canary, Judgment.BETTER)
+        loop.frozen = self._served_versions.state.frozen
         return loop
 
     def _count(self, one: _FinishedRequest) -> None:
@@ -282,10 +289,10 @@ class LearnSession:
         num, total = known.get(version, (0, 0.0))
         known[version] = num + 1, total + one.tokens_a_pass
         self._costs.add(one.draft_s, one.verify_s)
-        self._lanes.count(one.key)
+        self._served_versions.count(one.key)
         while len(known) > NUM_EVENTS:
             del known[next(iter(known))]
-        loop = self._lanes.loops.get(one.key)
+        loop = self._served_versions.loops.get(one.key)
         if loop is not None and one.was_drafted:
             # What a version gains in passes it may lose in drafting: both count, over the floor's.
             cost = (1 + self._costs.floor) / (1 + self._costs.of(version, self._learner))
@@ -314,11 +321,11 @@ class LearnSession:
     def _offer(self, message: dict[str, Any]) -> None:
         """Try a candidate of the learner's."""
         version = str(message["version"])
-        key: LaneKey = message.get("tenant"), message.get("task")
+        key: Scope = message.get("tenant"), message.get("task")
         self._note("offered", **_named(message))
-        loop = self._lanes.loops.get(key)
+        loop = self._served_versions.loops.get(key)
         if loop is None:
-            loop = self._lanes.loops[key] = self._loop_of(self._lanes.state.lane(*key))
+            loop = self._served_versions.loops[key] = self._loop_of(self._served_versions.state.scope(*key))
         try:
             loop.offer(version, float(message["promise"]))
         except LearnError as error:
@@ -336,22 +343,22 @@ class LearnSession:
                 f"the last {self._refused_in_a_row} candidates were refused; see slipstream learn status"
             )
 
-    def _carry_out(self, key: LaneKey, decision: Decision) -> None:
+    def _carry_out(self, key: Scope, decision: Decision) -> None:
         """Write a decision down, then have the drafter follow it."""
         version = decision.version
 
         def changed(state: LearnState) -> LearnState:
-            lane = state.lane(*key)
+            scope = state.scope(*key)
             match decision.act:
                 case Act.TRY:
-                    lane = replace(lane, canary=version, canary_share=self._settings.loop.canary_share)
+                    scope = replace(scope, canary=version, canary_share=self._settings.loop.canary_share)
                 case Act.PROMOTE:
-                    lane = lane.promoted(version)
+                    scope = scope.promoted(version)
                 case Act.REFUSE:
-                    lane = replace(lane, canary=None, canary_share=0.0)
+                    scope = replace(scope, canary=None, canary_share=0.0)
                 case Act.ROLL_BACK:
-                    lane = lane.rolled_back()
-            state = state.with_lane(lane)
+                    scope = scope.rolled_back()
+            state = state.with_scope(scope)
             refused = decision.act in (Act.REFUSE, Act.ROLL_BACK)
             return state.retire({version: decision.reason}) if refused else state
 
@@ -372,7 +379,7 @@ class LearnSession:
             state = self._states.change(changed)
         except LearnError as error:  # a full disk: what serves must follow all the same
             self._faults["learning_failed"] = str(error)
-            state = changed(self._lanes.state)
+            state = changed(self._served_versions.state)
         self._note(str(decision.act), version=version, why=decision.reason, **decision.figures)
         self._apply(state)
 
@@ -385,13 +392,13 @@ class LearnSession:
             self._faults["learning_failed"] = str(error)
 
     def _apply(self, state: LearnState) -> None:
-        """Have the drafter's lanes be those of `state`: load here, enter between two steps. Versions that are damaged
-        are retired, and what their lanes served before is loaded in their place."""
-        while damaged := self._lanes.enter(state):
+        """Have the drafter hold the versions of `state`: load here, enter between two steps. Versions that are damaged
+        are retired, and what their scopes served before is loaded in their place."""
+        while damaged := self._served_versions.enter(state):
             for version, why in damaged.items():
                 self._note("damaged", version=version, why=why)
                 self._faults["version_rolled_back"] = f"version {version} is not served: {why}"
-            for loop in self._lanes.loops.values():
+            for loop in self._served_versions.loops.values():
                 loop.retire(set(damaged))
             state = self._states.change(partial(_without, damaged))
 

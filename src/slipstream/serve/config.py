@@ -11,7 +11,7 @@ from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
 from slipstream.learn.background.pace import BESIDE_SHARE
 from slipstream.learn.learners.registry import LEARNERS
-from slipstream.learn.versions.lane_keys import LearnBy
+from slipstream.learn.versions.scope import LearnBy
 from slipstream.serve.tools.formats import FORMAT_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -25,7 +25,7 @@ MAX_STREAM_INTERVAL_S = 10.0
 
 _LEAST = {
     **dict.fromkeys(("max_body_bytes", "max_connections", "max_prompt_tokens", "max_output_tokens"), 1),
-    **dict.fromkeys(("stored_responses_bytes", "learn_bytes", "learn_lanes"), 1),
+    **dict.fromkeys(("stored_responses_bytes", "learn_bytes", "learn_versions"), 1),
     **dict.fromkeys(("max_waiting", "max_logprobs", "max_stored_responses", "max_task_labels"), 0),
     "engine_restarts": 0,
     "max_head_bytes": MIN_HEAD_BYTES,
@@ -129,7 +129,7 @@ class ServeConfig:
     """What learns: whole (all weights of a draft model), low_rank (adapters of it), eagle (an EAGLE-3 head) or
     corrective (a light layer on the logits of any drafter with weights). None is whole for draft models of up to
     20 million parameters, low_rank for larger ones, eagle for EAGLE-3 heads, corrective for the others."""
-    learn_lanes: int = 3
+    learn_versions: int = 3
     """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
     learn_share: float = BESIDE_SHARE
     """Share of the time that requests run in which the learner runs too, 0 to 1, where the engine leaves it no core:

@@ -109,7 +109,8 @@ class Learning(Collector):
             "serving": facts.serving or FLOOR,
             "canary": facts.canary,
             "frozen": facts.frozen,
-            "own_lanes": facts.own_lanes,
+            "own_scopes": facts.own_scopes,
+            "own_lanes": facts.own_scopes,  # the name before, for one more release
             "versions": [
                 {"version": version or FLOOR, "num_requests": num, "tokens_a_pass": total / num}
                 for version, (num, total) in facts.by_version.items()

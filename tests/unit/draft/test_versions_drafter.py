@@ -1,4 +1,4 @@
-"""Versions side by side: one lane a request, swaps between steps, tenants apart, and always the same text."""
+"""Versions side by side: one version a request, swaps between steps, tenants apart, and always the same text."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
 VOCAB = 4096
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
 ORACLE = "slipstream.testing.stub_drafters:OracleDrafter"
-SPEC = {"method": "versions", "drafter": DRAFT, "lanes": {"v1": DRAFT}}
+SPEC = {"method": "versions", "drafter": DRAFT, "versions": {"v1": DRAFT}}
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
 def test_conforms(verifier: str) -> None:
     tokenizer = load_tokenizer(EMBEDDED_TARGET)
-    config = SpeculativeConfig("versions", verifier, {"drafter": DRAFT, "lanes": {"v1": DRAFT}})
+    config = SpeculativeConfig("versions", verifier, {"drafter": DRAFT, "versions": {"v1": DRAFT}})
 
     def make() -> Drafter:
         return registry.create_drafter(config, draft_context(VOCAB, 512, verifier, tokenizer))
@@ -87,12 +87,12 @@ def is_right(found: dict[str, Any]) -> bool:
     return texts == TEXTS
 
 
-def test_a_request_keeps_its_lane_and_new_ones_get_the_new_version() -> None:
+def test_a_request_keeps_its_version_and_new_ones_get_the_new_version() -> None:
     engine, versions = engine_of(oracle(0.2))
     add_all(engine)
     engine.step()
-    lane = versions.prepare("v1", SpeculativeConfig.from_mapping(oracle(1.0)))
-    versions.change([lane], ["v1"], lambda sequence: "v1")
+    loaded = versions.prepare("v1", SpeculativeConfig.from_mapping(oracle(1.0)))
+    versions.change([loaded], ["v1"], lambda sequence: "v1")
     found = finish(engine)
     assert is_right(found)
     assert {out.metrics.draft_version for out in found.values()} == {FLOOR}
@@ -104,8 +104,8 @@ def test_a_request_keeps_its_lane_and_new_ones_get_the_new_version() -> None:
     assert sum(out.metrics.num_steps for out in found.values()) < slow * 0.6, "the new version drafts better"
 
 
-def test_a_revoked_lane_gives_its_requests_back_to_the_floor() -> None:
-    engine, versions = engine_of(oracle(1.0), lanes={"v1": oracle(0.0)})
+def test_a_revoked_version_gives_its_requests_back_to_the_floor() -> None:
+    engine, versions = engine_of(oracle(1.0), versions={"v1": oracle(0.0)})
     versions.change([], ["v1"], lambda sequence: "v1")
     add_all(engine)
 
@@ -119,8 +119,8 @@ def test_a_revoked_lane_gives_its_requests_back_to_the_floor() -> None:
     assert {out.metrics.draft_version for out in found.values()} == {FLOOR}
 
 
-def test_a_lane_that_is_kept_no_more_goes_with_its_last_request() -> None:
-    engine, versions = engine_of(oracle(0.5), lanes={"v1": oracle(0.5)})
+def test_a_version_that_is_kept_no_more_goes_with_its_last_request() -> None:
+    engine, versions = engine_of(oracle(0.5), versions={"v1": oracle(0.5)})
     versions.change([], ["v1"], lambda sequence: "v1")
     add_all(engine)
     engine.step()
@@ -130,10 +130,10 @@ def test_a_lane_that_is_kept_no_more_goes_with_its_last_request() -> None:
     assert versions.names == [FLOOR]
 
 
-def test_a_tenants_lane_never_drafts_for_another_tenant_whatever_the_choice() -> None:
+def test_a_tenants_version_never_drafts_for_another_tenant_whatever_the_choice() -> None:
     engine, versions = engine_of(oracle(0.0))
-    lane = versions.prepare("a1", SpeculativeConfig.from_mapping(oracle(1.0)), tenant="a")
-    versions.change([lane], ["a1"], lambda sequence: "a1")
+    loaded = versions.prepare("a1", SpeculativeConfig.from_mapping(oracle(1.0)), tenant="a")
+    versions.change([loaded], ["a1"], lambda sequence: "a1")
     add_all(engine, ("a", "b", "a/user", "ab"))
     found = finish(engine)
     assert is_right(found)
@@ -141,8 +141,8 @@ def test_a_tenants_lane_never_drafts_for_another_tenant_whatever_the_choice() ->
     assert drafted == {"r0": "a1", "r1": FLOOR, "r2": "a1", "r3": FLOOR, "r4": "a1", "r5": FLOOR}
 
 
-def test_room_is_made_by_the_lane_that_drains() -> None:
-    engine, versions = engine_of(oracle(0.5), num_lanes=1)
+def test_room_is_made_by_the_version_that_drains() -> None:
+    engine, versions = engine_of(oracle(0.5), num_versions=1)
     config = SpeculativeConfig.from_mapping(oracle(0.5))
     versions.change([versions.prepare("v1", config)], ["v1"], lambda sequence: "v1")
     add_all(engine)
@@ -155,8 +155,8 @@ def test_room_is_made_by_the_lane_that_drains() -> None:
 
 
 def test_the_embedded_draft_is_swapped_under_way() -> None:
-    """Its keys and values are computed anew by the lane that takes over."""
-    engine, versions = engine_of(DRAFT, lanes={"v1": DRAFT})
+    """Its keys and values are computed anew by the version that takes over."""
+    engine, versions = engine_of(DRAFT, versions={"v1": DRAFT})
     versions.change([], ["v1"], lambda sequence: "v1" if sequence.id % 2 else FLOOR)
     add_all(engine)
 
@@ -173,10 +173,10 @@ def test_the_embedded_draft_is_swapped_under_way() -> None:
     ("options", "message"),
     [
         ({"drafter": {"method": "off"}}, "cannot hold 'off'"),
-        ({"drafter": DRAFT, "lanes": {"": DRAFT}}, "empty name"),
-        ({"drafter": DRAFT, "lanes": {"a": DRAFT, "b": DRAFT}, "num_lanes": 1}, "raise num_lanes"),
+        ({"drafter": DRAFT, "versions": {"": DRAFT}}, "empty name"),
+        ({"drafter": DRAFT, "versions": {"a": DRAFT, "b": DRAFT}, "num_versions": 1}, "raise num_versions"),
         ({"drafter": {**DRAFT, "verifier": "block"}}, "share its verifier"),
-        ({"drafter": DRAFT, "num_lanes": 0}, "num_lanes"),
+        ({"drafter": DRAFT, "num_versions": 0}, "num_versions"),
     ],
 )
 def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
@@ -191,8 +191,8 @@ def test_a_version_that_drafts_in_another_way_is_refused() -> None:
         versions.prepare("v1", config)
 
 
-def test_a_lane_stays_the_same_while_a_sequence_lives() -> None:
-    _, versions = engine_of(oracle(0.5), lanes={"v1": oracle(0.5), "v2": oracle(0.5)})
+def test_a_version_stays_the_same_while_a_sequence_lives() -> None:
+    _, versions = engine_of(oracle(0.5), versions={"v1": oracle(0.5), "v2": oracle(0.5)})
     sequences = [
         Sequence(number, f"r{number}", 0, [1, 2, 3], 3, SamplingParams(), 0, RequestOptions())
         for number in range(60)
@@ -202,3 +202,9 @@ def test_a_lane_stays_the_same_while_a_sequence_lives() -> None:
     assert set(first) == {FLOOR, "v1", "v2"}
     versions.propose(sequences, [2] * 60)
     assert [versions.version_of(each) for each in sequences] == first
+
+
+def test_the_keys_of_the_release_before_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    _, options = registry.validate(SpeculativeConfig("versions", options={"drafter": DRAFT, "num_lanes": 2}))
+    assert options.num_versions == 2
+    assert caplog.messages == ["versions key 'num_lanes' is now called 'num_versions'"]

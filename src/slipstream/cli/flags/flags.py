@@ -11,19 +11,23 @@ import copy
 import dataclasses
 import inspect
 import json
+import logging
 import re
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
+from slipstream.config import RENAMED
 from slipstream.errors import ConfigError, RequestError
+
+logger = logging.getLogger(__name__)
 
 Values = dict[str, Any]
 """Field name to value, for the flags that were given."""
@@ -135,7 +139,11 @@ class FlagSet:
 
 
 class PlainHelp(TyperCommand):
-    """A command whose help groups flags under the headings of their panels."""
+    """A command whose help groups flags under the headings of their panels, and that knows flags by old names too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        return super().parse_args(ctx, [_of_this_release(argument, known) for argument in args])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -147,6 +155,16 @@ class PlainHelp(TyperCommand):
         for name, records in panels.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+def _of_this_release(argument: str, known: Collection[str]) -> str:
+    """An argument of the command line with a flag's name of this release; an old one is warned of."""
+    flag, *value = argument.split("=", 1)
+    new = flag_name(RENAMED.get(flag.removeprefix("--").replace("-", "_"), ""))
+    if not flag.startswith("--") or flag in known or new not in known:
+        return argument
+    logger.warning("%s is now called %s", flag, new)
+    return "=".join([new, *value])
 
 
 def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.flags.flags import FlagSet, Values
-from slipstream.config import reject_unknown
+from slipstream.config import RENAMED, reject_unknown, renamed
 from slipstream.errors import ConfigError
 
 PREFIX = "SLIPSTREAM_"
@@ -27,14 +27,16 @@ def merged(
 
     Raises `ConfigError` or `RequestError` for a file that cannot be read, an unknown name or an invalid value.
     """
-    written = {} if file is None else read_file(file)
     names = {"model"} | {field.name for flags, _ in sets.values() for field in flags.fields()}
+    written = {} if file is None else renamed(read_file(file), names, f"setting in {file}")
     reject_unknown(written, names, f"setting in {file}")
+    variables = _from_environment(names | RENAMED.keys(), environment)
+    found = renamed(variables, names, "setting in the environment")
     result: dict[str, Values] = {}
     for name, (flags, given) in sets.items():
         mine = {field.name for field in flags.fields()}
         below = flags.read({key: written[key] for key in mine & written.keys()}, str(file))
-        above = flags.read(_from_environment(mine, environment), "the environment")
+        above = flags.read({key: found[key] for key in mine & found.keys()}, "the environment")
         result[name] = _over(_over(below, above), given)
     model = model or environment.get(PREFIX + "MODEL") or written.get("model")
     if not isinstance(model, str | None):

@@ -1,11 +1,11 @@
-"""Versions of one drafter side by side: each request is drafted for by one of them, its lane.
+"""Versions of one drafter side by side: each request is drafted for by one of them.
 
-The floor is there from the start and never replaced. Other lanes come and go between two steps while requests run: they
-are loaded in another thread (`prepare`) and then only entered (`change`). A request keeps the lane that it began with,
-even when new requests get another one, so that no draft entry of old weights is ever read by new ones. Where a lane is
-revoked its requests move to the floor, which computes their texts as it does any text that it meets late: at most
-`max_num_batched_tokens` rows a step. Nothing here can change the text: which lane drafts is a function of the request,
-and every verifier judges a proposal by what it is.
+The floor is there from the start and never replaced. Other versions come and go between two steps while requests run:
+they are loaded in another thread (`prepare`) and then only entered (`change`). A request keeps the version that it
+began with, even when new requests get another one, so that no draft entry of old weights is ever read by new ones.
+Where a version is revoked its requests move to the floor, which computes their texts as it does any text that it meets
+late: at most `max_num_batched_tokens` rows a step. Nothing here can change the text: which version drafts is a function
+of the request, and every verifier judges a proposal by what it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
 
 FLOOR = ""
-"""The name of the lane that is always there."""
+"""The name of the version that is always there."""
 _NUM_TIMES = 32
 """Calls whose time is averaged."""
 _LONGEST = 2.0
@@ -42,7 +42,7 @@ _LONGEST = 2.0
 _MOST_TIMED = 64
 
 Choose = Callable[[Sequence], str]
-"""A request's lane, by name. Called once a sequence; a name that is not there, or not its tenant's, is the floor."""
+"""A request's version, by name. Called once a sequence; a name that is not there, or not its tenant's, is the floor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +51,24 @@ class VersionsOptions:
 
     drafter: Mapping[str, Any]
     """The floor, as a `speculative_config` of its own; the verifier is set beside it."""
-    lanes: Mapping[str, Any] | None = None
+    versions: Mapping[str, Any] | None = None
     """Other drafters of the same kind by name, each a `speculative_config`: a request is given to one of them, or to
     the floor, by a hash of its id. Versions that are learned come and go while the server runs instead."""
-    num_lanes: int = 3
-    """The most lanes beside the floor at a time; keys and values are planned for that many."""
+    num_versions: int = 3
+    """The most versions beside the floor at a time; keys and values are planned for that many."""
 
     def __post_init__(self) -> None:
         check_types(self, "versions")
-        check_at_least("versions", 1, num_lanes=self.num_lanes)
-        if len(self.lanes or ()) > self.num_lanes:
+        check_at_least("versions", 1, num_versions=self.num_versions)
+        if len(self.versions or ()) > self.num_versions:
             raise ConfigError(
-                f"versions has {len(self.lanes or ())} lanes and num_lanes {self.num_lanes}; raise num_lanes"
+                f"versions has {len(self.versions or ())} versions and num_versions {self.num_versions}; raise "
+                "num_versions"
             )
-        if FLOOR in (self.lanes or ()):
-            raise ConfigError("versions lanes has an empty name, which is the floor's; name the lane")
+        if FLOOR in (self.versions or ()):
+            raise ConfigError(
+                "versions has an entry with an empty name, which is the base drafter's; name the version"
+            )
         for config in (self.floor(), *self.configs().values()):
             if config.method in ("off", "auto", "versions", "remote"):
                 raise ConfigError(
@@ -78,12 +81,12 @@ class VersionsOptions:
         return _config(self.drafter)
 
     def configs(self) -> dict[str, SpeculativeConfig]:
-        """The configurations of `lanes`, by name."""
-        return {name: _config(one) for name, one in (self.lanes or {}).items()}
+        """The configurations of `versions`, by name."""
+        return {name: _config(one) for name, one in (self.versions or {}).items()}
 
 
 @dataclass(eq=False, slots=True)
-class DraftLane:
+class DraftVersion:
     """One version, and whom it drafts for."""
 
     name: str
@@ -122,23 +125,23 @@ class DraftLane:
 
 
 class VersionsDrafter(GuardedDrafters):
-    """A floor and lanes beside it, each guarded; every sequence has one of them."""
+    """A floor and versions beside it, each guarded; every sequence has one of them."""
 
     Options = VersionsOptions
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """The floor's as often as there may be lanes."""
+        """The floor's as often as there may be versions."""
         made, floor_options = validate(options.floor())
         part = made.outline(floor_options, context)
-        return DraftOutline.joined([part] * (1 + options.num_lanes), part.max_nodes)
+        return DraftOutline.joined([part] * (1 + options.num_versions), part.max_nodes)
 
     @classmethod
     def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """The floor's as often as there may be lanes."""
+        """The floor's as often as there may be versions."""
         made, floor_options = validate(options.floor())
         each = made.table_bytes(floor_options, vocab_size, num_seqs, num_tokens)
-        return each * (1 + int(options.num_lanes))
+        return each * (1 + int(options.num_versions))
 
     @classmethod
     def configured_depth(cls, options: Any) -> int | None:
@@ -151,34 +154,35 @@ class VersionsDrafter(GuardedDrafters):
         self._num_slots: int | None = None
         self._cache: KVCache | None = None
         self._num_failures = 0
-        """Failures of lanes that are gone."""
-        self.floor = self._lane(FLOOR, options.floor(), None)
-        self._lanes: dict[str, DraftLane] = {FLOOR: self.floor}
-        self._of: dict[int, DraftLane] = {}
-        """Sequence id to lane."""
+        """Failures of versions that are gone."""
+        self.floor = self._made(FLOOR, options.floor(), None)
+        self._versions: dict[str, DraftVersion] = {FLOOR: self.floor}
+        self._of: dict[int, DraftVersion] = {}
+        """Sequence id to version."""
         self._choose: Choose = self._spread
         for name, config in options.configs().items():
             self._enter(self.prepare(name, config))
 
-    # --- lanes ------------------------------------------------------------------------------------------------
+    # --- versions ------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[Guard]:
-        """The lanes' guards, the floor's first."""
-        return [lane.guard for lane in self._lanes.values()]
+        """The versions' guards, the floor's first."""
+        return [version.guard for version in self._versions.values()]
 
     @property
     def names(self) -> list[str]:
-        """The lanes that are there, the floor's empty name first."""
-        return list(self._lanes)
+        """The versions that are there, the floor's empty name first."""
+        return list(self._versions)
 
-    def prepare(self, name: str, config: SpeculativeConfig, tenant: str | None = None) -> DraftLane:
-        """Load a lane, which drafts for nobody yet; may be called from any thread, and takes as long as loading does.
+    def prepare(self, name: str, config: SpeculativeConfig, tenant: str | None = None) -> DraftVersion:
+        """Load a version, which drafts for nobody yet; may be called from any thread, and takes as long as loading
+        does.
 
         Raises `ConfigError` where it cannot stand beside the floor, and what loading raises.
         """
-        lane = self._lane(name, config, tenant)
-        floor, drafter = self.floor.guard.drafter, lane.guard.drafter
+        version = self._made(name, config, tenant)
+        floor, drafter = self.floor.guard.drafter, version.guard.drafter
         if drafter.kinds_made() != floor.kinds_made() or drafter.max_nodes() > floor.max_nodes():
             raise ConfigError(
                 f"version {name!r} drafts in another way than the floor; give it the floor's options"
@@ -191,43 +195,45 @@ class VersionsDrafter(GuardedDrafters):
             )
         if self._num_slots is not None:
             drafter.allocate(self._num_slots)
-        return lane
+        return version
 
     def change(
         self,
-        enter: Collection[DraftLane],
+        enter: Collection[DraftVersion],
         keep: Collection[str],
         choose: Choose,
         revoke: Collection[str] = (),
     ) -> list[str]:
         """Between two steps: add `enter`, give requests that begin to those of `keep` by `choose`, and take `revoke`
-        from those that run too. Returns the lanes that are gone.
+        from those that run too. Returns the versions that are gone.
 
-        A lane that is neither kept nor revoked goes with the last of its requests, or when room is needed: then the
+        A version that is neither kept nor revoked goes with the last of its requests, or when room is needed: then the
         one with the fewest is revoked.
         """
-        wanted = {*keep, *(lane.name for lane in enter)} - set(revoke)
+        wanted = {*keep, *(version.name for version in enter)} - set(revoke)
         gone = [name for name in revoke if self._revoke(name)]
-        for name, lane in self._lanes.items():
-            lane.is_open = name in wanted or lane is self.floor
+        for name, version in self._versions.items():
+            version.is_open = name in wanted or version is self.floor
         gone += self._drop_empty()
-        for lane in enter:
-            if lane.name not in wanted or lane.name in self._lanes:
+        for version in enter:
+            if version.name not in wanted or version.name in self._versions:
                 continue
-            while len(self._lanes) > self.options.num_lanes:
-                closed = [each for each in self._lanes.values() if not each.is_open]
+            while len(self._versions) > self.options.num_versions:
+                closed = [each for each in self._versions.values() if not each.is_open]
                 if not closed:
-                    raise ConfigError(f"there is no room for another version beside {self.options.num_lanes}")
+                    raise ConfigError(
+                        f"there is no room for another version beside {self.options.num_versions}"
+                    )
                 gone.append(min(closed, key=lambda each: len(each.sequences)).name)
                 self._revoke(gone[-1])
-            self._enter(lane)
+            self._enter(version)
         self._choose = choose
         return gone
 
     def version_of(self, sequence: Sequence) -> str:
-        """The lane of a sequence; the floor's empty name where it has none yet."""
-        lane = self._of.get(sequence.id)
-        return FLOOR if lane is None else lane.name
+        """The version of a sequence; the floor's empty name where it has none yet."""
+        version = self._of.get(sequence.id)
+        return FLOOR if version is None else version.name
 
     def features(self, sequence: Sequence) -> Tensor | None:
         """[n - 1, width]: the hidden states that heads read, of all of the sequence's tokens but the last; None where
@@ -238,116 +244,123 @@ class VersionsDrafter(GuardedDrafters):
         return self._cache.features(sequence.id, 0, num)
 
     def times_of(self, name: str) -> dict[int, tuple[int, float]]:
-        """A lane's calls and their mean seconds, by the number of sequences; may be called from any thread."""
-        lane = self._lanes.get(name)
-        if lane is None:
+        """A version's calls and their mean seconds, by the number of sequences; may be called from any thread."""
+        version = self._versions.get(name)
+        if version is None:
             return {}
         return {
-            int(number): (int(lane.num_calls[number]), float(lane.call_s[number]))
-            for number in np.flatnonzero(lane.num_calls)
+            int(number): (int(version.num_calls[number]), float(version.call_s[number]))
+            for number in np.flatnonzero(version.num_calls)
         }
 
-    def _lane(self, name: str, config: SpeculativeConfig, tenant: str | None) -> DraftLane:
+    def _made(self, name: str, config: SpeculativeConfig, tenant: str | None) -> DraftVersion:
         guard = Guard.of(create_drafter(config, self.context), self.context)
-        return DraftLane(name, guard, tenant)
+        return DraftVersion(name, guard, tenant)
 
-    def _enter(self, lane: DraftLane) -> None:
+    def _enter(self, version: DraftVersion) -> None:
         if self._cache is not None:
-            lane.guard.attach(self._cache)
-        self._lanes[lane.name] = lane
+            version.guard.attach(self._cache)
+        self._versions[version.name] = version
 
     def _revoke(self, name: str) -> bool:
-        """Take a lane away; its requests go on with the floor. False where there is none such."""
-        lane = self._lanes.get(name)
-        if lane is None or lane is self.floor:
+        """Take a version away; its requests go on with the floor. False where there is none such."""
+        version = self._versions.get(name)
+        if version is None or version is self.floor:
             return False
-        for sequence in list(lane.sequences.values()):
+        for sequence in list(version.sequences.values()):
             self._leave(sequence)
             self._join(sequence, self.floor)
-        self._remove(lane)
+        self._remove(version)
         return True
 
     def _drop_empty(self) -> list[str]:
-        empty = [lane for lane in self._lanes.values() if not lane.is_open and not lane.sequences]
-        for lane in empty:
-            self._remove(lane)
-        return [lane.name for lane in empty]
+        empty = [
+            version for version in self._versions.values() if not version.is_open and not version.sequences
+        ]
+        for version in empty:
+            self._remove(version)
+        return [version.name for version in empty]
 
-    def _remove(self, lane: DraftLane) -> None:
-        del self._lanes[lane.name]
-        self._num_failures += lane.guard.num_failures
+    def _remove(self, version: DraftVersion) -> None:
+        del self._versions[version.name]
+        self._num_failures += version.guard.num_failures
 
-    def _join(self, sequence: Sequence, lane: DraftLane) -> None:
-        self._of[sequence.id] = lane
-        lane.sequences[sequence.id] = sequence
+    def _join(self, sequence: Sequence, version: DraftVersion) -> None:
+        self._of[sequence.id] = version
+        version.sequences[sequence.id] = sequence
 
-    def _leave(self, sequence: Sequence) -> DraftLane | None:
-        lane = self._of.pop(sequence.id, None)
-        if lane is not None:
-            del lane.sequences[sequence.id]
-            lane.guard.release(sequence)
-        return lane
+    def _leave(self, sequence: Sequence) -> DraftVersion | None:
+        version = self._of.pop(sequence.id, None)
+        if version is not None:
+            del version.sequences[sequence.id]
+            version.guard.release(sequence)
+        return version
 
-    def _lane_of(self, sequence: Sequence) -> DraftLane:
-        """The sequence's lane; one is chosen for a sequence that is new."""
-        lane = self._of.get(sequence.id)
-        if lane is None:
-            lane = self._lanes.get(self._choose(sequence), self.floor)
-            if not lane.is_open or not lane.may_serve(sequence):
-                lane = self.floor
-            self._join(sequence, lane)
-        return lane
+    def _assigned(self, sequence: Sequence) -> DraftVersion:
+        """The sequence's version; one is chosen for a sequence that is new."""
+        version = self._of.get(sequence.id)
+        if version is None:
+            version = self._versions.get(self._choose(sequence), self.floor)
+            if not version.is_open or not version.may_serve(sequence):
+                version = self.floor
+            self._join(sequence, version)
+        return version
 
     def _spread(self, sequence: Sequence) -> str:
-        """Requests over the floor and all lanes alike, by a hash of their id."""
-        names = list(self._lanes)
+        """Requests over the floor and all versions alike, by a hash of their id."""
+        names = list(self._versions)
         return names[zlib.crc32(sequence.request_id.encode("utf-8", "surrogatepass")) % len(names)]
 
     # --- the contract -----------------------------------------------------------------------------------------
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """Each sequence's own lane's proposal."""
-        if len(self._lanes) == 1:
-            lanes = [self._lane_of(sequence) for sequence in sequences]
-            if all(lane is self.floor for lane in lanes) and not self.floor.guard.num_failures:
+        """Each sequence's own version's proposal."""
+        if len(self._versions) == 1:
+            versions = [self._assigned(sequence) for sequence in sequences]
+            if all(version is self.floor for version in versions) and not self.floor.guard.num_failures:
                 return self.floor.ask(sequences, budgets)
         asked: dict[str, tuple[list[Sequence], list[int]]] = {}
         found: dict[int, Proposal] = {}
         for sequence, budget in zip(sequences, budgets, strict=True):
-            lane = self._lane_of(sequence)
-            if lane.guard.serves(sequence):
-                theirs, limits = asked.setdefault(lane.name, ([], []))
+            version = self._assigned(sequence)
+            if version.guard.serves(sequence):
+                theirs, limits = asked.setdefault(version.name, ([], []))
                 theirs.append(sequence)
-                limits.append(min(budget, lane.guard.drafter.max_nodes()))
+                limits.append(min(budget, version.guard.drafter.max_nodes()))
         for name, (theirs, limits) in asked.items():
-            proposals = self._lanes[name].ask(theirs, limits)
+            proposals = self._versions[name].ask(theirs, limits)
             found |= {sequence.id: made for sequence, made in zip(theirs, proposals, strict=True)}
         return [found.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Pass to each lane the verdicts on its own requests, and on nobody else's."""
+        """Pass to each version the verdicts on its own requests, and on nobody else's."""
         seen: dict[str, list[Observation]] = {}
         for each in observations:
-            lane = self._of.get(each.sequence.id)
-            if lane is not None:
-                seen.setdefault(lane.name, []).append(each)
+            version = self._of.get(each.sequence.id)
+            if version is not None:
+                seen.setdefault(version.name, []).append(each)
         for name, theirs in seen.items():
-            self._lanes[name].guard.observe(theirs)
+            self._versions[name].guard.observe(theirs)
 
     def release(self, sequence: Sequence) -> None:
-        """Forget it; a lane that takes no new requests goes with its last one."""
-        lane = self._leave(sequence)
-        if lane is not None and not lane.is_open and not lane.sequences and lane.name in self._lanes:
-            self._remove(lane)
+        """Forget it; a version that takes no new requests goes with its last one."""
+        version = self._leave(sequence)
+        if (
+            version is not None
+            and not version.is_open
+            and not version.sequences
+            and version.name in self._versions
+        ):
+            self._remove(version)
 
     def rewind(self, sequence: Sequence) -> None:
-        lane = self._of.get(sequence.id)
-        if lane is not None:
-            lane.guard.rewind(sequence)
+        version = self._of.get(sequence.id)
+        if version is not None:
+            version.guard.rewind(sequence)
 
     @property
     def num_failures(self) -> int:
-        """How often lanes have been retired for a sequence that they failed, those that are gone included."""
+        """How often versions have been retired for a sequence that they failed, those that are gone included."""
         return self._num_failures + super().num_failures
 
     def remembers(self) -> bool:
@@ -361,20 +374,20 @@ class VersionsDrafter(GuardedDrafters):
         return self.floor.guard.drafter.ends_early()
 
     def drafting_model(self) -> CausalLM | None:
-        """The floor's; those of lanes are of the same shape."""
+        """The floor's; those of versions are of the same shape."""
         return self.floor.guard.drafter.drafting_model()
 
     def kv_bytes_per_token(self) -> int:
-        """The floor's as often as there may be lanes."""
-        return self.floor.guard.drafter.kv_bytes_per_token() * (1 + int(self.options.num_lanes))
+        """The floor's as often as there may be versions."""
+        return self.floor.guard.drafter.kv_bytes_per_token() * (1 + int(self.options.num_versions))
 
     def feature_layers(self) -> Seq[int]:
         return self.floor.guard.drafter.feature_layers()
 
     def attach(self, cache: KVCache) -> None:
         self._cache = cache
-        for lane in self._lanes.values():
-            lane.guard.attach(cache)
+        for version in self._versions.values():
+            version.guard.attach(cache)
 
     def allocate(self, num_tokens: int) -> None:
         self._num_slots = num_tokens
@@ -385,9 +398,9 @@ class VersionsDrafter(GuardedDrafters):
 
     def integrity(self) -> list[str]:
         faults = super().integrity()
-        held = sum(len(lane.sequences) for lane in self._lanes.values())
+        held = sum(len(version.sequences) for version in self._versions.values())
         if held != len(self._of):
-            faults.append(f"{len(self._of)} sequences have a lane and lanes have {held}")
+            faults.append(f"{len(self._of)} sequences have a version and versions have {held}")
         return faults
 
 

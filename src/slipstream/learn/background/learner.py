@@ -29,7 +29,7 @@ from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import read_ring
 from slipstream.learn.storage.state import LearnState, StateStore
-from slipstream.learn.versions.lane_keys import LaneKey, LearnBy
+from slipstream.learn.versions.scope import LearnBy, Scope
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
 from slipstream.rpc.children import end_with_parent, parent_socket
 from slipstream.rpc.sockets import next_body
@@ -44,7 +44,7 @@ LEAST_URGENT = 19
 BEGUN = "begun"
 """The first thing that is told: from then on the process may be stopped."""
 _MAX_UNFINISHED = 8
-"""Lanes whose unfinished candidates are kept in memory."""
+"""Scopes whose unfinished candidates are kept in memory."""
 BEAT_S = 5.0
 """How often it tells that it is alive while it works."""
 _SLICE = 8
@@ -142,7 +142,7 @@ class BeatingScorer:
 class _Candidate:
     """What was learned and is not decided yet."""
 
-    key: LaneKey
+    key: Scope
     learned: LearnedWeights
     parent: str
     window: DataWindow
@@ -165,7 +165,7 @@ class _Unfinished(NamedTuple):
 
 
 class LearnWorker:
-    """One candidate after another: for everyone, or for the lane with the most new answers."""
+    """One candidate after another: for everyone, or for the scope with the most new answers."""
 
     def __init__(self, config: WorkerConfig, server: ServerLink) -> None:
         from slipstream.learn.learners.floor import DraftFloor
@@ -180,10 +180,10 @@ class LearnWorker:
         self._by = LearnBy(config.by)
         self._rules = PrivacyRules.of(config.allowed, config.denied, config.by_default)
         self._candidate: _Candidate | None = None
-        self._last: dict[LaneKey, int] = {}
-        """Number of the last record that a candidate of each lane learned from."""
-        self._unfinished: BoundedDict[LaneKey, _Unfinished] = BoundedDict(_MAX_UNFINISHED)
-        """What nothing spoke against but too little evidence: the lane's next candidate begins with it."""
+        self._last: dict[Scope, int] = {}
+        """Number of the last record that a candidate of each scope learned from."""
+        self._unfinished: BoundedDict[Scope, _Unfinished] = BoundedDict(_MAX_UNFINISHED)
+        """What nothing spoke against but too little evidence: the scope's next candidate begins with it."""
 
     def turn(self) -> None:
         """Look whether there is something to do, and do it."""
@@ -198,9 +198,9 @@ class LearnWorker:
         if self._candidate is not None:
             self._judge(self._candidate, set(state.in_use))
 
-    def _serving(self, state: LearnState, key: LaneKey) -> str:
-        """The version that serves a lane; the floor's empty name for one of another drafter, which does not."""
-        version = state.lane(*key).serving
+    def _serving(self, state: LearnState, key: Scope) -> str:
+        """The version that serves a scope; the floor's empty name for one of another drafter, which does not."""
+        version = state.scope(*key).serving
         return version if version and self._store.stands_on(version, self.config.floor_hash) else ""
 
     def _read(self, purpose: Purpose) -> Iterator[ServedRecord]:
@@ -208,12 +208,12 @@ class LearnWorker:
         return (one for one in read_ring(self._folder, purpose) if self._rules.allows(one.tenant))
 
     def _learn(self, state: LearnState) -> None:
-        """Make a candidate for the lane with the most new answers, if they are enough."""
+        """Make a candidate for the scope with the most new answers, if they are enough."""
         read_s = time.time()
-        found: dict[LaneKey, list[ServedRecord]] = {}
+        found: dict[Scope, list[ServedRecord]] = {}
         for record in self._read(Purpose.TRAIN):
             key = self._by.key_of(record.tenant, record.task)
-            if key is not None and state.lane(*key).canary is None:
+            if key is not None and state.scope(*key).canary is None:
                 found.setdefault(key, []).append(record)
         num_new = {
             key: sum(one.number > self._last.get(key, -1) for one in records)
@@ -314,8 +314,8 @@ class LearnWorker:
         self.server.tell("refused", why=why, **whose)
 
 
-def _whose(key: LaneKey) -> dict[str, str]:
-    """A lane's tenant and task as a message has them."""
+def _whose(key: Scope) -> dict[str, str]:
+    """A scope's tenant and task as a message has them."""
     return {name: one for name, one in zip(("tenant", "task"), key, strict=True) if one is not None}
 
 

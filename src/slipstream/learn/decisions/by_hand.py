@@ -13,7 +13,7 @@ from slipstream.learn.records.served import tenant_key
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import RingIdentity, forget_records, ring_identity
-from slipstream.learn.storage.state import LearnLane, LearnState, StateStore
+from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
 FLOOR = "floor"
@@ -29,8 +29,9 @@ def freeze(folder: LearnFolder, frozen: bool) -> LearnState:
 
 def promote(
     folder: LearnFolder, version_id: str, tenant: str | None = None, task: str | None = None
-) -> LearnLane:
-    """Have a version serve its lane from the next step on, or another lane if asked; `floor` is the drafter itself.
+) -> ScopeVersions:
+    """Have a version serve its own scope from the next step on, or the scope that is given; `floor` is the drafter
+    itself.
 
     No test is made but that it is whole and of the ring's model. Raises `LearnError` for a version that is not there,
     damaged, retired or of another model, and for one of a tenant that is to serve others.
@@ -49,34 +50,34 @@ def promote(
     def promoted(state: LearnState) -> LearnState:
         if version_id in state.retired:
             raise LearnError(f"version {version_id!r} is retired: {state.retired[version_id]}")
-        return state.with_lane(state.lane(tenant, task).promoted("" if version is None else version.id))
+        return state.with_scope(state.scope(tenant, task).promoted("" if version is None else version.id))
 
-    lane = StateStore(folder).change(promoted).lane(tenant, task)
-    _log(folder, "promoted", lane)
-    return lane
+    scope = StateStore(folder).change(promoted).scope(tenant, task)
+    _log(folder, "promoted", scope)
+    return scope
 
 
-def roll_back(folder: LearnFolder, tenant: str | None = None, task: str | None = None) -> LearnLane:
+def roll_back(folder: LearnFolder, tenant: str | None = None, task: str | None = None) -> ScopeVersions:
     """Have what served before serve again, in the end the floor. Raises `LearnError` where the floor serves already."""
 
     def rolled_back(state: LearnState) -> LearnState:
-        lane = state.lane(tenant, task)
-        if not lane.serving and lane.canary is None:
+        scope = state.scope(tenant, task)
+        if not scope.serving and scope.canary is None:
             raise LearnError("the floor serves already; there is nothing to roll back")
         # A canary alone is withdrawn: what serves was not in question.
-        return state.with_lane(
-            lane.rolled_back() if lane.canary is None else replace(lane, canary=None, canary_share=0.0)
+        return state.with_scope(
+            scope.rolled_back() if scope.canary is None else replace(scope, canary=None, canary_share=0.0)
         )
 
-    lane = StateStore(folder).change(rolled_back).lane(tenant, task)
-    _log(folder, "rolled back", lane)
-    return lane
+    scope = StateStore(folder).change(rolled_back).scope(tenant, task)
+    _log(folder, "rolled back", scope)
+    return scope
 
 
-def _log(folder: LearnFolder, event: str, lane: LearnLane) -> None:
-    whose = {} if lane.tenant is None else {"tenant_key": tenant_key(lane.tenant)}
-    whose |= {} if lane.task is None else {"task": lane.task}
-    EventLog(folder).add(event, version=lane.serving or FLOOR, by="hand", **whose)
+def _log(folder: LearnFolder, event: str, scope: ScopeVersions) -> None:
+    whose = {} if scope.tenant is None else {"tenant_key": tenant_key(scope.tenant)}
+    whose |= {} if scope.task is None else {"task": scope.task}
+    EventLog(folder).add(event, version=scope.serving or FLOOR, by="hand", **whose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Forgetting:
 
 
 def forget(folder: LearnFolder, tenant: str) -> Forgetting:
-    """Delete a tenant's records, the versions that learned from them, and its own lane.
+    """Delete a tenant's records, the versions that learned from them, and its own scope.
 
     A server and a learner that run need not be stopped: answers in the making and versions in training are refused.
     Interrupted at any instant, the same call again completes it; from its first write on, nothing of the tenant is
@@ -104,12 +105,12 @@ def forget(folder: LearnFolder, tenant: str) -> Forgetting:
     def retire(versions: Collection[str]) -> None:
         def without(state: LearnState) -> LearnState:
             state = state.retire(dict.fromkeys(versions, "learned from records that are forgotten"))
-            lanes = tuple(
-                lane for lane in state.lanes if lane.tenant is None or not belongs_to(lane.tenant, tenant)
+            scopes = tuple(
+                one for one in state.scopes if one.tenant is None or not belongs_to(one.tenant, tenant)
             )
-            if not versions and lanes == state.lanes:
+            if not versions and scopes == state.scopes:
                 return state
-            return replace(state, lanes=lanes, rebuild_since_s=time.time())
+            return replace(state, scopes=scopes, rebuild_since_s=time.time())
 
         StateStore(folder).change(without)
 
@@ -124,6 +125,6 @@ def forget(folder: LearnFolder, tenant: str) -> Forgetting:
 def _remove_checkpoints(folder: LearnFolder, store: VersionStore) -> None:
     """Delete what a server that was killed while it loaded a version left of versions that are gone."""
     there = {one.id for one in store.all()}
-    for checkpoint in folder.lanes.glob("v*"):
+    for checkpoint in folder.checkpoints.glob("v*"):
         if checkpoint.name not in there:
             shutil.rmtree(checkpoint, ignore_errors=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
 
 MIN_CALLS = 8
-"""Calls of two lanes for as many requests, before their times are compared."""
+"""Calls of two versions for as many requests, before their times are compared."""
 MAX_RATIO = 16.0
 _MEMORY = 500
 """Requests over which the share of drafting is averaged."""
 
 
 class DraftCosts:
-    """Used from one thread but for `VersionsDrafter.propose`, which times its lanes in the engine's."""
+    """Used from one thread but for `VersionsDrafter.propose`, which times its versions in the engine's."""
 
     def __init__(self, drafter: VersionsDrafter) -> None:
         self._drafter = drafter
@@ -40,7 +40,7 @@ class DraftCosts:
         return self.floor * (1.0 if version == FLOOR else self._known.get(learner, 1.0))
 
     def _ratio(self, version: str) -> float | None:
-        """A lane's time for a call over the floor's, where both drafted for as many requests at once."""
+        """A version's time for a call over the floor's, where both drafted for as many requests at once."""
         own, floor = self._drafter.times_of(version), self._drafter.times_of(FLOOR)
         mine = other = 0.0
         for number in own.keys() & floor.keys():

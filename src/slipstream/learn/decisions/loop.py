@@ -1,6 +1,6 @@
 """What becomes of a candidate: judged in the shadow, tried on a share, given to everyone, watched, rolled back.
 
-A state machine of one lane, without clock, files or tensors. It is told what was judged and what finished requests
+A state machine of one scope, without clock, files or tensors. It is told what was judged and what finished requests
 gained, and says what to do. Versions are compared on live traffic by requests that hash at random to one or the other
 at the same time, so that a change of topic moves both: their differences are bet on (`stats.betting.Stakes`). Such a
 test may be looked at after every request.
@@ -169,8 +169,8 @@ class _Fall:
         self._level += (figure - self._level) / min(self._num, _MEMORY)
 
 
-class LaneLoop:
-    """The life of the versions of one lane. Not thread-safe; its owner writes its decisions down."""
+class VersionLoop:
+    """The life of the versions of one scope. Not thread-safe; its owner writes its decisions down."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class LaneLoop:
 
     def offer(self, version: str, promise: float) -> None:
         """A candidate that was trained; `promise` is its predicted speed over the floor's. Raises `LearnError` while
-        there is another one, or while the lane is frozen."""
+        there is another one, or while the scope is frozen."""
         if self.frozen:
             raise LearnError(f"version {version} is not tried: learning is frozen")
         if self.candidate is not None:

@@ -93,8 +93,9 @@ class Learner(ABC):
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
         """Write the draft model of `tensors` as a checkpoint, which `method: draft_model` loads."""
 
-    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
-        """Write what a lane of the version loads into `folder`; returns the options that differ from the floor's."""
+    def version_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
+        """Write what the drafter of the version loads into `folder`; returns the options that differ from the
+        floor's."""
         self.checkpoint(tensors, folder)
         return {"model": str(folder)}
 

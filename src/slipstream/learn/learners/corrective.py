@@ -53,7 +53,7 @@ class Corrective(nn.Module):
 
 
 class _LayerVersions:
-    """What a version of a layer holds, and how a lane has it. A model is the floor and the layer on it."""
+    """What a version of a layer holds, and how a drafter loads it. A model is the floor and the layer on it."""
 
     def tensors(self, model: Any) -> dict[str, Tensor]:
         return {name: one.detach().clone() for name, one in model[1].named_parameters()}
@@ -61,7 +61,7 @@ class _LayerVersions:
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
         raise LearnError("a corrective layer is no draft of its own; it works on its floor's logits")
 
-    def lane_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
+    def version_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "correction.safetensors"
         save_file({name: one.contiguous() for name, one in tensors.items()}, file)

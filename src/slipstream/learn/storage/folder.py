@@ -24,7 +24,7 @@ class LearnFolder:
         self.database = path / "learn.sqlite"
         self.versions = path / "versions"
         self.learner_log = path / "learner.log"
-        self.lanes = path / "lanes"
+        self.checkpoints = path / "checkpoints"
         """Checkpoints of versions while a server loads them."""
 
     @property
@@ -74,13 +74,15 @@ class LearnFolder:
             yield
 
     def clear_leftovers(self) -> None:
-        """Delete what writers who were killed left half written: of older versions and logs.
+        """Delete what writers who were killed left half written, and the folder that a release before used for
+        checkpoints while they were loaded.
 
         Where a writer is at work it is waited for. Raises `LearnError`.
         """
         try:
             with self.lock("versions"):
-                for leftover in [*self.versions.glob(".tmp-*"), *self.path.glob(".*.tmp")]:
+                half_written = [*self.versions.glob(".tmp-*"), *self.path.glob(".*.tmp")]
+                for leftover in [*half_written, *self.path.glob("lanes")]:
                     if leftover.is_dir():
                         shutil.rmtree(leftover)
                     else:

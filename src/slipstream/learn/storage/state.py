@@ -13,12 +13,13 @@ from slipstream.learn.storage.database import LearnDatabase
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.tables import document, put_document
 
-FORMAT = 1
+FORMAT = 2
+"""1 called the scopes `lanes`."""
 NUM_PREVIOUS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LearnLane:
+class ScopeVersions:
     """The versions of everyone's requests, or of one tenant's or task's. An empty id is the floor."""
 
     tenant: str | None = None
@@ -40,31 +41,31 @@ class LearnLane:
         """The versions that it names."""
         return {one for one in (self.serving, self.canary, *self.previous) if one}
 
-    def promoted(self, version_id: str) -> LearnLane:
+    def promoted(self, version_id: str) -> ScopeVersions:
         """Return it with `version_id` serving everyone, and no canary."""
         if version_id == self.serving:
             return replace(self, canary=None, canary_share=0.0)
         previous = (*self.previous, self.serving)[-NUM_PREVIOUS:]
         return replace(self, serving=version_id, previous=previous, canary=None, canary_share=0.0)
 
-    def rolled_back(self) -> LearnLane:
+    def rolled_back(self) -> ScopeVersions:
         """Return it with what served before, in the end the floor, and no canary."""
         serving = self.previous[-1] if self.previous else ""
         return replace(self, serving=serving, previous=self.previous[:-1], canary=None, canary_share=0.0)
 
-    def without(self, version_ids: set[str]) -> LearnLane:
+    def without(self, version_ids: set[str]) -> ScopeVersions:
         """Return it with none of `version_ids`: what served before takes their place."""
         previous = tuple(one for one in self.previous if one not in version_ids)
-        lane = replace(self, previous=previous)
+        left = replace(self, previous=previous)
         if self.canary in version_ids:
-            lane = replace(lane, canary=None, canary_share=0.0)
+            left = replace(left, canary=None, canary_share=0.0)
         if self.serving in version_ids:
-            lane = replace(
-                lane,
+            left = replace(
+                left,
                 serving=previous[-1] if previous else "",
                 previous=previous[:-1],
             )
-        return lane
+        return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class LearnState:
 
     number: int = 0
     """Counts the changes, so that a reader sees that there was one."""
-    lanes: tuple[LearnLane, ...] = (LearnLane(),)
+    scopes: tuple[ScopeVersions, ...] = (ScopeVersions(),)
     """One for everyone, and those of tenants and tasks that have one."""
     frozen: bool = False
     """While it is, nothing is trained, tried, promoted or rolled back but by hand."""
@@ -82,24 +83,24 @@ class LearnState:
     rebuild_since_s: float = 0.0
     """When versions were last retired because of forgotten records: the learner builds new ones from what remains."""
 
-    def lane(self, tenant: str | None = None, task: str | None = None) -> LearnLane:
-        """The lane of exactly this tenant and task; one that is not there serves the floor."""
-        return next((one for one in self.lanes if one.key == (tenant, task)), LearnLane(tenant, task))
+    def scope(self, tenant: str | None = None, task: str | None = None) -> ScopeVersions:
+        """The versions of exactly this tenant and task; without an entry the base drafter serves."""
+        return next((one for one in self.scopes if one.key == (tenant, task)), ScopeVersions(tenant, task))
 
-    def with_lane(self, lane: LearnLane) -> LearnState:
-        """Return it with `lane` in place of the one of its tenant and task."""
-        others = tuple(one for one in self.lanes if one.key != lane.key)
-        return replace(self, lanes=(*others, lane))
+    def with_scope(self, versions: ScopeVersions) -> LearnState:
+        """Return it with `versions` in place of those of the same tenant and task."""
+        others = tuple(one for one in self.scopes if one.key != versions.key)
+        return replace(self, scopes=(*others, versions))
 
     def retire(self, reasons: Mapping[str, str]) -> LearnState:
-        """Return it without the versions of `reasons` in any lane."""
-        lanes = tuple(lane.without(set(reasons)) for lane in self.lanes)
-        return replace(self, lanes=lanes, retired={**self.retired, **reasons})
+        """Return it without the versions of `reasons` in any scope."""
+        scopes = tuple(one.without(set(reasons)) for one in self.scopes)
+        return replace(self, scopes=scopes, retired={**self.retired, **reasons})
 
     @property
     def in_use(self) -> set[str]:
-        """The versions that a lane names: those that must stay on disk."""
-        return set().union(*(lane.in_use for lane in self.lanes))
+        """The versions that a scope names: those that must stay on disk."""
+        return set().union(*(one.in_use for one in self.scopes))
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -109,12 +110,15 @@ class LearnState:
         """Read it from a file; raises `LearnError`."""
         try:
             found = dict(value)
-            if found.pop("format") != FORMAT:
+            written = found.pop("format")
+            if written == 1:
+                found["scopes"], written = found.pop("lanes"), FORMAT
+            if written != FORMAT:
                 raise LearnError("it was written by another release of slipstream")
-            lanes = tuple(
-                LearnLane(**{**lane, "previous": tuple(lane["previous"])}) for lane in found.pop("lanes")
+            scopes = tuple(
+                ScopeVersions(**{**one, "previous": tuple(one["previous"])}) for one in found.pop("scopes")
             )
-            return cls(lanes=lanes, **found)
+            return cls(scopes=scopes, **found)
         except (TypeError, KeyError, ValueError) as error:
             raise LearnError(f"it is damaged: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Versions on disk as one drafter may use them: which of them stand on it, and a lane of each."""
+"""Versions on disk as one drafter may use them: which of them were learned on it, and each one loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core.bounded import BoundedDict
-from slipstream.draft.combine.versions import DraftLane, VersionsDrafter
+from slipstream.draft.combine.versions import DraftVersion, VersionsDrafter
 from slipstream.draft.methods import OWN_WEIGHTS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
@@ -16,7 +16,7 @@ from slipstream.learn.learners.floor import DraftFloor, has_plain_head
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import LearnLane
+from slipstream.learn.storage.state import ScopeVersions
 from slipstream.learn.versions.store import VersionStore
 
 MAX_KNOWN = 1024
@@ -38,7 +38,7 @@ class FloorVersions:
         self._drafter, self._speculative = drafter, drafter.options.floor()
         self.floor, self.floor_hash = floor, floor.digest()
         self._depth, self._on_waiting = depth, on_waiting
-        self._store, self._files = VersionStore(folder), folder.lanes
+        self._store, self._files = VersionStore(folder), folder.checkpoints
         shutil.rmtree(self._files, ignore_errors=True)
         self._files.mkdir(mode=0o700, exist_ok=True)
         self._is_here: BoundedDict[str, bool] = BoundedDict(MAX_KNOWN)
@@ -52,24 +52,24 @@ class FloorVersions:
                 self._on_waiting(version)
         return known
 
-    def of_lane(self, lane: LearnLane) -> LearnLane:
-        """A lane without the versions of other drafters."""
+    def known(self, scope: ScopeVersions) -> ScopeVersions:
+        """The versions of a scope without those of other drafters."""
         return replace(
-            lane,
-            serving=lane.serving if lane.serving and self.has(lane.serving) else "",
-            canary=lane.canary if lane.canary and self.has(lane.canary) else None,
-            previous=tuple(version for version in lane.previous if not version or self.has(version)),
+            scope,
+            serving=scope.serving if scope.serving and self.has(scope.serving) else "",
+            canary=scope.canary if scope.canary and self.has(scope.canary) else None,
+            previous=tuple(version for version in scope.previous if not version or self.has(version)),
         )
 
-    def load(self, version: str, tenant: str | None) -> DraftLane:
-        """A lane of a version's tensors, whose sha256 is right, for its own tenant or else for `tenant`."""
+    def load(self, version: str, tenant: str | None) -> DraftVersion:
+        """Load a version, whose sha256 is checked, for its own tenant or else for `tenant`."""
         about = self._store.get(version)
         tensors = self._store.load(version)
         owner = about.tenant if about.tenant is not None else tenant
         folder = self._files / version
         try:
             learner = make_learner(about.learner, self.floor, LearnerOptions(depth=self._depth))
-            own = learner.lane_options(tensors, folder)
+            own = learner.version_options(tensors, folder)
             config = replace(self._speculative, options={**self._speculative.options, **own})
             return self._drafter.prepare(version, config, owner)
         finally:

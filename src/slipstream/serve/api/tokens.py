@@ -11,7 +11,7 @@ from slipstream.serve.api.errors import ApiError, context_exceeded
 from slipstream.serve.api.messages import for_template
 from slipstream.serve.api.schema import Message
 from slipstream.serve.api.token_length import max_bytes_a_token
-from slipstream.serve.lanes import Lanes, size_of
+from slipstream.serve.sized_threads import SizedThreads, size_of
 from slipstream.serve.tools.formats import chat_template, shows_tools, tool_format
 from slipstream.text.prompts import encode_chat
 from slipstream.text.token_bytes import TokenBytes
@@ -43,7 +43,7 @@ class Tokens:
         """Added tokens, which llguidance does not treat as text."""
         self._shows_tools = shows_tools(template)
         tokenizer("", verbose=False)  # fills caches that later concurrent calls only read
-        self._lanes = Lanes("slipstream-tokenizer")
+        self._threads = SizedThreads("slipstream-tokenizer")
         said: TokenBytes | None = None
         try:
             said = TokenBytes(tokenizer, "the served model")
@@ -61,7 +61,7 @@ class Tokens:
         for one in many:
             if isinstance(one, str):
                 self._check_text(one, "prompt")
-        return await self._lanes.run(
+        return await self._threads.run(
             size_of(many),
             lambda: [
                 self._checked(self._encode(one, True) if isinstance(one, str) else list(one), "prompt")  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class Tokens:
         tools: Seq[dict[str, Any]] | None = None,
     ) -> list[int]:
         """The token ids of a conversation; raises `ApiError` 400 for a prompt that cannot be served."""
-        return await self._lanes.run(
+        return await self._threads.run(
             size_of(messages, options, tools),
             lambda: self._checked(self._encode_chat(messages, options, tools), "messages"),
         )
@@ -84,12 +84,12 @@ class Tokens:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids; raises `ApiError` 400 for text that is longer than any prompt."""
         self._check_text(text, "prompt")
-        return await self._lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
+        return await self._threads.run(len(text), lambda: self._encode(text, add_special_tokens))
 
     async def encode_chat(self, messages: Seq[Message], options: Mapping[str, Any] | None) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer; errors as for `encode`."""
         size = size_of(messages, options)
-        return await self._lanes.run(size, lambda: self._encode_chat(messages, options, None))
+        return await self._threads.run(size, lambda: self._encode_chat(messages, options, None))
 
     async def decode(self, token_ids: Seq[int]) -> str:
         """The text of the token ids, special tokens included; raises `ApiError` 400 for unknown ids, and for more
@@ -102,7 +102,7 @@ class Tokens:
             self._check_known(token_ids, "tokens")
             return str(self._tokenizer.decode(list(token_ids)))
 
-        return await self._lanes.run(size_of(token_ids), decode)
+        return await self._threads.run(size_of(token_ids), decode)
 
     def text_of(self, token_id: int) -> str:
         """One token's own text; incomplete characters are shown as replacement characters."""

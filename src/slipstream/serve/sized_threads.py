@@ -12,11 +12,11 @@ from pydantic import BaseModel
 T = TypeVar("T")
 
 BOUNDS = (4 * 2**10, 128 * 2**10)
-"""Most characters of work in the first and in the second lane; larger work is in a third. A tokenizer
+"""Most characters of work in the first and in the second thread; larger work is in a third. A tokenizer
 reads about a million characters a second."""
 
 
-class Lanes:
+class SizedThreads:
     """One thread for each class of sizes; within a class, first come, first served."""
 
     def __init__(self, name: str) -> None:
@@ -26,8 +26,8 @@ class Lanes:
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """The result of `work` on `size` characters. Cancelled before it begins, it does not run."""
-        lane = sum(size > bound for bound in BOUNDS)
-        return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
+        number = sum(size > bound for bound in BOUNDS)
+        return await asyncio.get_running_loop().run_in_executor(self._threads[number], work)
 
 
 def size_of(*values: Any) -> int:

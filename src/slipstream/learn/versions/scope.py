@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-LaneKey = tuple[str | None, str | None]
-"""A lane's tenant and task; None for all."""
+Scope = tuple[str | None, str | None]
+"""A tenant and a task whose versions are learned; None for all."""
 
-EVERYONES: LaneKey = (None, None)
+EVERYONES: Scope = (None, None)
 
 
 class LearnBy(StrEnum):
@@ -19,8 +19,8 @@ class LearnBy(StrEnum):
     TASK = "task"
     """The answers to a task, for that task."""
 
-    def key_of(self, tenant: str, task: str) -> LaneKey | None:
-        """The lane that learns from an answer; None where it has no name to tell by."""
+    def key_of(self, tenant: str, task: str) -> Scope | None:
+        """The scope that learns from an answer; None where it has no name to tell by."""
         match self:
             case LearnBy.TENANT:
                 account = tenant.partition("/")[0]
@@ -30,8 +30,8 @@ class LearnBy(StrEnum):
             case _:
                 return EVERYONES
 
-    def learns(self, key: LaneKey) -> bool:
-        """Whether versions of that lane are learned; others are promoted by hand."""
+    def learns(self, key: Scope) -> bool:
+        """Whether versions of that scope are learned; others are promoted by hand."""
         tenant, task = key
         match self:
             case LearnBy.TENANT:

@@ -36,7 +36,7 @@ from slipstream.learn.session import LearnSession, SessionSettings
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import Ring, RingIdentity
 from slipstream.learn.storage.state import StateStore
-from slipstream.learn.versions.lane_keys import EVERYONES, LearnBy
+from slipstream.learn.versions.scope import EVERYONES, LearnBy
 from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.rpc.sockets import next_body
 from slipstream.sampling.params import SamplingParams
@@ -190,7 +190,7 @@ def test_a_tasks_version_goes_on_from_what_serves_the_task(
     [found] = told(capsys, "candidate")
     assert found["task"] == "sql"
     StateStore(LearnFolder(tmp_path)).change(
-        lambda state: state.with_lane(state.lane(None, "sql").promoted(found["version"]))
+        lambda state: state.with_scope(state.scope(None, "sql").promoted(found["version"]))
     )
     made.turn()
     ring_of(tmp_path, [("a", "sql")])
@@ -397,7 +397,7 @@ def test_costs_are_compared_where_both_drafted_for_as_many() -> None:
 
 @pytest.fixture
 def client() -> Iterator[AsyncEngine]:
-    config = {"method": "versions", "drafter": DRAFT, "num_lanes": 1}
+    config = {"method": "versions", "drafter": DRAFT, "num_versions": 1}
     with_thread = AsyncEngine(engine=LLM(speculative_config=config).engine)
     yield with_thread
     with_thread.close()
@@ -456,15 +456,15 @@ def test_a_tenants_corrective_layer_is_tried_on_its_own_requests_alone(
         session.process.messages.put(
             {"event": "candidate", "version": version, "promise": 1.2, "tenant": "acme", "why": "told so"}
         )
-        wait_until(lambda: version in session.lanes)
+        wait_until(lambda: version in session.versions)
         theirs, others = answers(client, range(16), "acme/user"), answers(client, range(16), "other")
         assert {one.metrics.draft_version for one in theirs} == {"", version}
         assert {one.metrics.draft_version for one in others} == {""}
         texts = [[one.outputs[0].token_ids for one in found] for found in (theirs, others)]
         assert texts[0] == texts[1]
         assert "acme" not in json.dumps(session.facts().events)
-        assert StateStore(LearnFolder(tmp_path)).read().lane("acme").canary == version
-        assert session.facts().own_lanes == 0
+        assert StateStore(LearnFolder(tmp_path)).read().scope("acme").canary == version
+        assert session.facts().own_scopes == 0
     finally:
         session.close()
 
@@ -476,21 +476,21 @@ def test_the_busiest_tenants_versions_are_loaded(client: AsyncEngine, tmp_path: 
         versions = {tenant: add_version(session, tmp_path, tenant) for tenant in ("acme", "beta")}
         for tenant, version in versions.items():
             StateStore(LearnFolder(tmp_path)).change(
-                lambda state, tenant=tenant, version=version: state.with_lane(  # type: ignore[misc]
-                    state.lane(tenant).promoted(version)
+                lambda state, tenant=tenant, version=version: state.with_scope(  # type: ignore[misc]
+                    state.scope(tenant).promoted(version)
                 )
             )
-        wait_until(lambda: session.facts().own_lanes == 2)
+        wait_until(lambda: session.facts().own_scopes == 2)
         for tenant, number in (("beta", 6), ("acme", 24)):
             answers(client, range(number), tenant)
-            wait_until(lambda tenant=tenant: session.lanes == ["", versions[tenant]])
+            wait_until(lambda tenant=tenant: session.versions == ["", versions[tenant]])
         assert session.facts().faults == {}
-        assert session.facts().own_lanes == 2
+        assert session.facts().own_scopes == 2
     finally:
         session.close()
 
 
-def test_lanes_are_timed(client: AsyncEngine) -> None:
+def test_versions_are_timed(client: AsyncEngine) -> None:
     drafter = client.engine.drafter_as(VersionsDrafter)
     answers(client, range(2), "acme")
     times = drafter.times_of(FLOOR)
