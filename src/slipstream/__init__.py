@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.garbage import uncollected
+from slipstream.core.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from slipstream.sampling.structured import StructuredOutput
     from slipstream.sampling.structured_outputs import StructuredOutputsParams
     from slipstream.text.prompts import TextPrompt, TokensPrompt
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEngine": "slipstream.engine.async_engine",
@@ -65,6 +64,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "Update",
+    "__version__",
 ]
 
 

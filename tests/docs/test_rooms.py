@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -49,3 +50,12 @@ def test_it_has_every_room_in_its_layer_and_every_import_runs_down(drawing: dict
 def test_what_follows_from_others_is_left_out(drawing: dict[str, Any]) -> None:
     edges = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}
     assert drawing["reduced"](edges) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for type checking are among those that count."""
+    graph = grimp.build_graph("slipstream", exclude_type_checking_imports=False, cache_dir=None)
+    waiting = {module: graph.find_modules_directly_imported_by(module) - {module} for module in graph.modules}
+    while ready := {module for module, others in waiting.items() if not others & waiting.keys()}:
+        waiting = {module: others for module, others in waiting.items() if module not in ready}
+    assert {module: sorted(others & waiting.keys()) for module, others in waiting.items()} == {}

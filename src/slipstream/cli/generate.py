@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream import __version__
 from slipstream.cli.flags.flags import Values, parse_json, with_flags
 from slipstream.cli.flags.options import (
     EngineValues,
@@ -37,6 +36,7 @@ from slipstream.cli.output.loading import loading, waiting
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.cli.output.results import print_json
 from slipstream.core.meter import meter
+from slipstream.core.version import __version__
 from slipstream.errors import ConfigError, RequestError
 from slipstream.reasoning.options import StepOptions, parse_step_options
 from slipstream.sampling.params import SamplingParams

@@ -14,10 +14,10 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from slipstream import __version__
 from slipstream.cli.flags.flags import PlainHelp
 from slipstream.cli.output.writing import unwritable
 from slipstream.core.garbage import leave_garbage_at_exit
+from slipstream.core.version import __version__
 from slipstream.errors import SlipstreamError
 
 VERBS = {

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from slipstream.errors import RequestError
 from slipstream.reasoning.options import StepOptions, parse_step_options
-from slipstream.text.characters import check_characters
+from slipstream.text.inputs import check_characters
 from slipstream.text.prediction import Prediction, parse_prediction
 
 

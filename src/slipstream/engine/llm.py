@@ -19,7 +19,8 @@ from slipstream.engine.progress import UseTqdm, progress
 from slipstream.engine.requests import BatchKeywords, UpdateCallback, batch_options
 from slipstream.errors import ConfigError, RequestError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import Prompt, as_list, encode_chat, is_token_id
+from slipstream.text.inputs import as_list, is_token_id
+from slipstream.text.prompts import Prompt, encode_chat
 from slipstream.vllm_names import CALL, METHODS, split_off
 
 Messages = Seq[dict[str, Any]]

@@ -18,7 +18,7 @@ from slipstream.sampling.noise import derive_seed, draw_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.text.expected import ExpectedText
-from slipstream.text.prompts import is_token_id
+from slipstream.text.inputs import is_token_id
 from slipstream.text.stream import TextStream
 
 UpdateCallback = Callable[[Update], None]

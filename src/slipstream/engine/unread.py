@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from slipstream.engine.client import RequestHandle
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -15,17 +12,24 @@ MAX_UNREAD_TOKENS = 1024
 may still come: those that are under way when the engine is told."""
 
 
+class PausableRequest(Protocol):
+    """A request whose steps can wait."""
+
+    def set_paused(self, paused: bool) -> None:
+        """Have it wait, or go on."""
+
+
 class UnreadUpdates(Generic[T]):
     """A queue in one event loop, for the updates of one request or of several with one reader."""
 
     def __init__(self) -> None:
         self._items: asyncio.Queue[tuple[T, int]] = asyncio.Queue()
-        self._requests: list[RequestHandle] = []
+        self._requests: list[PausableRequest] = []
         self.num_tokens = 0
         """Tokens that wait to be read."""
         self.is_paused = False
 
-    def of(self, request: RequestHandle) -> None:
+    def of(self, request: PausableRequest) -> None:
         """The queue holds updates of this request too."""
         self._requests.append(request)
         if self.is_paused:

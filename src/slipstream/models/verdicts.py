@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-import slipstream
 from slipstream.config import cache_folder
+from slipstream.core.version import __version__
 from slipstream.models.files.digest import digest_of_files
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def verdict_of(
             "settings": dict(settings),
             "kernels": kernels,
             "classes": [f"{each.__module__}:{each.__qualname__}" for each in classes],
-            "slipstream": [slipstream.__version__, _sources()],
+            "slipstream": [__version__, _sources()],
             "torch": torch.__version__,
             "transformers": version("transformers"),
         }
@@ -129,7 +129,7 @@ def _state(place: Path) -> list[Any]:
 @functools.cache
 def _sources() -> str:
     """Return a digest of the files that load, check and run models."""
-    package = Path(slipstream.__file__).parent
+    package = Path(__file__).parents[1]
     state = hashlib.blake2b(digest_size=16)
     for file in sorted(each for room in ("kv", "models") for each in (package / room).rglob("*.py")):
         state.update(file.read_bytes())

@@ -14,8 +14,8 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass
 
-from slipstream import __version__
 from slipstream.config import cache_folder
+from slipstream.core.version import __version__
 from slipstream.rpc.children import child_environment, module_command
 
 log = logging.getLogger(__name__)

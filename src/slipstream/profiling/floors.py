@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import slipstream
+from slipstream.core.version import __version__
 from slipstream.kv.pool import bytes_per_token
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cpu import threads
@@ -90,7 +90,7 @@ def profile_key(model: ModelIdentity) -> ProfileKey:
         quantization=None if model.weight_format.name == UNCHANGED else model.weight_format.name,
         kernels=model.kernels if model.kernels == "torch" else f"{model.kernels} {fingerprint()}",
         attention=f"{backend.__module__}:{backend.__qualname__}",
-        slipstream=slipstream.__version__,
+        slipstream=__version__,
         torch=str(torch.__version__),
         transformers=version("transformers"),
     )

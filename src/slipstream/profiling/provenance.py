@@ -29,7 +29,7 @@ def provenance(packages: Seq[str] = PACKAGES, num_threads: int | None = None) ->
     """
     import torch
 
-    from slipstream import __version__
+    from slipstream.core.version import __version__
     from slipstream.models.cpu import threads
 
     return {

@@ -17,7 +17,7 @@ from slipstream.errors import RequestError
 from slipstream.sampling.keywords import check_names, strict_keywords
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.sampling.structured_outputs import StructuredOutputsParams
-from slipstream.text.characters import check_characters
+from slipstream.text.inputs import check_characters
 from slipstream.vllm_names import SAMPLING
 
 MAX_SEED = 2**63 - 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.errors import RequestError
 from slipstream.sampling.keywords import strict_keywords
-from slipstream.text.characters import check_characters
+from slipstream.text.inputs import check_characters
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
 """The fields of `StructuredOutput` of which exactly one is set."""

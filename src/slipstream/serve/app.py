@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
-from slipstream import __version__
+from slipstream.core.version import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
 from slipstream.serve import endpoints

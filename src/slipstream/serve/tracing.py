@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream import __version__
 from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.version import __version__
 from slipstream.errors import ConfigError
 from slipstream.serve.api.answer import ApiAnswer
 from slipstream.serve.api.errors import LOG_FIELDS

@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.errors import PredictionError, RequestError
-from slipstream.text.characters import check_characters
-from slipstream.text.prompts import as_list, is_token_id
+from slipstream.text.inputs import as_list, check_characters, is_token_id
 
 MAX_PREDICTED_TOKENS = 64
 """The most draft tokens of an expected text in a step."""

@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import logging
-import numbers
 import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from slipstream.errors import RequestError
-from slipstream.text.characters import check_characters
+from slipstream.text.inputs import as_list, check_characters, is_token_id
 from slipstream.text.template_bound import bounded
 from slipstream.vllm_names import PROMPT, split_off
 
@@ -75,16 +74,6 @@ def parse_prompt(prompt: Any) -> tuple[str | None, Any]:
             raise RequestError(f"{_KINDS_OF_PROMPT}, got the keys {', '.join(map(repr, prompt)) or 'none'}")
         return (text, text) if token_ids is None else (text, as_list(token_ids))
     return (prompt, prompt) if isinstance(prompt, str) else (None, as_list(prompt))
-
-
-def as_list(values: Any) -> Any:
-    """A NumPy or PyTorch array as nested lists; anything else unchanged."""
-    return values.tolist() if callable(getattr(values, "tolist", None)) else values
-
-
-def is_token_id(value: Any) -> bool:
-    """True for an int or a NumPy integer, not for a bool."""
-    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Seq[int], vocab_size: int, max_model_len: int) -> list[int]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from slipstream import __version__
 from slipstream.core.request import TokenLogprob
+from slipstream.core.version import __version__
 from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.tokens import Tokens

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from slipstream import __version__
 from slipstream.control.monitor.alarms import Alarm, AlarmKind
+from slipstream.core.version import __version__
 from slipstream.errors import EngineStoppedError
 from slipstream.serve.dashboard.alarm_json import alarm_json, drift_json, speculation_json, task_json
 from slipstream.serve.dashboard.page import add_page

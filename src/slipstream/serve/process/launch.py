@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream import __version__
+from slipstream.core.version import __version__
 from slipstream.errors import EngineStoppedError, ProtocolError
 from slipstream.rpc.children import SocketChild, see_out
 from slipstream.rpc.codec import error_in

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from slipstream import __version__
+from slipstream.core.version import __version__
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.labels import engine_labels

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slipstream import __version__
 from slipstream.assets.workload.prompts import Prompt
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.meter import Meter, meter
+from slipstream.core.version import __version__
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.engine.labels import engine_labels

@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
-from slipstream import __version__
+from slipstream.core.version import __version__
 from slipstream.serve.api import errors
 from slipstream.serve.auth import KeyGuard
 from slipstream.serve.dashboard.page import add_page

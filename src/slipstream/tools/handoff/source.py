@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream import __version__
 from slipstream.control.monitor.alarms import Alarm, AlarmKind
 from slipstream.control.types import ControlReport, MethodReport, TaskReport
+from slipstream.core.version import __version__
 from slipstream.serve.dashboard.alarm_json import alarm_json, drift_json, speculation_json, task_json
 from slipstream.serve.dashboard.page_data import PageData
 from slipstream.tools.handoff.pairs import PairLog

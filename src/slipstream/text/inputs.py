@@ -1,11 +1,22 @@
-"""Checks that texts are valid Unicode."""
+"""What callers give as text or token ids: arrays as lists, and texts that are valid Unicode."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 from slipstream.errors import RequestError
+
+
+def as_list(values: Any) -> Any:
+    """A NumPy or PyTorch array as nested lists; anything else unchanged."""
+    return values.tolist() if callable(getattr(values, "tolist", None)) else values
+
+
+def is_token_id(value: Any) -> bool:
+    """True for an int or a NumPy integer, not for a bool."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def check_characters(what: str, value: Any) -> None:
