@@ -51,8 +51,8 @@ def _phase(
 
     def on_observe(items: Seq[StepItem]) -> None:
         for item in items:
-            choice = drafting.choice_of(item.sequence)
-            parts = [drafting.drafters.names[n] for n in (choice.lookup, choice.drafter) if n != NOBODY]
+            choice = drafting.requests[item.sequence.id].choice
+            parts = [drafting.names[n] for n in (choice.lookup, choice.drafter) if n != NOBODY]
             who.extend([" then ".join(parts) or "nobody"] * item.num_emitted)
             depths.extend([len(item.proposal)] * item.num_emitted)
 

@@ -86,7 +86,7 @@ class Fixed:
     def announce(self, *_: Any) -> int:
         return int(self.choice.drafter)
 
-    def note_asked(self, *_: Any) -> None:
+    def note_asked(self, *_: Any, **__: Any) -> None:
         pass
 
     observe = release = note_asked

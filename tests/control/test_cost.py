@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.control.cost import MANY_MISSED, MIN_CALLS, DraftCost, Linear, Mean, StepCost, TextSeen
-from slipstream.control.types import Drafted
+from slipstream.control.types import DraftCall
 
 PASS_S = 0.02
 
@@ -95,56 +95,56 @@ def test_a_mean_forgets() -> None:
     assert mean.value == pytest.approx(3, abs=0.03)
 
 
-def call_s(drafted: Drafted, missed: int) -> float:
-    return 0.0005 + 0.002 * drafted.num_levels + 0.0001 * drafted.num_tokens + 0.0004 * missed
+def call_s(call: DraftCall, missed: int) -> float:
+    return 0.0005 + 0.002 * call.num_levels + 0.0001 * call.num_tokens + 0.0004 * missed
 
 
 def test_a_drafters_calls_are_priced_for_batches_that_were_not_made() -> None:
     source, cost = random.Random(5), DraftCost(PASS_S)
     for _ in range(200):
         number, levels = source.randint(1, 8), source.randint(1, 5)
-        drafted = Drafted(number, levels, number * levels)
-        cost.learn(drafted, 0, noisy(call_s(drafted, 0), source))
-    for drafted in (Drafted(4, 2, 8), Drafted(16, 4, 64), Drafted(1, 8, 8)):
-        assert cost(drafted) == pytest.approx(call_s(drafted, 0), rel=0.12)
-    assert cost(Drafted(0, 0, 0)) == 0
+        call = DraftCall(number, levels, number * levels)
+        cost.learn(call._replace(seconds=noisy(call_s(call, 0), source)), 0)
+    for call in (DraftCall(4, 2, 8), DraftCall(16, 4, 64), DraftCall(1, 8, 8)):
+        assert cost(call) == pytest.approx(call_s(call, 0), rel=0.12)
+    assert cost(DraftCall(0, 0, 0)) == 0
 
 
 def test_one_request_does_not_make_sixteen_look_dear() -> None:
     """Trials are of one request; that a call is shared is believed until it is seen otherwise."""
     cost = DraftCost(PASS_S)
     for _ in range(30):
-        cost.learn(Drafted(1, 3, 3), 0, 0.006)
-    assert cost(Drafted(1, 3, 3)) == pytest.approx(0.006, rel=0.02)
-    assert cost(Drafted(16, 3, 48)) < 0.012
+        cost.learn(DraftCall(1, 3, 3, seconds=0.006), 0)
+    assert cost(DraftCall(1, 3, 3)) == pytest.approx(0.006, rel=0.02)
+    assert cost(DraftCall(16, 3, 48)) < 0.012
 
 
 def test_nothing_is_charged_before_a_few_calls_have_drafted() -> None:
     cost = DraftCost(PASS_S)
     for number in range(MIN_CALLS):
         assert not cost.is_known
-        assert cost(Drafted(1, 1, 1)) == 0
-        cost.learn(Drafted(0, 0, 0), 100, 0.04)  # a prompt drafts nothing
-        cost.learn(Drafted(1, 1, 1), 0, 0.003 + 0.0001 * number)
+        assert cost(DraftCall(1, 1, 1)) == 0
+        cost.learn(DraftCall(0, 0, 0, seconds=0.04), 100)  # a prompt drafts nothing
+        cost.learn(DraftCall(1, 1, 1, seconds=0.003 + 0.0001 * number), 0)
     assert cost.is_known
-    assert cost(Drafted(1, 1, 1)) > 0
+    assert cost(DraftCall(1, 1, 1)) > 0
 
 
 def test_text_that_a_drafter_had_missed_is_priced_apart() -> None:
     source, cost = random.Random(6), DraftCost(PASS_S)
     for i in range(60):
-        drafted = Drafted(1, 3, 3)
+        call = DraftCall(1, 3, 3)
         missed = 500 if i % 20 == 0 else 0
-        cost.learn(drafted, missed, noisy(call_s(drafted, missed), source))
-    assert cost(Drafted(1, 3, 3)) == pytest.approx(call_s(Drafted(1, 3, 3), 0), rel=0.1)
+        cost.learn(call._replace(seconds=noisy(call_s(call, missed), source)), missed)
+    assert cost(DraftCall(1, 3, 3)) == pytest.approx(call_s(DraftCall(1, 3, 3), 0), rel=0.1)
     assert cost.missed_token_s == pytest.approx(0.0004, rel=0.1)
 
 
 def test_a_few_tokens_are_always_missed_where_drafters_take_turns() -> None:
     cost = DraftCost(PASS_S)
     for missed in [0, 4, 8, 4] * 30:
-        cost.learn(Drafted(1, 2, 2), missed, call_s(Drafted(1, 2, 2), missed))
-    assert cost(Drafted(1, 2, 2)) == pytest.approx(call_s(Drafted(1, 2, 2), 4), rel=0.05)
+        cost.learn(DraftCall(1, 2, 2, seconds=call_s(DraftCall(1, 2, 2), missed)), missed)
+    assert cost(DraftCall(1, 2, 2)) == pytest.approx(call_s(DraftCall(1, 2, 2), 4), rel=0.05)
 
 
 def profile_s(rows: float) -> float:
@@ -185,17 +185,16 @@ def test_steps_that_never_draft_do_not_make_rows_look_free() -> None:
 
 def test_many_calls_are_priced_at_once() -> None:
     source, cost = random.Random(3), DraftCost(0.01)
-    unknown = Drafted(np.array([1.0, 0.0]), np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    unknown = DraftCall(np.array([1.0, 0.0]), np.array([1.0, 2.0]), np.array([1.0, 2.0]))
     assert not np.any(cost(unknown))
     for _ in range(200):
         number, levels = source.randint(1, 8), source.randint(1, 6)
-        cost.learn(
-            Drafted(number, levels, number * levels), 2 * number, 0.001 + 0.002 * levels + 1e-4 * number
-        )
+        seconds = 0.001 + 0.002 * levels + 1e-4 * number
+        cost.learn(DraftCall(number, levels, number * levels, seconds=seconds), 2 * number)
     levels_ = np.arange(7.0)
-    found = cost(Drafted(np.where(levels_ > 0, 4.0, 0.0), levels_, 4 * levels_))
+    found = cost(DraftCall(np.where(levels_ > 0, 4.0, 0.0), levels_, 4 * levels_))
     assert found[0] == 0
-    assert list(found[1:]) == pytest.approx([cost(Drafted(4, n, 4 * n)) for n in range(1, 7)])
+    assert list(found[1:]) == pytest.approx([cost(DraftCall(4, n, 4 * n)) for n in range(1, 7)])
 
 
 def test_many_steps_are_priced_at_once() -> None:

@@ -7,7 +7,8 @@ import pytest
 from slipstream.control.budget import MAX_CREDIT_STEPS, Budget
 from slipstream.control.cost import Mean
 from slipstream.control.trials import MAX_TRIAL_STEPS, NUM_TRIAL_STEPS, Trials
-from slipstream.control.types import Choice, Outcome, StepRequest
+from slipstream.control.types import Choice, StepRequest
+from tests.control.world import drafted
 
 REQUESTS = [StepRequest(number, "t", limit=8) for number in range(3)]
 
@@ -21,7 +22,7 @@ def num_steps(accepted: int, expected: float) -> int:
         if found is None:
             return step
         assert found == (1, Choice(0, 1))
-        outcome = trials.outcome([Outcome(1, "t", 0, 1, 1, accepted, 1 + accepted)])
+        outcome = trials.outcome([drafted(1, 1, accepted)])
         assert outcome is not None
         trials.goes_on(outcome, expected)
     return 100
@@ -43,7 +44,7 @@ def test_a_trial_ends_with_its_request() -> None:
     assert trials.under_way
     assert trials.choice(REQUESTS[:1]) is None
     assert not trials.under_way
-    assert trials.outcome([Outcome(1, "t", 0, 1, 1, 1, 2)]) is None
+    assert trials.outcome([drafted(1, 1, 1)]) is None
     assert trials.age("t", 0, 10) == 3
     assert trials.age("other", 0, 10) > 1000
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import pytest
 
 from slipstream.control.optimise import Priced, Problem
 from slipstream.control.policy import MIN_AGE, Policy
-from slipstream.control.types import NOTHING, Choice, Drafted, ObservedStep, PolicyDrafter, StepRequest
+from slipstream.control.types import NOTHING, Choice, DraftCall, PolicyDrafter, StepRequest
 from tests.control.world import FakeClock
 
 SIZE = 8
@@ -19,6 +21,15 @@ def pass_s(rows: float) -> float:
     return 0.001 + 0.0001 * rows
 
 
+def observe(policy: Policy, checked: Seq[int], undrafted_s: float) -> None:
+    """A step that has checked so many draft tokens of each request; nothing was chosen for it, and no call is known."""
+    requests = [StepRequest(number, "t", limit=8, num_checked=own) for number, own in enumerate(checked)]
+    rows = len(checked) + sum(checked)
+    policy.observe(
+        requests, [], num_rows=rows, num_prompt_rows=0, num_checked=sum(checked), undrafted_s=undrafted_s
+    )
+
+
 def teach(policy: Policy, *, drafted_s: float, accepted: float) -> None:
     """Steps that take `drafted_s` for each request with a draft; the lookup finds one token every time."""
     for step in range(120):
@@ -26,7 +37,8 @@ def teach(policy: Policy, *, drafted_s: float, accepted: float) -> None:
         checked = drafted * (1 + step % 4)
         rows = SIZE + checked
         seconds = pass_s(rows) + drafted_s * drafted
-        policy.observe(ObservedStep(SIZE, rows, 0, seconds, [], [], drafted, checked))
+        own = [checked // max(drafted, 1)] * drafted + [0] * (SIZE - drafted)
+        observe(policy, own, seconds)
     for number in range(400):
         policy.score(0, "t", 1, int(number * accepted % 1 + accepted >= 1))
 
@@ -51,7 +63,7 @@ def with_a_chain() -> Policy:
     policy = Policy([LOOKUP, CHAIN], adaptive=True, probe_share=0.0, pass_s=pass_s, clock=clock)
     teach(policy, drafted_s=0.0, accepted=0.6)
     for number in range(1, 9):
-        policy.draft_costs[1].learn(Drafted(number, 2, 2 * number), 0, 0.0001 * number)
+        policy.draft_costs[1].learn(DraftCall(number, 2, 2 * number, seconds=0.0001 * number), 0)
     return policy
 
 
@@ -88,7 +100,7 @@ def test_a_drafter_that_is_asked_stays_while_it_is_the_better_one(monkeypatch: p
         for _ in range(MIN_AGE + 1):
             choices = policy.choose(REQUESTS, 0)
             searches += policy.planning_s > 0
-            policy.observe(ObservedStep(SIZE, SIZE, 0, pass_s(SIZE), [], [], 0, 0))
+            observe(policy, [0] * SIZE, pass_s(SIZE))
         assert searches
         assert all(choice.drafter == 1 for choice in choices)
 
@@ -102,8 +114,8 @@ def test_a_drafter_of_unknown_cost_is_asked_for_one_request_without_a_budget() -
 def test_beside_long_steps_a_lookup_is_scored_without_waiting_for_credit(step_s: float, scored: bool) -> None:
     policy = Policy([LOOKUP, CHAIN], adaptive=True, probe_share=0.005, pass_s=lambda rows: step_s)
     for _ in range(8):
-        policy.draft_costs[0].learn(Drafted(1, 1, 1), 0, 0.00005)
-        policy.observe(ObservedStep(1, 1, 0, step_s, [], [], 0, 0))
+        policy.draft_costs[0].learn(DraftCall(1, 1, 1, seconds=0.00005), 0)
+        observe(policy, [0], step_s)
     policy.budget.charge("trial", 1.0)  # owed for trials
     spent_s = policy.budget.spent_s
     assert policy.may_score(0) == scored

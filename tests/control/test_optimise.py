@@ -11,7 +11,7 @@ import pytest
 from slipstream.control.acceptance import BUCKETS
 from slipstream.control.cost import MIN_CALLS, DraftCost, StepCost
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
-from slipstream.control.types import NOBODY, NOTHING, Choice, Drafted
+from slipstream.control.types import NOBODY, NOTHING, Choice, DraftCall
 
 
 def draft_cost(call_s: float, level_s: float, token_s: float) -> DraftCost:
@@ -20,8 +20,8 @@ def draft_cost(call_s: float, level_s: float, token_s: float) -> DraftCost:
     shapes = [(n, d, n * d) for n in (1, 2, 4) for d in (1, 2, 3)] + [(2, 3, 4), (3, 2, 5)]
     for _ in range(20):
         for shape in shapes:
-            drafted = Drafted(*shape)
-            cost.learn(drafted, 0, call_s + level_s * drafted.num_levels + token_s * drafted.num_tokens)
+            _, levels, num_tokens = shape
+            cost.learn(DraftCall(*shape, seconds=call_s + level_s * levels + token_s * num_tokens), 0)
     return cost
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 
 from slipstream.control.plans import MAX_AGE, Plan, load_bucket
 from slipstream.control.policy import SEARCH_SHARE, Policy
+from slipstream.control.report import control_report
 from slipstream.control.types import (
     MAX_TASKS,
     NOBODY,
     NOTHING,
-    Call,
     Choice,
-    Drafted,
-    ObservedStep,
-    Outcome,
+    DraftCall,
     PolicyDrafter,
     StepRequest,
 )
-from tests.control.world import PLAN_S, FakeClock
+from tests.control.world import PLAN_S, FakeClock, drafted
 
 DEEP, SHALLOW = Choice(0, 4), Choice(0, 1)
 STEP_S = 0.002
@@ -36,10 +36,18 @@ def requests(number: int, task: str = "t") -> list[StepRequest]:
     return [StepRequest(sequence_id, task, limit=8, length=100) for sequence_id in range(number)]
 
 
-def step(num_sequences: int, seconds: float, num_prompt_rows: int = 0) -> ObservedStep:
-    """Without drafts."""
-    return ObservedStep(
-        num_sequences, num_sequences + num_prompt_rows, num_prompt_rows, seconds, [], [], 0, 0
+def observe(
+    policy: Policy,
+    seen: Seq[StepRequest],
+    seconds: float,
+    *,
+    calls: Seq[DraftCall] = (),
+    num_prompt_rows: int = 0,
+) -> None:
+    """A step that took so long beside its `calls`."""
+    rows = len(seen) + num_prompt_rows
+    policy.observe(
+        seen, calls, num_rows=rows, num_prompt_rows=num_prompt_rows, num_checked=0, undrafted_s=seconds
     )
 
 
@@ -69,10 +77,10 @@ def test_a_new_plan_keeps_what_was_found_for_tasks_that_are_not_there() -> None:
         for _ in range(200):
             policy.score(0, task, 1, accepted)
     policy.choose(requests(4, "good"), 0)
-    policy.observe(step(4, 1.0))
+    observe(policy, requests(4), 1.0)
     for _ in range(2 * MAX_AGE):
         choices = policy.choose(requests(4, "bad"), 0)
-        policy.observe(step(4, STEP_S))
+        observe(policy, requests(4), STEP_S)
     assert choices == [NOTHING] * 4
     late = [*requests(3, "bad"), StepRequest(50, "good", limit=8, length=100)]
     assert [choice.drafts for choice in policy.choose(late, 0)] == [False, False, False, True]
@@ -83,11 +91,11 @@ def test_tasks_are_bounded() -> None:
     for number in range(2 * MAX_TASKS):
         task = [StepRequest(number, f"task {number}", limit=8)]
         policy.choose([*task, *requests(number % 3)], 0)
-        policy.observe(step(1 + number % 3, 10.0))
+        observe(policy, requests(1 + number % 3), 10.0)
         policy.release(number, f"task {number}", 5)
     assert policy.num_held <= 3
     assert policy.traffic.usual_length("task 0") == pytest.approx(5)
-    assert len(policy.report().tasks) <= MAX_TASKS
+    assert len(control_report(policy).tasks) <= MAX_TASKS
 
 
 def test_a_load_that_comes_back_needs_no_new_search_until_its_plan_is_old() -> None:
@@ -99,7 +107,7 @@ def test_a_load_that_comes_back_needs_no_new_search_until_its_plan_is_old() -> N
         policy.choose(requests(number), 0)
         if policy.planning_s > 0:
             searches.append(number)
-        policy.observe(step(number, STEP_S))
+        observe(policy, requests(number), STEP_S)
     assert set(searches) == set(LOADS)
     by_time = num_steps * STEP_S * SEARCH_SHARE / PLAN_S
     by_age = len(LOADS) * num_steps / MAX_AGE
@@ -114,9 +122,9 @@ def test_nobody_is_given_a_drafter_that_must_read_a_long_text_for_little() -> No
             for missed in (0, 100):
                 for each in range(number):
                     policy.note_asked(0, 1000 * number + missed + each, missed)
-                drafted = Drafted(number, 2, 2 * number)
-                call = Call(0, drafted, 1e-5 + 0.1 * STEP_S * max(missed - 1, 0) * number)
-                policy.observe(step(number, STEP_S)._replace(calls=[call]))
+                call_s = 1e-5 + 0.1 * STEP_S * max(missed - 1, 0) * number
+                call = DraftCall(number, 2, 2 * number, 0, call_s)
+                observe(policy, requests(number), STEP_S, calls=[call])
                 policy.choose([], 0)
         found = [StepRequest(number, "t", limit=8, length=unseen, num_output=60) for number in range(4)]
         choices = policy.choose(found, 0)
@@ -142,8 +150,9 @@ def test_steps_with_prompts_have_plans_of_their_own() -> None:
         num_prompt_rows = 64 * (turn % 2)
         choices = policy.choose(requests(8), num_prompt_rows)
         assert all((choice == NOTHING) == (num_prompt_rows > 0) for choice in choices), turn
-        policy.observe(step(8, STEP_S * max(1.0, (8 + num_prompt_rows) / 16), num_prompt_rows))
-    gain = policy.report().estimated_speedup
+        seconds = STEP_S * max(1.0, (8 + num_prompt_rows) / 16)
+        observe(policy, requests(8), seconds, num_prompt_rows=num_prompt_rows)
+    gain = control_report(policy).estimated_speedup
     assert gain is not None
     assert gain > 1.1
 
@@ -156,7 +165,7 @@ def test_a_task_for_which_drafts_pay_is_drafted_for_where_nobody_else_is() -> No
     for found in ("good", "bad"):
         for _ in range(2 * MAX_AGE):
             choices = policy.choose(requests(4, found), 0)
-            policy.observe(step(4, STEP_S))
+            observe(policy, requests(4), STEP_S)
     assert choices == [NOTHING] * 4
     arrived = StepRequest(99, "good", limit=8, length=100)
     assert [choice.drafts for choice in policy.choose([*requests(3, "bad"), arrived], 0)] == [False] * 3 + [
@@ -171,13 +180,11 @@ def test_prompts_are_begun_by_whom_the_plan_names() -> None:
     assert policy.announce(arriving, 16, 16, 100) == NOBODY, "nothing is known"
     for _ in range(60):
         [choice] = policy.choose(requests(1), 0)
-        calls = [Call(0, Drafted(1, choice.depth, choice.depth), 1e-5)] if choice.drafts else []
-        outcomes = [
-            Outcome(0, "t", choice.drafter, choice.depth, choice.depth, choice.depth, choice.depth + 1)
-        ]
-        policy.observe(step(1, STEP_S)._replace(calls=calls, outcomes=outcomes if calls else []))
+        depth = choice.depth
+        calls = [DraftCall(1, depth, depth, 0, 1e-5)] if choice.drafts else []
+        observe(policy, [drafted(0, depth, depth)] if calls else requests(1), STEP_S, calls=calls)
     assert policy.announce(arriving, 16, 16, 100) == 0
-    assert policy.announce(arriving._replace(allowed=frozenset()), 16, 16, 100) == NOBODY, "it may not"
+    assert policy.announce(replace(arriving, allowed=frozenset()), 16, 16, 100) == NOBODY, "it may not"
 
 
 def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
@@ -186,7 +193,7 @@ def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
     limited = [StepRequest(0, "t", limit=0, length=100), *requests(4)[1:]]
     assert [choice.drafts for choice in policy.choose(limited, 64)] == [False, True, True, True]
     policy = make()
-    crowded = [request._replace(limit=0) for request in requests(4)]
+    crowded = [replace(request, limit=0) for request in requests(4)]
     assert policy.choose(crowded, 64) == [NOTHING] * 4
     assert all(choice.drafts for choice in policy.choose(requests(4), 64))
 
@@ -195,9 +202,9 @@ def test_requests_that_may_have_no_drafts_say_nothing_of_the_others() -> None:
     """Three forbid drafts, or have no room for them in this step; the plan is kept for what comes next."""
     policy = make()
     able = requests(4)
-    choices = policy.choose([able[0], *(request._replace(limit=0) for request in able[1:])], 0)
+    choices = policy.choose([able[0], *(replace(request, limit=0) for request in able[1:])], 0)
     assert [choice.drafts for choice in choices] == [True, False, False, False]
-    policy.observe(step(4, STEP_S))
+    observe(policy, requests(4), STEP_S)
     assert all(choice.drafts for choice in policy.choose(able, 0)), "as soon as there is room"
     others = [StepRequest(50 + number, task, limit=8) for number, task in enumerate(["t", "new", "t", "new"])]
     assert all(choice.drafts for choice in policy.choose(others, 0))
@@ -209,9 +216,8 @@ def test_whether_a_prompt_pays_is_decided_by_the_whole_of_it() -> None:
     policy = make(CHAIN)
     for number in range(1, 40):
         policy.note_asked(0, number, number % 5 * 100)
-        call = Call(0, Drafted(1, 4, 4), 1e-5 + 0.1 * STEP_S * max(number % 5 * 100 - 1, 0))
-        outcome = Outcome(number, "t", 0, 4, 4, 4, 5)
-        policy.observe(step(1, STEP_S)._replace(calls=[call], outcomes=[outcome]))
+        call = DraftCall(1, 4, 4, 0, 1e-5 + 0.1 * STEP_S * max(number % 5 * 100 - 1, 0))
+        observe(policy, [drafted(number, 4, 4)], STEP_S, calls=[call])
         policy.choose(requests(1), 0)
     short, long = (StepRequest(1000, "t", limit=0, length=length) for length in (16, 16_000))
     assert policy.announce(short, 16, 16, 100) == 0
@@ -223,7 +229,7 @@ def test_a_fixed_drafter_is_not_scored() -> None:
     for adaptive in (True, False):
         policy = Policy([LOOKUP], adaptive=adaptive, probe_share=0.1, pass_s=lambda rows: STEP_S)
         policy.choose(requests(1), 0)
-        policy.observe(step(1, STEP_S))
+        observe(policy, requests(1), STEP_S)
         assert policy.may_score(0) == adaptive
 
 
@@ -231,11 +237,11 @@ def test_beside_prompts_only_drafters_of_the_other_steps_are_asked() -> None:
     """One that is asked in few steps only would have to compute what it missed each time."""
     for alone_pays in (True, False):
         policy = make(CHAIN, pass_s=lambda rows: STEP_S * (1 + 0.01 * rows))
-        policy.draft_costs[0].learn(Drafted(1, 1, 1), 0, 1e-5)
+        policy.draft_costs[0].learn(DraftCall(1, 1, 1, seconds=1e-5), 0)
         for _ in range(2):
-            policy.draft_costs[0].learn(Drafted(1, 2, 2), 0, 1e-5)
+            policy.draft_costs[0].learn(DraftCall(1, 2, 2, seconds=1e-5), 0)
         limit = 8 if alone_pays else 0
-        choices = policy.choose([request._replace(limit=limit) for request in requests(4)], 0)
+        choices = policy.choose([replace(request, limit=limit) for request in requests(4)], 0)
         assert [choice.drafts for choice in choices] == [alone_pays] * 4
         assert [choice.drafts for choice in policy.choose(requests(4), 1)] == [alone_pays] * 4
 
@@ -252,12 +258,8 @@ def test_a_change_of_acceptance_is_followed_whatever_searches_cost() -> None:
         accepted = choice.depth if turn < 100 else 0
         before += choice.drafts and 50 <= turn < 100
         after += choice.drafts and turn >= 200
-        calls = [Call(0, Drafted(1, choice.depth, choice.depth), 1e-5)] if choice.drafts else []
-        reached = min(accepted + 1, choice.depth)
-        outcomes = (
-            [Outcome(0, "t", 0, choice.depth, reached, accepted, accepted + 1)] if choice.drafts else []
-        )
-        seconds = STEP_S * (1 + choice.depth) ** 0.5
-        policy.observe(step(1, seconds)._replace(calls=calls, outcomes=outcomes))
+        calls = [DraftCall(1, choice.depth, choice.depth, 0, 1e-5)] if choice.drafts else []
+        seen = [drafted(0, choice.depth, accepted)] if choice.drafts else requests(1)
+        observe(policy, seen, STEP_S * (1 + choice.depth) ** 0.5, calls=calls)
     assert before > 40, "as soon as the cost is known"
     assert after < 10

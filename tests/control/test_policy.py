@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from statistics import median
 from typing import Any
 
 import pytest
-from world import PLAN_S, FakeClock, Machine, Simulated, World, chain
+from world import PLAN_S, FakeClock, Machine, Simulated, World, chain, drafted
 
 from slipstream.control.plans import MAX_AGE
 from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.realised import NUM_OFF_STEPS
+from slipstream.control.report import control_report
 from slipstream.control.trials import MAX_TRIAL_STEPS
 from slipstream.control.types import (
     MAX_TASKS,
     NOBODY,
     NOTHING,
-    Call,
     Choice,
-    Drafted,
-    ObservedStep,
-    Outcome,
+    DraftCall,
     PolicyDrafter,
     StepRequest,
 )
@@ -84,7 +83,7 @@ def test_where_nothing_pays_it_rests(size: int) -> None:
         num_drafted += any(choice.drafts for choice in world.choices)
     assert world.rate > 0.98 * world.off_rate()
     assert num_drafted < 45
-    assert not world.policy.report().speculating
+    assert not world.report().speculating
 
 
 def test_it_wakes_when_the_load_changes() -> None:
@@ -194,7 +193,7 @@ def test_nothing_is_tried_or_probed_without_a_share_but_choices_adapt() -> None:
     world = steady(0.85, 1, probe_share=0.0).run(150)
     policy = world.policy
     assert policy.budget.spent_s == 0
-    assert policy.report().realised is None
+    assert control_report(policy).realised is None
     assert not policy.may_score(0)
     world.restart()
     world.run(60)
@@ -216,7 +215,7 @@ def test_an_unknown_drafter_is_given_to_one_request() -> None:
 
 def test_probes_measure_the_gain() -> None:
     world = steady(0.8, 4, probe_share=0.03, noise=0.02).run(1000)
-    speedup = world.policy.report().realised
+    speedup = world.report().realised
     assert speedup is not None
     assert speedup.low < world.best_rate() / world.off_rate() * 1.02
     assert speedup.high > world.rate / world.off_rate()
@@ -233,21 +232,21 @@ def test_probes_report_nothing_where_prompts_always_arrive() -> None:
         world.step()
         world.running = world.running[-8:]
         assert not policy.in_probe
-    assert policy.report().realised is None
-    assert policy.report().realised is None
+    assert control_report(policy).realised is None
+    assert control_report(policy).realised is None
 
 
 def test_a_probe_that_prompts_interrupt_is_given_up() -> None:
     world = steady(0.85, 4, probe_share=0.05).run(60)
     while not world.policy.in_probe:
         world.step()
-    before = world.policy.report().realised
+    before = world.report().realised
     choices = world.policy.choose([world.asked(request) for request in world.running], 100)
     assert not world.policy.in_probe
     assert any(choice != NOTHING for choice in choices)
     for _ in range(NUM_OFF_STEPS):
         world.step()
-    assert world.policy.report().realised == before, "no pair came of it"
+    assert world.report().realised == before, "no pair came of it"
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.85])
@@ -381,8 +380,8 @@ def test_fixed_everyone_is_drafted_for_as_deep_as_allowed() -> None:
         probes += world.policy.in_probe
     assert NUM_OFF_STEPS <= probes < 60
     assert probes % NUM_OFF_STEPS == 0 or world.policy.in_probe
-    assert not world.policy.report().adaptive
-    speedup = world.policy.report().realised
+    assert not world.report().adaptive
+    speedup = world.report().realised
     assert speedup is not None
     assert speedup.ratio == pytest.approx(world.fixed_rate({"t": (0, 5)}) / world.off_rate(), rel=0.1)
 
@@ -421,7 +420,7 @@ def test_memory_is_bounded_by_what_runs() -> None:
     tasks = tuple(f"task {number}" for number in range(1000))
     alpha = dict.fromkeys(tasks, 0.5)
     world = World([chain("a", alpha)], size=4, tasks=tasks, prompt=4, answer=3).run(500)
-    assert len(world.policy.report().tasks) <= MAX_TASKS
+    assert len(world.report().tasks) <= MAX_TASKS
     assert world.policy.num_held <= 8
 
 
@@ -439,18 +438,13 @@ def test_how_long_answers_are_is_learned_by_task() -> None:
 # --- corner cases ----------------------------------------------------------------------------------------------
 
 
-def observed(seconds: float, **changes: Any) -> ObservedStep:
-    values: dict[str, Any] = {
-        "num_sequences": 1,
-        "num_rows": 3,
-        "num_prompt_rows": 0,
-        "undrafted_s": seconds,
-        "calls": [Call(0, Drafted(1, 2, 2), 0.0)],
-        "outcomes": [Outcome(1, "t", 0, 2, 2, 1, 2)],
-        "num_drafted": 1,
-        "num_checked": 2,
-    }
-    return ObservedStep(**(values | changes))
+def observe(
+    policy: Policy, seen: Seq[StepRequest], calls: Seq[DraftCall], num_rows: int, seconds: float
+) -> None:
+    checked = sum(request.num_checked for request in seen)
+    policy.observe(
+        seen, calls, num_rows=num_rows, num_prompt_rows=0, num_checked=checked, undrafted_s=seconds
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -460,7 +454,7 @@ def test_times_that_cannot_be_teach_nothing(seconds: float) -> None:
     policy = world.policy
     before = policy.step_cost.step_s(4, 8, 4, 4), policy.budget.total_s
     for _ in range(10):
-        policy.observe(observed(seconds))
+        observe(policy, [drafted(1, 2, 1)], [DraftCall(1, 2, 2, 0)], 3, seconds)
     assert (policy.step_cost.step_s(4, 8, 4, 4), policy.budget.total_s) == before
     world.restart()
     world.run(60)
@@ -489,12 +483,10 @@ def test_a_clock_that_jumps_fixes_no_plan_for_ever(jump_s: float) -> None:
 def test_empty_batches_and_strange_names_do_not_raise() -> None:
     policy = Policy([PolicyDrafter("a", 4, True)], adaptive=True, probe_share=0.01, pass_s=lambda rows: 0.02)
     assert policy.choose([], 0) == []
-    policy.observe(
-        observed(0.02, num_sequences=0, calls=[], outcomes=[], num_drafted=0, num_checked=0, num_rows=64)
-    )
+    observe(policy, [], [], 64, 0.02)
     assert policy.choose([], 64) == []
-    assert policy.report().tasks == ()
-    assert policy.report().estimated_speedup is None
+    assert control_report(policy).tasks == ()
+    assert control_report(policy).estimated_speedup is None
     assert len(policy.choose([StepRequest(1, "\u2603" * 1000, 3)], 0)) == 1
     policy.release(999, "unheard of", None)
     policy.release(999, "unheard of", 0)
@@ -503,7 +495,7 @@ def test_empty_batches_and_strange_names_do_not_raise() -> None:
 
 def test_a_report_says_what_is_going_on() -> None:
     world = steady(0.85, 4, probe_share=0.02).run(600)
-    report = world.policy.report([3, 0], [False, True])
+    report = control_report(world.policy, [3, 0], [False, True])
     assert report.adaptive
     assert report.speculating
     assert report.probe_share < 0.03
@@ -524,7 +516,7 @@ def test_a_report_says_what_is_going_on() -> None:
 def test_each_task_has_an_estimate_of_its_own() -> None:
     drafter = chain("a", {"sql": 0.9, "creative": 0.05})
     world = World([drafter], size=4, tasks=("sql", "creative"), prompt=0, answer=FOREVER).run(200)
-    estimates = {task.task: task.estimated_speedup for task in world.policy.report().tasks}
+    estimates = {task.task: task.estimated_speedup for task in world.report().tasks}
     assert estimates["sql"] is not None
     assert estimates["creative"] is not None
     assert estimates["sql"] > 1.5
@@ -534,7 +526,7 @@ def test_each_task_has_an_estimate_of_its_own() -> None:
 def test_break_even_is_where_one_token_pays() -> None:
     machine = Machine(read_s=0.02, row_s=0.0)
     world = steady(0.85, 1, machine=machine).run(200)
-    [task] = world.policy.report().tasks
+    [task] = world.report().tasks
     assert task.break_even == pytest.approx(0.0016 / 0.0211, abs=0.03)
 
 
@@ -542,7 +534,7 @@ def test_break_even_is_of_drafts_as_deep_as_they_are() -> None:
     """One draft token does not pay where a call is dear; eight do, and the report must not say otherwise."""
     dear = Simulated(PolicyDrafter("dear", 8, True), {"t": 0.9}, call_s=0.02)
     world = World([dear], size=1, tasks=("t",), prompt=0, answer=FOREVER).run(200)
-    [task] = world.policy.report().tasks
+    [task] = world.report().tasks
     assert task.depth > 3
     assert task.estimated_speedup is not None
     assert task.estimated_speedup > 1.3
@@ -554,7 +546,7 @@ def test_break_even_is_of_drafts_as_deep_as_they_are() -> None:
 def test_requests_that_have_ended_are_counted_by_task() -> None:
     world = World([chain("a", {"sql": 0.9, "chat": 0.5})], size=1, tasks=("sql", "chat"), prompt=0, answer=20)
     world.run(200)
-    numbers = {task.task: task.num_requests for task in world.policy.report().tasks}
+    numbers = {task.task: task.num_requests for task in world.report().tasks}
     assert min(numbers.values()) > 2
     assert abs(numbers["sql"] - numbers["chat"]) <= 1
 
@@ -563,7 +555,7 @@ def test_it_is_told_when_the_first_probe_comes() -> None:
     world = World(
         [chain("a", {"t": 0.8})], size=1, tasks=("t",), prompt=0, answer=FOREVER, adaptive=False, noise=0
     ).run(12)
-    report = world.policy.report()
+    report = world.report()
     wait_s = report.next_probe_s
     assert wait_s is not None
     assert wait_s > 0
@@ -574,8 +566,8 @@ def test_it_is_told_when_the_first_probe_comes() -> None:
         world.step()
     assert last_s - begin_s == pytest.approx(wait_s, abs=0.2 * wait_s)
     world.run(10)
-    [task] = world.policy.report().tasks
-    assert task.num_pairs == world.policy.report().num_pairs == 1
+    [task] = world.report().tasks
+    assert task.num_pairs == world.report().num_pairs == 1
 
 
 @pytest.mark.parametrize(("alpha", "probe_share"), [(0.02, 0.005), (0.8, 0.0)])
@@ -583,7 +575,7 @@ def test_where_nothing_is_drafted_or_probed_no_probe_comes(alpha: float, probe_s
     world = World(
         [chain("a", {"t": alpha})], size=1, tasks=("t",), prompt=0, answer=FOREVER, probe_share=probe_share
     ).run(150)
-    assert world.policy.report().next_probe_s is None
+    assert world.report().next_probe_s is None
 
 
 @pytest.mark.parametrize("limit", [4, 0])
@@ -597,6 +589,5 @@ def test_a_step_in_which_no_drafter_had_a_proposal_is_speculations_too(limit: in
     for _ in range(100):
         [choice] = policy.choose([StepRequest(0, "t", limit, length=10)], 0)
         probes += policy.in_probe
-        outcomes = [Outcome(0, "t", NOBODY, 0, 0, 0, 1)] if choice.drafts else []
-        policy.observe(observed(0.01, num_rows=1, calls=[], outcomes=outcomes, num_drafted=0, num_checked=0))
+        observe(policy, [StepRequest(0, "t", limit, choice=choice, num_tokens=1)], [], 1, 0.01)
     assert (probes > 0) == (limit > 0)

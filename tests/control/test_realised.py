@@ -17,12 +17,12 @@ from slipstream.control.realised import (
     Step,
     ratio_of,
 )
-from slipstream.control.types import MAX_TASKS, NOBODY, Outcome
+from slipstream.control.types import MAX_TASKS, StepRequest
 
 
-def gain(task: str, num_tokens: int) -> Outcome:
+def gain(task: str, num_tokens: int) -> StepRequest:
     """What a step gave one sequence."""
-    return Outcome(0, task, NOBODY, 0, 0, 0, num_tokens)
+    return StepRequest(0, task, limit=0, num_tokens=num_tokens)
 
 
 def step(

@@ -31,7 +31,7 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
     world = losing(8, 0.4, 0.8)
     with caplog.at_level(logging.INFO, logger="slipstream.control"):
         world.run(400)
-        report = world.policy.report()
+        report = world.report()
         assert report.stands_back
         assert report.realised is not None
         assert report.realised.high < 1
@@ -39,7 +39,7 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
         world.restart()
         world.run(1000)
         assert world.rate > 0.985 * world.off_rate()
-        later = world.policy.report()
+        later = world.report()
         assert later.stands_back
         assert later.realised is not None
         assert later.realised.num_pairs > num_pairs  # it goes on to look
@@ -49,7 +49,7 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
         world.drafters[0].alpha["t"] = world.told_alpha["t"] = 0.85  # type: ignore[index]
         for _ in range(3000):
             world.step()
-            if not world.policy.report().stands_back:
+            if not world.report().stands_back:
                 break
         assert [record.message.split(":")[0] for record in caplog.records][-1] == "auto resumes drafts"
         world.run(100)
@@ -61,7 +61,7 @@ def test_it_stands_back_from_drafts_that_lose_and_comes_back(caplog: pytest.LogC
 
 def test_a_fixed_drafter_is_the_operators_choice() -> None:
     world = losing(8, 0.1, 0.8, adaptive=False).run(400)
-    assert not world.policy.report().stands_back
+    assert not world.report().stands_back
     assert world.choices[0].depth
 
 

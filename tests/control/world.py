@@ -12,13 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.policy import Policy
+from slipstream.control.report import control_report
 from slipstream.control.types import (
     NOBODY,
-    Call,
     Choice,
-    Drafted,
-    ObservedStep,
-    Outcome,
+    ControlReport,
+    DraftCall,
     PolicyDrafter,
     StepRequest,
 )
@@ -187,12 +186,13 @@ class World:
         """As the engine does one: prompts of new requests are computed beside the others' tokens."""
         policy, running = self.policy, self.running
         num_prompt_rows = sum(request.prompt for request in self.waiting)
-        choices = self.choices = policy.choose([self.asked(request) for request in running], num_prompt_rows)
+        requests = [self.asked(request) for request in running]
+        choices = self.choices = policy.choose(requests, num_prompt_rows)
         calls, drafts = self._draft(choices)
         for request in self.waiting:
             if not policy.in_probe:
                 self._announce(request, calls)
-        outcomes, expected = self._verify(choices, drafts)
+        expected = self._verify(requests, choices, drafts)
         checked = sum(length for _, length in drafts.values())
         rows = len(running) + num_prompt_rows + checked
         undrafted_s = self.machine.step_s(len(running), rows)
@@ -211,19 +211,19 @@ class World:
             for seen in self._lengths:
                 seen.pop(request.sequence_id, None)
         policy.observe(
-            ObservedStep(
-                num_sequences=len(running),
-                num_rows=rows,
-                num_prompt_rows=num_prompt_rows,
-                undrafted_s=self._noisy(undrafted_s + self.overhead_s),
-                calls=[Call(number, drafted, self._noisy(s)) for number, drafted, s in calls],
-                outcomes=outcomes if any(choice.drafts for choice in choices) else [],
-                num_drafted=sum(length > 0 for _, length in drafts.values()),
-                num_checked=checked,
-            )
+            requests,
+            num_rows=rows,
+            num_prompt_rows=num_prompt_rows,
+            num_checked=checked,
+            undrafted_s=self._noisy(undrafted_s + self.overhead_s),
+            calls=[call._replace(seconds=self._noisy(call.seconds)) for call in calls],
         )
         self.running = [request for request in running if request not in ended] + self.waiting
         self.waiting = [self._begin() for _ in ended]
+
+    def report(self) -> ControlReport:
+        """What the policy says of itself."""
+        return control_report(self.policy)
 
     def _noisy(self, seconds: float) -> float:
         return seconds * max(0.2, 1 + self.noise * self.random.gauss(0, 1))
@@ -234,10 +234,10 @@ class World:
             request.sequence_id, request.task, request.limit, request.length, request.output, request.allowed
         )
 
-    def _draft(self, choices: Seq[Choice]) -> tuple[list[Call], dict[int, tuple[int, int]]]:
+    def _draft(self, choices: Seq[Choice]) -> tuple[list[DraftCall], dict[int, tuple[int, int]]]:
         """The calls, and request number to who drafted and how many tokens."""
         drafts: dict[int, tuple[int, int]] = {}
-        calls: list[Call] = []
+        calls: list[DraftCall] = []
         for number, drafter in enumerate(self.drafters):
             if not drafter.traits.looks_up:
                 continue
@@ -268,7 +268,7 @@ class World:
                 return length
         return 0
 
-    def _call(self, number: int, asked: Seq[int], depths: Seq[int]) -> Call:
+    def _call(self, number: int, asked: Seq[int], depths: Seq[int]) -> DraftCall:
         drafter, missed = self.drafters[number], 0
         self.num_asked[number] += sum(depths)
         for i in asked:
@@ -278,12 +278,13 @@ class World:
             self._lengths[number][request.sequence_id] = request.length
         if drafter.traits.is_chain:
             depths = [min(depth, drafter.traits.max_depth) for depth in depths]
-            drafted = Drafted(len(asked), max(depths), sum(depths))
+            levels, num_tokens = max(depths), sum(depths)
         else:
-            drafted = Drafted(len(asked), 1, len(asked))
-        return Call(number, drafted, self.slowdown(number, drafter.call(depths, missed)))
+            levels, num_tokens = 1, len(asked)
+        seconds = self.slowdown(number, drafter.call(depths, missed))
+        return DraftCall(len(asked), levels, num_tokens, number, seconds)
 
-    def _announce(self, request: Running, calls: list[Call]) -> None:
+    def _announce(self, request: Running, calls: list[DraftCall]) -> None:
         number = self.policy.announce(self.asked(request), request.prompt, request.prompt, request.answer)
         if number == NOBODY:
             return
@@ -294,14 +295,14 @@ class World:
             if call.drafter == number:
                 calls[place] = call._replace(seconds=call.seconds + seconds)
                 return
-        calls.append(Call(number, Drafted(0, 0, 0), drafter.call_s + seconds))
+        calls.append(DraftCall(0, 0, 0, number, drafter.call_s + seconds))
 
     def _verify(
-        self, choices: Seq[Choice], drafts: Mapping[int, tuple[int, int]]
-    ) -> tuple[list[Outcome], float]:
-        outcomes: list[Outcome] = []
+        self, asked: Seq[StepRequest], choices: Seq[Choice], drafts: Mapping[int, tuple[int, int]]
+    ) -> float:
+        """Let the requests have their tokens, and say what became of their drafts; returns the tokens expected."""
         expected = 0.0
-        for i, (request, choice) in enumerate(zip(self.running, choices, strict=True)):
+        for i, (request, seen, choice) in enumerate(zip(self.running, asked, choices, strict=True)):
             number, length = drafts.get(i, (NOBODY, 0))
             accepted = 0
             expected += 1.0
@@ -312,25 +313,15 @@ class World:
                     accepted += 1
             request.output += accepted + 1
             request.length += accepted + 1
-            num_tokens = accepted + 1
+            seen.num_tokens = accepted + 1
             if self.told_alpha is not None:
                 accepted = 0
                 while accepted < length and self.random.random() < self.told_alpha[request.task]:
                     accepted += 1
-            reached = min(accepted + 1, length)
-            outcomes.append(
-                Outcome(
-                    request.sequence_id,
-                    request.task,
-                    number,
-                    length,
-                    reached,
-                    accepted,
-                    num_tokens,
-                    choice.lookup,
-                )
-            )
-        return outcomes, expected
+            seen.choice, seen.drafter, seen.lookup = choice, number, choice.lookup
+            seen.num_checked, seen.num_accepted = length, accepted
+            seen.num_reached = min(accepted + 1, length)
+        return expected
 
     # --- what would be right ----------------------------------------------------------------------------------
 
@@ -378,3 +369,20 @@ class World:
     def chosen(self) -> list[tuple[int, int]]:
         """Drafter and depth of each request in the last step."""
         return [(choice.drafter, choice.depth) for choice in self.choices]
+
+
+def drafted(
+    sequence_id: int, checked: int, accepted: int, *, task: str = "t", drafter: int = 0
+) -> StepRequest:
+    """A request of which a step has checked so many draft tokens."""
+    return StepRequest(
+        sequence_id,
+        task,
+        limit=8,
+        choice=Choice(drafter, checked),
+        drafter=drafter,
+        num_checked=checked,
+        num_reached=min(accepted + 1, checked),
+        num_accepted=accepted,
+        num_tokens=accepted + 1,
+    )

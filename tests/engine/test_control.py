@@ -184,7 +184,7 @@ def test_steps_by_a_cached_plan_say_the_same(
     for _ in range(2):
         assert texts(llm, prompts[:6], params) == texts(plain, prompts[:6], params)
     assert searches[False] > searches[True] > 0
-    assert any(method.num_steps for method in policy.report().methods)
+    assert any(method.num_steps for method in llm.engine.control_report().methods)
     assert llm.engine.integrity() == []
 
 
@@ -291,7 +291,7 @@ def test_one_member_that_hangs_leaves_the_others(
 ) -> None:
     hangs = {"method": HANGS, "texts": [[1]]}
     llm = make_llm({"method": "auto", "drafters": [hangs, DRAFT]})
-    llm.engine.drafting.drafters.guards[0].timeout_s = 0.3  # the other one may take its time
+    llm.engine.drafting.guards[0].timeout_s = 0.3  # the other one may take its time
     for _ in range(3):
         assert texts(llm, prompts[:6]) == texts(plain, prompts[:6])
     bad, good = llm.engine.control_report().methods
@@ -316,7 +316,7 @@ def test_a_late_answer_retires_even_our_own_drafters_for_a_while(
     llm = make_llm({"method": "ngram", "draft_timeout_s": 1e-9})
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert llm.engine.control_report().methods[0].retired
-    guard = llm.engine.drafting.drafters.guards[0]
+    guard = llm.engine.drafting.guards[0]
     guard.timeout_s, guard.clock = 120.0, lambda: time.monotonic() + FIRST_PAUSE_S
     assert texts(llm, prompts[:2]) == texts(plain, prompts[:2])
     assert not llm.engine.control_report().methods[0].retired, "the pause is over"

@@ -48,13 +48,11 @@ def test_a_long_prompt_beside_short_ones(
     lengths: dict[str, list[tuple[int, int]]] = {}
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
-        proposals = propose(scheduled, steps)
+    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> None:
+        propose(scheduled, steps)
         for item in scheduled:
-            sequence = item.sequence
-            drafted = len(proposals.get(sequence.id, ()))
+            sequence, drafted = item.sequence, len(item.proposal)
             lengths.setdefault(sequence.request_id, []).append((len(sequence.token_ids), drafted))
-        return proposals
 
     monkeypatch.setattr(llm.engine.drafting, "propose", spy)
     batch = [short[0], long, short[1], growing, *short[2:]]
@@ -94,9 +92,9 @@ def test_a_batch_costs_as_many_draft_passes_as_one_sequence(
         drawn: list[list[int]] = draw(batch, pool, chains)
         return drawn
 
-    def step(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
+    def step(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> None:
         passes.append(0)
-        return propose(scheduled, steps)
+        propose(scheduled, steps)
 
     draw = model.draft_chain
     monkeypatch.setattr(model, "draft_chain", count_chains)  # a pass a level

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
+from slipstream.core.proposal import ROOT, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.engine.outputs import CompletionOutput, RequestOutput
@@ -65,13 +65,11 @@ def logged(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Log:
     log: Log = defaultdict(list)
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> dict[int, Proposal]:
-        proposals = propose(scheduled, steps)
+    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> None:
+        propose(scheduled, steps)
         for item in scheduled:
             sequence = item.sequence
-            proposal = proposals.get(sequence.id, EMPTY_PROPOSAL)
-            log[sequence.request_id, sequence.index].append((sequence.num_output_tokens, proposal))
-        return proposals
+            log[sequence.request_id, sequence.index].append((sequence.num_output_tokens, item.proposal))
 
     monkeypatch.setattr(llm.engine.drafting, "propose", spy)
     return log

@@ -6,5 +6,5 @@ load, with and without prompts in the step. `optimise` searches a plan: the most
 `acceptance` counts accepted draft tokens by drafter, task and request, each the prior of the next, and `traffic` keeps
 these counts. `cost` learns what steps and drafts take, as sums of parts. One `budget` (`probe_share` of the time)
 pays for `trials` of what is not chosen and for `probes` without drafts, which measure what is `realised`;
-`stand_back` suspends drafts where they measurably lose.
+`stand_back` suspends drafts where they measurably lose. `report` says what is known.
 """

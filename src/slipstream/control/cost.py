@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.control.least_squares import non_negative
-from slipstream.control.types import Drafted, Number
+from slipstream.control.types import DraftCall, Number
 
 MEMORY = 40.0
 """Values after which an old one weighs 1/e in a mean."""
@@ -134,20 +134,20 @@ class DraftCost:
         """True after a few calls that drafted."""
         return self._num_calls >= MIN_CALLS
 
-    def learn(self, drafted: Drafted, num_missed: int, seconds: float) -> None:
+    def learn(self, call: DraftCall, num_missed: int) -> None:
         """One call, which first had to compute `num_missed` tokens of text beyond what a step yields."""
-        number, levels, tokens = drafted
+        number, levels, tokens, _, seconds = call
         self._parts.learn((1.0, levels, number, tokens, num_missed), seconds)
         if number:
             self._num_calls += 1
             if num_missed < MANY_MISSED * number:
                 self._missed.learn(num_missed / number)
 
-    def __call__(self, drafted: Drafted) -> Number:
+    def __call__(self, call: DraftCall) -> Number:
         """A call for sequences whose prompts are computed; 0 before that is known. Takes numbers or arrays."""
         if not self.is_known:
             return 0.0
-        number, levels, tokens = drafted
+        number, levels, tokens, *_ = call
         seconds = self._parts((1.0, levels, number, tokens, self._missed.value * number))
         return (
             np.where(number > 0, seconds, 0.0) if isinstance(number, np.ndarray) else seconds * (number > 0)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, LookupYield
 from slipstream.control.cost import DraftCost, StepCost
-from slipstream.control.types import NOBODY, Choice, Drafted, PolicyDrafter
+from slipstream.control.types import NOBODY, Choice, DraftCall, PolicyDrafter
 
 MAX_ROUNDS = 3
 WORTH_ANOTHER_ROUND = 1.001
@@ -161,7 +161,7 @@ class Problem:
         for lookup in self._lookups:
             asked = int((lookups == lookup).sum())
             if asked:
-                draft_s += float(self._draft_costs[lookup](Drafted(asked, 1, asked)))
+                draft_s += float(self._draft_costs[lookup](DraftCall(asked, 1, asked)))
         return self._priced(places, float(self._tokens[every, places].sum()), rows, drafted, draft_s)
 
     def _priced(
@@ -179,7 +179,7 @@ class Problem:
         number = max(total, 1.0)  # a call is for one at least; it is made by the chance that there is one
         mean = float((needed * levels).sum()) / total
         return min(total, 1.0) * float(
-            self._draft_costs[drafter](Drafted(number, levels.max(), number * mean))
+            self._draft_costs[drafter](DraftCall(number, levels.max(), number * mean))
         )
 
     def _alike(self, allowed: NDArray[np.bool_]) -> Priced:
@@ -190,10 +190,12 @@ class Problem:
         draft_s = entry_s.copy()
         for drafter in self._drafters:
             mine = self._drafter == drafter
-            asked = Drafted(number[mine], self._level[mine], number[mine] * self._level[mine])
+            asked = DraftCall(number[mine], self._level[mine], number[mine] * self._level[mine])
             draft_s[mine] += np.minimum(needed[mine], 1.0) * self._draft_costs[drafter](asked)
         for lookup in self._lookups:
-            draft_s[self._lookup == lookup] += self._draft_costs[lookup](Drafted(self.number, 1, self.number))
+            draft_s[self._lookup == lookup] += self._draft_costs[lookup](
+                DraftCall(self.number, 1, self.number)
+            )
         in_pass = self.number + self._num_prompt_rows + rows
         step_s = self._step_cost.step_s(self.number, in_pass, self._drafted.sum(axis=0), rows)
         rate = (self.number + self._tokens.sum(axis=0)) / np.maximum(step_s - self._prompts_s + draft_s, 1e-9)
@@ -244,12 +246,12 @@ class Problem:
         for drafter in self._drafters:
             mine = self._drafter == drafter
             sharing = max(float((self._drafter[going.places] == drafter).sum()), share * self.number, 1.0)
-            asked = Drafted(sharing, self._level[mine], sharing * self._level[mine])
+            asked = DraftCall(sharing, self._level[mine], sharing * self._level[mine])
             call_s[mine] = self._draft_costs[drafter](asked) / sharing
         ask_s = np.zeros(len(self.options))
         for lookup in self._lookups:
             ask_s[self._lookup == lookup] = (
-                self._draft_costs[lookup](Drafted(self.number, 1, self.number)) / self.number
+                self._draft_costs[lookup](DraftCall(self.number, 1, self.number)) / self.number
             )
         marginal = self._rows * row_s + self._drafted * drafted_s + self._needed * call_s + ask_s
         return np.asarray(marginal + self._entry_s)

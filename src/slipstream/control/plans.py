@@ -45,6 +45,10 @@ class Plan:
             found = self.by_sequence[request.sequence_id] = self.for_task(request.task)
         return found
 
+    def choices(self, requests: Seq[StepRequest]) -> list[Choice]:
+        """Of each request's choice what it may have."""
+        return [bounded(self.choice(request), request) for request in requests]
+
     def at(self, num_requests: int) -> Plan:
         """What holds for a step of so many requests."""
         return self

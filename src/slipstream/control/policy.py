@@ -18,35 +18,17 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from slipstream.control.break_even import break_even, usual_depth
 from slipstream.control.budget import Budget
-from slipstream.control.cost import DraftCost, Mean, StepCost, TextSeen
+from slipstream.control.cost import DraftCost, Mean, StepCost
 from slipstream.control.fixed import FixedPlan
-from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
-from slipstream.control.plans import (
-    MAX_AGE,
-    Plan,
-    PlanByRules,
-    bounded,
-    most_common,
-    plan_key,
-)
+from slipstream.control.optimise import Priced, Problem
+from slipstream.control.plans import MAX_AGE, Plan, PlanByRules, bounded, most_common, plan_key
 from slipstream.control.probes import Probes
 from slipstream.control.realised import Step
 from slipstream.control.stand_back import StandBack
-from slipstream.control.traffic import TaskUse, Traffic
+from slipstream.control.traffic import Traffic
 from slipstream.control.trials import NUM_TRIAL_STEPS, Trials
-from slipstream.control.types import (
-    NOBODY,
-    NOTHING,
-    Choice,
-    ControlReport,
-    Drafted,
-    ObservedStep,
-    PolicyDrafter,
-    StepRequest,
-    TaskReport,
-)
+from slipstream.control.types import NOBODY, NOTHING, Choice, DraftCall, PolicyDrafter, StepRequest
 
 SEARCH_SHARE = 0.005
 """Share of the time for searching plans."""
@@ -85,7 +67,7 @@ class Policy:
         """What searching a plan took in this step."""
         self._step_s = Mean()
         self.budget = Budget(probe_share, self._step_s)
-        self._probes = Probes(self.budget, self._step_s)
+        self.probes = Probes(self.budget, self._step_s)
         self._trials = Trials()
         self._trial_price_s = 0.0
         self._stand_back = StandBack()
@@ -93,12 +75,12 @@ class Policy:
         """By load bucket, and whether the step computes prompts too: then each draft token costs more."""
         self._fixed = fixed
         if adaptive:
-            self._plan = Plan()
+            self.plan = Plan()
         elif fixed is not None:
-            self._plan = PlanByRules(fixed)
+            self.plan = PlanByRules(fixed)
         else:
-            self._plan = Plan(usual=Choice(0, self.drafters[0].max_depth), drafts=True)
-        self._alone = self._plan
+            self.plan = Plan(usual=Choice(0, self.drafters[0].max_depth), drafts=True)
+        self.alone = self.plan
         """The last one for steps without prompts."""
         self._prompt_rows = Mean()
         """In steps that have some."""
@@ -109,10 +91,9 @@ class Policy:
         """Something has been learned since the last search that makes cached plans doubtful."""
         self._step = 0
         self._speculates = False
-        self._seen = [TextSeen() for _ in drafters]
         self._num_missed = [0] * len(self.drafters)
         """Tokens of text that each drafter has to compute in this step before it can draft."""
-        self._by_batch: dict[int, Mean] = {}
+        self.depth_by_batch: dict[int, Mean] = {}
 
     def read_tasks_by(self, client_task: Callable[[str], str]) -> None:
         """Tasks go by names for statistics, from which this tells what the client called them."""
@@ -124,7 +105,7 @@ class Policy:
     @property
     def in_probe(self) -> bool:
         """True for a step without drafts, to measure what they gain."""
-        return self._probes.rests
+        return self.probes.rests
 
     def choose(self, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
         """The choice for each request of a step whose pass has `num_prompt_rows` rows beside one a request."""
@@ -132,13 +113,13 @@ class Policy:
         self._speculates, self.planning_s = False, 0.0
         self._num_missed = [0] * len(self.drafters)
         if not requests:
-            self._probes.give_up()  # nothing to compare with
+            self.probes.give_up()  # nothing to compare with
             return []
-        plan = self._plan_for(requests, num_prompt_rows) if self.adaptive else self._plan
-        self._plan = plan = plan.at(len(requests))
+        plan = self._plan_for(requests, num_prompt_rows) if self.adaptive else self.plan
+        self.plan = plan = plan.at(len(requests))
         if not num_prompt_rows:
-            self._alone = plan
-        choices = [bounded(plan.choice(request), request) for request in requests]
+            self.alone = plan
+        choices = plan.choices(requests)
         plan.drafts = any(choice.drafts for choice in choices)
         if not plan.drafts:
             self.budget.withdraw("probe")  # there is nothing to compare
@@ -152,7 +133,7 @@ class Policy:
 
     def note_asked(self, drafter: int, sequence_id: int, length: int) -> None:
         """A drafter is asked for a sequence in this step, whose text has `length` tokens."""
-        self._num_missed[drafter] += self._seen[drafter].note(self._step, sequence_id, length)
+        self._num_missed[drafter] += self.traffic.seen[drafter].note(self._step, sequence_id, length)
 
     def announce(self, request: StepRequest, num_rows: int, num_computed: int, max_tokens: float) -> int:
         """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `num_computed`; or
@@ -164,7 +145,7 @@ class Policy:
         drafter = self._drafter_for(request.task, request.length, max_tokens)
         if drafter == NOBODY or (request.allowed is not None and drafter not in request.allowed):
             return NOBODY
-        seen = self._seen[drafter]
+        seen = self.traffic.seen[drafter]
         self._num_missed[drafter] += seen.note_prompt(self._step, request.sequence_id, num_rows, num_computed)
         return drafter
 
@@ -177,7 +158,7 @@ class Policy:
         ]
 
     def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
-        plan = self._alone
+        plan = self.alone
         drafter = plan.for_task(task).drafter
         if plan.withheld or drafter == NOBODY:
             return NOBODY
@@ -198,7 +179,7 @@ class Policy:
         plan = self._plans.get(key)
         if plan is not None and not self._is_due(plan):
             return plan
-        before = plan or self._plan
+        before = plan or self.plan
         # Where prompts take all the room of a step, none may have drafts in it; that says nothing of the next one.
         able = sum(request.limit > 0 for request in requests)
         if num_prompt_rows and 2 * able < len(requests):
@@ -211,18 +192,18 @@ class Policy:
         return plan
 
     def _kept_plans(self) -> tuple[Plan, ...]:
-        return self._plan, self._alone, *self._plans.values()
+        return self.plan, self.alone, *self._plans.values()
 
     def _is_due(self, plan: Plan) -> bool:
-        if self._probes.is_active or self._trials.under_way:
+        if self.probes.is_active or self._trials.under_way:
             return False
         age = self._step - plan.searched_at
         return self._has_changed or age >= MAX_AGE or (age >= MIN_AGE and self._credit_s >= 0)
 
     def _search(self, requests: Seq[StepRequest], before: Plan, beside_prompts: bool) -> Plan:
-        self._learn()
+        self.learn()
         problem = Problem(
-            self._rows(requests, self._usable(beside_prompts)),
+            self.traffic.rows(requests, self._usable(beside_prompts), self.draft_costs),
             self.step_cost,
             self.draft_costs,
             self._prompt_rows.value if beside_prompts else 0.0,
@@ -277,49 +258,10 @@ class Policy:
         usable = [
             n for n, cost in enumerate(self.draft_costs) if cost.is_known and n not in self.traffic.lookups
         ]
-        if beside_prompts and self._step - self._alone.searched_at < MAX_AGE:
-            used = {choice.drafter for choice in (self._alone.usual, *self._alone.by_sequence.values())}
+        if beside_prompts and self._step - self.alone.searched_at < MAX_AGE:
+            used = {choice.drafter for choice in (self.alone.usual, *self.alone.by_sequence.values())}
             usable = [number for number in usable if number in used]
         return usable
-
-    def _rows(self, requests: Seq[StepRequest], usable: Seq[int]) -> list[Row]:
-        """What could be done for each request; those of which nothing is known share what their task's may expect."""
-        shared: dict[tuple[int, str, int, int], Curve] = {}
-        lookups: dict[str, dict[int, LookupCurve]] = {}
-        rows = []
-        for request in requests:
-            curves: dict[int, Curve] = {}
-            for number in usable:
-                if request.limit < 1 or (request.allowed is not None and number not in request.allowed):
-                    continue
-                missing = self._seen[number].num_missing(request.sequence_id, request.length)
-                known = self.traffic.acceptance[number]
-                key = number, request.task, request.limit, missing
-                is_known = known.knows(request.sequence_id)
-                curve = None if is_known else shared.get(key)
-                if curve is None:
-                    entry_s = missing * self.draft_costs[number].missed_token_s / self._steps_left(request)
-                    curve = Curve.of(
-                        self.drafters[number],
-                        known,
-                        request.sequence_id,
-                        request.task,
-                        request.limit,
-                        entry_s,
-                    )
-                    if not is_known:
-                        shared[key] = curve
-                curves[number] = curve
-            if request.task not in lookups:
-                lookups[request.task] = {
-                    number: LookupCurve.of(known, request.task)
-                    for number, known in self.traffic.lookups.items()
-                }
-            found = lookups[request.task] if request.limit > 0 else {}
-            if request.allowed is not None:
-                found = {number: curve for number, curve in found.items() if number in request.allowed}
-            rows.append(Row(curves, found))
-        return rows
 
     def _as_asked(self, option: Choice) -> Choice:
         """Trees are not chosen in depth: they are asked for all that they can be."""
@@ -327,30 +269,25 @@ class Policy:
             return option
         return option._replace(depth=self.drafters[option.drafter].max_depth)
 
-    def _steps_left(self, request: StepRequest) -> float:
-        """A careful estimate: answers are as long as those of their task, and steps yield a token and a half."""
-        usual = self.traffic.usual_length(request.task)
-        return max(usual - request.num_output, 0.25 * usual, 4.0) / 1.5
-
     # --- exploration ------------------------------------------------------------------------------------------
 
     def _probes_now(self, plan: Plan, num_requests: int, num_prompt_rows: int) -> bool:
         """Whether this step is one of a probe."""
         price_s = None
-        is_fair = not num_prompt_rows and self._probes.realised.can_probe(num_requests, plan.withheld)
+        is_fair = not num_prompt_rows and self.probes.realised.can_probe(num_requests, plan.withheld)
         if is_fair and not self._trials.under_way:
-            price_s = self._probe_price_s(plan, num_requests)
+            price_s = self.probe_price_s(plan, num_requests)
             if not self.budget.can_pay("probe", price_s):
                 price_s = None
-        return self._probes.choose(num_requests, num_prompt_rows, price_s, with_drafts=plan.withheld)
+        return self.probes.choose(num_requests, num_prompt_rows, price_s, with_drafts=plan.withheld)
 
-    def _probe_price_s(self, plan: Plan, num_requests: int) -> float:
+    def probe_price_s(self, plan: Plan, num_requests: int) -> float:
         if plan.withheld:
-            return self._probes.back_price_s(self._stand_back.lost(num_requests))
+            return self.probes.back_price_s(self._stand_back.lost(num_requests))
         estimated, found = plan.gain, self._stand_back.gain(num_requests)
         if estimated is not None and found is not None:
             estimated = min(estimated, found)  # where drafts may be losing, looking again is cheap
-        return self._probes.price_s(estimated)
+        return self.probes.price_s(estimated)
 
     def _consider_trial(self, problem: Problem, plan: Priced, requests: Seq[StepRequest]) -> None:
         """Have the drafter of which least is known tried for a task that is not given it, where that can be paid."""
@@ -371,7 +308,7 @@ class Policy:
             return
         _, place, option = best
         request = requests[place]
-        missing = self._seen[option.drafter].num_missing(request.sequence_id, request.length)
+        missing = self.traffic.seen[option.drafter].num_missing(request.sequence_id, request.length)
         price_s = NUM_TRIAL_STEPS * problem.extra_s(plan, place, option)
         price_s += missing * self.draft_costs[option.drafter].missed_token_s
         if self.budget.can_pay("trial", price_s):
@@ -390,7 +327,7 @@ class Policy:
             for number in self._unknown():
                 able = [request for request in requests if bounded(Choice(number, 1), request).drafts]
                 if able:
-                    seen = self._seen[number]
+                    seen = self.traffic.seen[number]
                     request = min(able, key=lambda each: seen.num_missing(each.sequence_id, each.length))
                     self._begin_trial(request, number, FIRST_DEPTHS)
                     self._trial_price_s = 0.0
@@ -406,7 +343,7 @@ class Policy:
         Where it costs less than a step earns it does not wait for credit: otherwise the trials that come first would
         keep it from being noticed that the text repeats.
         """
-        price_s = float(self.draft_costs[lookup](Drafted(1, 1, 1)))
+        price_s = float(self.draft_costs[lookup](DraftCall(1, 1, 1)))
         if not self.adaptive:
             return False
         if price_s < self.budget.share * self._step_s.value:
@@ -419,44 +356,62 @@ class Policy:
 
     # --- after a step -----------------------------------------------------------------------------------------
 
-    def observe(self, step: ObservedStep) -> None:
-        """What a step did and took."""
-        seconds = step.seconds
+    def observe(
+        self,
+        requests: Seq[StepRequest],
+        calls: Seq[DraftCall],
+        *,
+        num_rows: int,
+        num_prompt_rows: int,
+        num_checked: int,
+        undrafted_s: float,
+    ) -> None:
+        """What a step did and took: what became of the `requests` that decoded, and the `calls` of drafters.
+
+        The target's pass had `num_rows` rows, of which `num_prompt_rows` were prompts' and `num_checked` draft tokens.
+        `undrafted_s` is all of the step but the calls and the policy's search, in seconds.
+        """
+        seconds = undrafted_s + sum(call.seconds for call in calls)
         if not 0 < seconds < math.inf:
             return  # no step takes no time: a clock jumped
-        for call in step.calls:
-            cost = self.draft_costs[call.drafter]
-            was_known = cost.is_known
-            cost.learn(call.drafted, self._num_missed[call.drafter], call.seconds)
-            self._has_changed |= cost.is_known and not was_known and call.drafter not in self.traffic.lookups
-        number = step.num_sequences
+        for call in calls:
+            self._learn_cost(call)
+        number = len(requests)
+        # Where no drafter was called, nothing is known of what drafts come to.
+        outcomes = requests if any(request.choice.drafts for request in requests) else ()
         if number:
             self.step_cost.learn(
                 num_sequences=number,
-                num_rows=step.num_rows,
-                drafted=step.num_drafted,
-                checked=step.num_checked,
-                seconds=step.undrafted_s,
+                num_rows=num_rows,
+                drafted=sum(request.num_checked > 0 for request in requests),
+                checked=num_checked,
+                seconds=undrafted_s,
             )
             if not self.in_probe:
-                self.traffic.keep(step.outcomes)
-                self._by_batch.setdefault(number, Mean()).learn(step.num_checked / number)
+                self.traffic.keep(outcomes)
+                self.depth_by_batch.setdefault(number, Mean()).learn(num_checked / number)
         self._step_s.learn(seconds)
         self._credit_s = min(self._credit_s + SEARCH_SHARE * seconds, 0.0)
         self.budget.earn(seconds)
-        if number and not step.num_prompt_rows:
-            pair = self._probes.learn(Step(number, seconds, step.outcomes, self._speculates))
-            changes = pair is not None and self._stand_back.learn(number, pair, self._plan.gain or 1.0)
+        if number and not num_prompt_rows:
+            pair = self.probes.learn(Step(number, seconds, outcomes, self._speculates))
+            changes = pair is not None and self._stand_back.learn(number, pair, self.plan.gain or 1.0)
             if changes and self.adaptive:
                 self._plans.clear()
-        tried = self._trials.outcome(step.outcomes)
+        tried = self._trials.outcome(outcomes)
         if tried is not None:
-            self._learn()
+            self.learn()
             [expected, *_] = self.traffic.acceptance[tried.drafter].survival(-1, tried.task)
             if self._trials.goes_on(tried, expected):
                 self.budget.pay("trial", self._trial_price_s)  # it may be owed
         if self.traffic.has_much_to_learn:
-            self._learn()
+            self.learn()
+
+    def _learn_cost(self, call: DraftCall) -> None:
+        cost = self.draft_costs[call.drafter]
+        was_known = cost.is_known
+        cost.learn(call, self._num_missed[call.drafter])
+        self._has_changed |= cost.is_known and not was_known and call.drafter not in self.traffic.lookups
 
     def score(self, lookup: int, task: str, num_found: int, num_accepted: int) -> None:
         """What a draft that was never checked would have come to, seen from the text that came instead."""
@@ -467,10 +422,8 @@ class Policy:
         self.traffic.release(sequence_id, task, num_tokens)
         for plan in self._kept_plans():
             plan.by_sequence.pop(sequence_id, None)
-        for seen in self._seen:
-            seen.release(sequence_id)
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         self._has_changed |= self.traffic.learn()
 
     # --- what is known ----------------------------------------------------------------------------------------
@@ -478,52 +431,9 @@ class Policy:
     @property
     def num_held(self) -> int:
         """Requests that are remembered."""
-        self._learn()
+        self.learn()
         planned = [len(plan.by_sequence) for plan in self._kept_plans()]
-        return max(*planned, *map(len, self._seen), self.traffic.num_held)
-
-    def report(self, num_failures: Seq[int] = (), retired: Seq[bool] = ()) -> ControlReport:
-        """What is known now; the arguments are by drafter."""
-        self._learn()
-        return ControlReport(
-            adaptive=self.adaptive,
-            speculating=self._plan.drafts and not self._plan.withheld,
-            stands_back=self._plan.withheld,
-            estimated_speedup=1.0 if self._alone.withheld else self._alone.gain,
-            realised=self._probes.realised.speedup(),
-            probe_share=self.budget.spent_s / self.budget.total_s if self.budget.total_s else 0.0,
-            methods=tuple(self.traffic.method_reports(num_failures, retired)),
-            tasks=tuple(self._task_report(task, use) for task, use in self.traffic.tasks()),
-            depth_by_batch=tuple((n, mean.value) for n, mean in sorted(self._by_batch.items())),
-            num_pairs=self._probes.realised.num_pairs(),
-            next_probe_s=self._next_probe_s(),
-        )
-
-    def _next_probe_s(self) -> float | None:
-        """Seconds of steps until the next probe can be paid; None where nothing is drafted, or nothing is probed."""
-        plan, number = self._plan, max(len(self._plan.by_sequence), 1)
-        return self.budget.wait_s("probe", self._probe_price_s(plan, number)) if plan.drafts else None
-
-    def _task_report(self, task: str, use: TaskUse) -> TaskReport:
-        plan = self._alone
-        choice = NOTHING if plan.withheld else plan.for_task(task)
-        drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
-        rates = [each.rate(task) for each in self.traffic.acceptance]
-        known = [rate for rate in rates if rate is not None]
-        traits, number = self.drafters[max(drafter, 0)], max(len(plan.by_sequence), 1)
-        depth = usual_depth(choice, traits.is_chain, use)
-        return TaskReport(
-            task=task,
-            method=None if drafter == NOBODY else self.drafters[drafter].name,
-            depth=use.depth.value if choice.drafts else 0.0,
-            acceptance_rate=rates[drafter] if drafter != NOBODY else max(known, default=None),
-            acceptance_length=use.tokens.value if choice.drafts else 1.0,
-            break_even=break_even(traits, self.draft_costs[max(drafter, 0)], self.step_cost, depth, number),
-            estimated_speedup=1.0 if plan.withheld else plan.gains.get(task),
-            realised=self._probes.realised.speedup(task),
-            num_requests=use.num_requests,
-            num_pairs=self._probes.realised.num_pairs(task),
-        )
+        return max(*planned, self.traffic.num_held)
 
 
 def _uses_drafters(problem: Problem, plan: Priced) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.control.student import quantile
-from slipstream.control.types import MAX_TASKS, Outcome, Speedup
+from slipstream.control.types import MAX_TASKS, Speedup, StepRequest
 from slipstream.core.bounded import BoundedDict
 
 NUM_OFF_STEPS = 4
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
     num_sequences: int
     seconds: float
-    outcomes: Seq[Outcome]
+    outcomes: Seq[StepRequest]
     """One outcome a sequence; may be empty in a step without drafts."""
     speculates: bool
     """Whether drafts were allowed: a step in which no drafter had a proposal is what speculation makes of it, too."""

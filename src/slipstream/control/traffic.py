@@ -1,4 +1,5 @@
-"""What is known of the requests and their tasks: acceptance of each drafter, lengths of answers, recent use."""
+"""What is known of the requests and their tasks: acceptance of each drafter, the text that it has computed, lengths of
+answers, recent use, and so what each drafter could do for them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
-from slipstream.control.cost import Mean
-from slipstream.control.types import MAX_TASKS, NOBODY, MethodReport, Outcome, PolicyDrafter
+from slipstream.control.cost import DraftCost, Mean, TextSeen
+from slipstream.control.optimise import Curve, LookupCurve, Row
+from slipstream.control.types import MAX_TASKS, NOBODY, MethodReport, PolicyDrafter, StepRequest
 from slipstream.core.bounded import BoundedDict
 
 FIRST_LENGTH = 64.0
@@ -35,15 +37,16 @@ class Traffic:
     def __init__(self, drafters: Seq[PolicyDrafter]) -> None:
         self.acceptance = [Acceptance(each.max_depth) for each in drafters]
         self.lookups = {number: LookupYield() for number, each in enumerate(drafters) if each.looks_up}
+        self.seen = [TextSeen() for _ in drafters]
         self._drafters = tuple(drafters)
         self._tasks = BoundedDict[str, TaskUse](MAX_TASKS)
         self._length = Mean()
         self._num_steps = [0] * len(drafters)
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[StepRequest] = []
         self._gone: list[int] = []
         """Requests that are over, of which there may be outcomes still."""
 
-    def keep(self, outcomes: Seq[Outcome]) -> None:
+    def keep(self, outcomes: Seq[StepRequest]) -> None:
         """What a step made of its requests."""
         self._outcomes.extend(outcomes)
 
@@ -55,6 +58,8 @@ class Traffic:
             use.length.learn(float(num_tokens))
             use.num_requests += 1
         self._gone.append(sequence_id)
+        for seen in self.seen:
+            seen.release(sequence_id)
 
     @property
     def has_much_to_learn(self) -> bool:
@@ -93,10 +98,47 @@ class Traffic:
         length = use.length if use is not None and use.length.weight else self._length
         return length.value if length.weight else FIRST_LENGTH
 
+    def rows(self, requests: Seq[StepRequest], usable: Seq[int], draft_costs: Seq[DraftCost]) -> list[Row]:
+        """What `usable` drafters and lookups could do for each request; requests of which nothing is known share what
+        their task's may expect."""
+        shared: dict[tuple[int, str, int, int], Curve] = {}
+        lookups: dict[str, dict[int, LookupCurve]] = {}
+        rows = []
+        for request in requests:
+            task, limit, allowed = request.task, request.limit, request.allowed
+            curves: dict[int, Curve] = {}
+            for number in usable:
+                if limit < 1 or (allowed is not None and number not in allowed):
+                    continue
+                missing = self.seen[number].num_missing(request.sequence_id, request.length)
+                known = self.acceptance[number]
+                key = number, task, limit, missing
+                is_known = known.knows(request.sequence_id)
+                curve = None if is_known else shared.get(key)
+                if curve is None:
+                    entry_s = missing * draft_costs[number].missed_token_s / self._steps_left(request)
+                    traits = self._drafters[number]
+                    curve = Curve.of(traits, known, request.sequence_id, task, limit, entry_s)
+                    if not is_known:
+                        shared[key] = curve
+                curves[number] = curve
+            if task not in lookups:
+                lookups[task] = {n: LookupCurve.of(known, task) for n, known in self.lookups.items()}
+            found = lookups[task] if limit > 0 else {}
+            if allowed is not None:
+                found = {number: curve for number, curve in found.items() if number in allowed}
+            rows.append(Row(curves, found))
+        return rows
+
+    def _steps_left(self, request: StepRequest) -> float:
+        """A careful estimate: answers are as long as those of their task, and steps yield a token and a half."""
+        usual = self.usual_length(request.task)
+        return max(usual - request.num_output, 0.25 * usual, 4.0) / 1.5
+
     @property
     def num_held(self) -> int:
         """Requests of which something is remembered, once `learn` has worked all in."""
-        return max(each.num_held for each in self.acceptance)
+        return max(*(each.num_held for each in self.acceptance), *map(len, self.seen))
 
     def tasks(self) -> Iterator[tuple[str, TaskUse]]:
         """Those that have had steps, the latest last."""

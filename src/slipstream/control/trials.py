@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from slipstream.control.types import MAX_TASKS, Choice, Outcome, StepRequest
+from slipstream.control.types import MAX_TASKS, Choice, StepRequest
 from slipstream.core.bounded import BoundedDict
 
 NUM_TRIAL_STEPS = 3
@@ -58,7 +58,7 @@ class Trials:
         self._given = self._choices.pop()
         return place, self._given
 
-    def outcome(self, outcomes: Seq[Outcome]) -> Outcome | None:
+    def outcome(self, outcomes: Seq[StepRequest]) -> StepRequest | None:
         """What this step's trial came to, if there was one."""
         given = self._given
         if given is None:
@@ -66,7 +66,7 @@ class Trials:
         found = (o for o in outcomes if o.sequence_id == self._sequence_id and o.drafter == given.drafter)
         return next(found, None)
 
-    def goes_on(self, outcome: Outcome, expected: float) -> bool:
+    def goes_on(self, outcome: StepRequest, expected: float) -> bool:
         """After a step: whether a trial that was over goes on. `expected` is the chance that a first token is accepted
         by what is known."""
         self._num_drafts += 1

@@ -1,8 +1,7 @@
-"""The policy's input and output: requests, what a step did and took, reports."""
+"""The policy's input and output: requests, choices, calls of drafters, reports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ MAX_TASKS = 256
 
 
 class Choice(NamedTuple):
-    """What is drafted for one sequence; drafters go by their number in `engine.drafters.Drafters`."""
+    """What is drafted for one sequence; drafters go by their number in `engine.drafting.Drafting`."""
 
     drafter: int = NOBODY
     """Who drafts, or `NOBODY`."""
@@ -46,8 +45,9 @@ class PolicyDrafter:
     """Takes next to no time, so it is asked before the others, and used where its proposal is long enough."""
 
 
-class StepRequest(NamedTuple):
-    """A request that decodes in the step at hand."""
+@dataclass(slots=True)
+class StepRequest:
+    """A request that decodes in the step at hand, and what the step made of it."""
 
     sequence_id: int
     task: str
@@ -60,67 +60,37 @@ class StepRequest(NamedTuple):
     allowed: frozenset[int] | None = None
     """The only drafters that may be asked: its caller names them, or the others have failed it. None is all."""
 
+    # before the pass
+    choice: Choice = NOTHING
+    """What is drafted for it."""
+
+    # after the verdict
+    drafter: int = NOBODY
+    """Who made the draft, or `NOBODY`."""
+    num_checked: int = 0
+    num_reached: int = 0
+    """Draft tokens below an accepted path; one more than there are where a chain ended early."""
+    num_accepted: int = 0
+    num_tokens: int = 0
+    """Committed."""
+    lookup: int = NOBODY
+    """Who was asked first and had nothing, or whose draft was checked; one that was too short comes by `score`."""
+
 
 Number = Any
 """A float, or an array of them."""
 
 
-class Drafted(NamedTuple):
-    """How much a drafter was asked for in one call."""
+class DraftCall(NamedTuple):
+    """How much a drafter was asked for in one call, and of a call that was made who it was and what it took."""
 
     num_sequences: Number
     num_levels: Number
     """Levels of the deepest chain; 1 for trees and lookups."""
     num_tokens: Number
     """In all."""
-
-
-class Call(NamedTuple):
-    """One drafter's call in a step."""
-
-    drafter: int
-    drafted: Drafted
-    seconds: float
-
-
-class Outcome(NamedTuple):
-    """What a step made of one request."""
-
-    sequence_id: int
-    task: str
-    drafter: int
-    """Who made the draft, or `NOBODY`."""
-    num_checked: int
-    num_reached: int
-    """Draft tokens below an accepted path; one more than there are where a chain ended early."""
-    num_accepted: int
-    num_tokens: int
-    """Committed."""
-    lookup: int = NOBODY
-    """Who was asked first and had nothing, or whose draft was checked; one that was too short comes by `score`."""
-
-
-class ObservedStep(NamedTuple):
-    """What a step did and took."""
-
-    num_sequences: int
-    """Sequences that decoded."""
-    num_rows: int
-    """Rows of the target's pass, drafts included."""
-    num_prompt_rows: int
-    undrafted_s: float
-    """All of the step but the drafters' calls and the policy's search."""
-    calls: Seq[Call]
-    outcomes: Seq[Outcome]
-    """One outcome for each request that decoded; empty where no drafter was called."""
-    num_drafted: int
-    """Requests for which something was checked."""
-    num_checked: int
-    """Draft tokens."""
-
-    @property
-    def seconds(self) -> float:
-        return self.undrafted_s + sum(call.seconds for call in self.calls)
+    drafter: int = NOBODY
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,22 @@
-"""The draft step: the policy chooses, drafters propose, a grammar constrains; then all of them learn the verdicts."""
+"""The draft step: the policy chooses, guarded drafters propose, a grammar constrains; then all learn the verdicts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from itertools import compress
 from operator import attrgetter
 
 from slipstream.control.policy import Policy
+from slipstream.control.report import control_report
 from slipstream.control.types import (
     NOBODY,
     NOTHING,
     Choice,
     ControlReport,
+    DraftCall,
     MethodReport,
-    ObservedStep,
-    Outcome,
     StepRequest,
 )
 from slipstream.core.metrics.step import StepReport
@@ -23,8 +25,10 @@ from slipstream.core.request import RequestOptions
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter, Observation
-from slipstream.draft.combine.merging import depth_along
-from slipstream.engine.drafters import Draft, Drafters, Wanted
+from slipstream.draft.combine.auto import AutoDrafter
+from slipstream.draft.combine.merging import depth_along, share_of, text_of
+from slipstream.draft.guarded.guard import Guard
+from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter, PredictionOptions
 from slipstream.engine.forced import under_grammar
 from slipstream.kv.cache import KVCache
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
@@ -34,50 +38,54 @@ STEPS = "reasoning"
 SCORED_EVERY = 4
 """Steps between two looks at what a lookup would have proposed."""
 
+Wanted = list[tuple[StepItem, Choice]]
+"""For whom which drafters are called."""
+
 
 class Drafting:
-    """An engine's drafters and what chooses among them. Where one fails, decoding goes on without its drafts."""
+    """An engine's drafters, each behind a guard, and what chooses among them.
+
+    One drafts for each sequence in a step, and learns what became of its draft. Drafters that learn from all text
+    observe all that is committed, so one that was not asked for a while is up to date. Where one fails, decoding goes
+    on without its drafts. The last of them drafts what callers expect; it is no choice of requests or policies.
+    """
 
     def __init__(self, drafter: Drafter, method: str, policy: Policy | None = None) -> None:
-        """`method` names the drafter. Without a policy each sequence is drafted for as far as the scheduler allows."""
-        self.drafters = Drafters(drafter, method)
+        """`method` names the drafter; of `auto` its members are asked. Without a policy each sequence is drafted for as
+        far as the scheduler allows."""
+        self._drafter = drafter
+        self._group = drafter if isinstance(drafter, AutoDrafter) else None
+        members = [Guard.of(drafter, drafter.context)] if self._group is None else self._group.members
+        names = [method] if self._group is None else self._group.names
+        methods = [method] if self._group is None else self._group.methods
+        self.methods = list(dict.fromkeys([*names, *methods]))
+        """The drafters that a request may name as its own."""
+        prediction = PredictionDrafter(PredictionOptions(), drafter.context)
+        self.guards = [*members, Guard.of(prediction, drafter.context)]
+        self.names, self._methods = [*names, METHOD], [*methods, METHOD]
+        """By drafter; of the names, those that occur more than once have a number behind them."""
+        self._prediction = len(members)
+        """The number of the one that drafts what callers expect."""
         self.policy = policy
         self.task_of: Callable[[Sequence], str] = attrgetter("task")
         """What the policy keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
-        self._most = Choice(0, drafter.max_nodes())
-        self._num_steps = 0
-        self._num_sequences = 0
-        """Sequences that decode in the step under way."""
-        self._num_prompt_rows = 0
-        self._given: Mapping[int, Proposal] = {}
-        """By sequence, what others have drafted for the step under way."""
-        self._expected: dict[int, Proposal] = {}
-        """By sequence, that and what is drafted of its prediction: no other drafter is asked."""
-        self._choices: dict[int, Choice] = {}
-        """By sequence, where a drafter is called in the step under way."""
-        self._outcomes: list[Outcome] = []
-        self._num_drafted = 0
-        self._unchecked: list[Draft] = []
-        """What lookups would have proposed, until the text has grown past it."""
-
-    @property
-    def methods(self) -> list[str]:
-        """The drafters that a request may name as its own."""
-        return self.drafters.choices
-
-    @property
-    def num_failures(self) -> int:
-        """How often drafters, and drafters within drafters, have been retired for a sequence that they failed."""
-        return self.drafters.num_failures
-
-    @property
-    def retired(self) -> tuple[str, ...]:
-        """Drafters that are paused or retired."""
-        return self.drafters.retired
-
-    def attach(self, cache: KVCache) -> None:
-        """Introduce the drafters to their target's cache."""
-        self.drafters.attach(cache)
+        self.calls: list[DraftCall] = []
+        """Those of the step under way."""
+        self.requests: dict[int, StepRequest] = {}
+        """By sequence, those that decode in the step under way, as the policy knows them."""
+        self._unchecked: list[tuple[Sequence, int, Proposal, int]] = []
+        """Drafts of lookups that were not checked, until the text has grown past them: whose, the lookup, what it
+        proposed, and the length of the text then."""
+        self._num_steps = self._num_prompt_rows = 0
+        self._everything = Choice(0, drafter.max_nodes())
+        self._most = [guard.drafter.max_nodes() for guard in self.guards]
+        self._is_chain = [guard.drafter.chain_length() is not None for guard in self.guards]
+        self._learns = [type(guard.drafter).observe is not Drafter.observe for guard in self.guards]
+        self._listens = any(
+            learns and guard.drafter.observes_all
+            for learns, guard in zip(self._learns, self.guards, strict=True)
+        )
+        """Whether some drafter learns from sequences that it was not asked for."""
 
     def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
         """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""
@@ -87,11 +95,9 @@ class Drafting:
 
     # --- before the pass --------------------------------------------------------------------------------------
 
-    def propose(
-        self, scheduled: Seq[StepItem], given: Mapping[int, Proposal] | None = None
-    ) -> dict[int, Proposal]:
-        """Sequence id to proposal; sequences without one are absent. `given` are drafted already, and not asked for;
-        they are proposed whole, or not at all.
+    def propose(self, scheduled: Seq[StepItem], given: Mapping[int, Proposal] | None = None) -> None:
+        """Set what is proposed for each sequence, and who proposed it. What is `given`, by sequence id, is drafted
+        already: it is proposed whole, or not at all.
 
         Where the target is still computing the prompt, the drafter is asked with a budget of 0, so that it can
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
@@ -99,83 +105,73 @@ class Drafting:
         what its caller expects, that is the proposal, and no drafter is asked.
         """
         policy = self.policy
-        given = given or {}
-        self._given = {
-            item.sequence.id: given[item.sequence.id]
-            for item in scheduled
-            if item.sequence.id in given and item.max_draft_tokens >= len(given[item.sequence.id])
-        }
-        expected = self._ask_expected(scheduled)
-        self._expected = {key: draft.proposal for key, draft in expected.items()} | self._given
+        self._draft_expected(scheduled, given or {})
         wanted = self._everyone(scheduled) if policy is None else self._chosen(policy, scheduled)
-        if policy is not None and policy.in_probe:
-            self._expected, expected = dict(self._given), {}
-        proposals = self.drafters.ask(wanted) | self._expected
-        if policy is not None:
-            self._note_asked(policy)
-        self.drafters.made |= expected
-        if policy is None or not policy.in_probe:
+        in_probe = policy is not None and policy.in_probe
+        if in_probe:
             for item in scheduled:
-                sequence = item.sequence
-                if sequence.grammar is not None and item.max_draft_tokens > 0:
-                    own = proposals.get(sequence.id, EMPTY_PROPOSAL)
-                    proposals[sequence.id] = under_grammar(
-                        own, sequence.grammar, sequence.output_token_ids, item.max_draft_tokens
-                    )
-                    item.is_forced = not own and len(proposals[sequence.id]) > 0
-        return {key: proposal for key, proposal in proposals.items() if len(proposal)}
+                if item.drafter == self._prediction:
+                    item.drafter, item.proposal = None, EMPTY_PROPOSAL
+        self.ask(wanted)
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.grammar is not None and item.max_draft_tokens > 0 and not in_probe:
+                drafted = item.proposal
+                item.proposal = under_grammar(
+                    drafted, sequence.grammar, sequence.output_token_ids, item.max_draft_tokens
+                )
+                item.is_forced = not len(drafted) and len(item.proposal) > 0
+            item.method = item.method or self._name_of(item)
+            sequence.metrics.draft_version = self._drafter.version_of(sequence)
 
-    def _ask_expected(self, scheduled: Seq[StepItem]) -> dict[int, Draft]:
-        """Sequence id to what is drafted of its prediction; absent where that has nothing to go on with."""
-        whole = Choice(self.drafters.prediction, MAX_PREDICTED_TOKENS)
-        self.drafters.ask(
-            [
-                (item.sequence, item.max_draft_tokens, whole)
-                for item in scheduled
-                if item.sequence.expected is not None
-                and item.decodes
-                and item.max_draft_tokens > 0
-                and item.sequence.id not in self._given
-            ]
-        )
-        return {key: draft for key, draft in self.drafters.made.items() if len(draft.proposal)}
+    def _draft_expected(self, scheduled: Seq[StepItem], given: Mapping[int, Proposal]) -> None:
+        """Propose what is given, and what follows in predictions; one that is not followed drafts nothing."""
+        expecting: list[StepItem] = []
+        for item in scheduled:
+            steps = given.get(item.sequence.id)
+            if steps is not None and item.max_draft_tokens >= len(steps):
+                item.proposal, item.method = steps, STEPS
+            elif item.sequence.expected is not None and item.decodes and item.max_draft_tokens > 0:
+                expecting.append(item)
+        limits = [min(MAX_PREDICTED_TOKENS, item.max_draft_tokens) for item in expecting]
+        self._call(self._prediction, expecting, limits)
+        for item in expecting:
+            if not len(item.proposal):
+                item.drafter = None
 
-    def _note_asked(self, policy: Policy) -> None:
-        """Say who was asked to draft, but for lookups, which have nothing to catch up with."""
-        for draft in self.drafters.made.values():
-            if draft.budget and not policy.drafters[draft.drafter].looks_up:
-                policy.note_asked(draft.drafter, draft.sequence.id, draft.length)
-
-    def _everyone(self, scheduled: Seq[StepItem]) -> list[Wanted]:
+    def _everyone(self, scheduled: Seq[StepItem]) -> Wanted:
         return [
-            (item.sequence, item.max_draft_tokens, self._most)
+            (item, self._everything)
             for item in scheduled
             if (item.max_draft_tokens > 0 or not item.decodes)
             and self._may_draft(item.sequence)
-            and item.sequence.id not in self._expected
+            and not len(item.proposal)
         ]
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        return sequence.options.max_draft_tokens != 0 and self.drafters.serve(sequence)
+        """Whether its caller wants drafts, and some drafter has not failed it."""
+        if sequence.options.max_draft_tokens == 0:
+            return False
+        return any(guard.serves(sequence) for guard in self.guards[: self._prediction])
 
-    def _chosen(self, policy: Policy, scheduled: Seq[StepItem]) -> list[Wanted]:
-        """The sequences to draft for, with the policy's choices."""
+    def _chosen(self, policy: Policy, scheduled: Seq[StepItem]) -> Wanted:
+        """For whom to draft, with the policy's choices."""
         decoding = [item for item in scheduled if item.decodes]
         self._num_steps += 1
-        self._num_sequences = len(decoding)
         self._num_prompt_rows = sum(item.num_rows for item in scheduled) - len(decoding)
-        self._choices, self._outcomes, self._num_drafted = {}, [], 0
-        wanted: list[Wanted] = []
-        choices = policy.choose([self._request(item) for item in decoding], self._num_prompt_rows)
-        for item, choice in zip(decoding, choices, strict=True):
-            sequence = item.sequence
-            if sequence.id in self._expected:
+        self.requests = {item.sequence.id: self._request(item) for item in decoding}
+        requests = list(self.requests.values())
+        wanted: Wanted = []
+        for item, request, choice in zip(
+            decoding, requests, policy.choose(requests, self._num_prompt_rows), strict=True
+        ):
+            if len(item.proposal):
                 continue
-            if sequence.options.draft_method is not None and not choice.drafts:
+            if item.sequence.options.draft_method is not None and not choice.drafts:
                 choice = self._named(policy, item)
+            request.choice = choice
             if choice.drafts:
-                self._choices[sequence.id] = choice
-                wanted.append((sequence, item.max_draft_tokens, choice))
+                wanted.append((item, choice))
         if self._num_prompt_rows:
             wanted += self._announced(policy, scheduled)
         if self._num_steps % SCORED_EVERY == 0 and decoding:
@@ -187,11 +183,11 @@ class Drafting:
         if policy.in_probe or not item.max_draft_tokens:
             return NOTHING
         for number, traits in enumerate(policy.drafters):
-            if self.drafters.serves(number, item.sequence):
+            if self.serves(number, item.sequence):
                 return Choice(number, min(traits.max_depth, item.max_draft_tokens))
         return NOTHING
 
-    def _announced(self, policy: Policy, scheduled: Seq[StepItem]) -> Iterator[Wanted]:
+    def _announced(self, policy: Policy, scheduled: Seq[StepItem]) -> Iterator[tuple[StepItem, Choice]]:
         """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
@@ -202,7 +198,7 @@ class Drafting:
                 self._request(item), item.num_rows, num_computed, sequence.max_output_tokens
             )
             if drafter != NOBODY:
-                yield sequence, 0, Choice(drafter)
+                yield item, Choice(drafter)
 
     def _look_up(self, policy: Policy, item: StepItem) -> None:
         """Ask a lookup that was not chosen what it would have proposed, to see later whether it was right.
@@ -210,132 +206,227 @@ class Drafting:
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
         """
         sequence = item.sequence
-        asked_first = self._choices.get(sequence.id, NOTHING).lookup
+        asked_first = self.requests[sequence.id].choice.lookup
         for number, traits in enumerate(policy.drafters):
-            if number == asked_first or not traits.looks_up or not self.drafters.serves(number, sequence):
+            if number == asked_first or not traits.looks_up or not self.serves(number, sequence):
                 continue
             limit = min(item.max_draft_tokens, traits.max_depth)
             if limit and policy.may_score(number):
-                [proposal] = self.drafters.guards[number].ask([sequence], [limit])
-                self._unchecked.append(Draft(sequence, number, proposal, len(sequence.token_ids)))
+                [proposal] = self.guards[number].ask([sequence], [limit])
+                self._unchecked.append((sequence, number, proposal, item.length_before))
                 return
 
     def _request(self, item: StepItem) -> StepRequest:
         sequence = item.sequence
-        limit, allowed = item.max_draft_tokens, None
-        if sequence.id in self._expected:
-            limit = 0  # it has its draft
-        if sequence.options.draft_method is not None or self.drafters.has_failed:
-            allowed = frozenset(
-                n for n in range(self.drafters.prediction) if self.drafters.serves(n, sequence)
-            )
-        length = len(sequence.token_ids)
+        limit = 0 if len(item.proposal) else item.max_draft_tokens  # it may have its draft already
+        members, allowed = range(self._prediction), None
+        if sequence.options.draft_method is not None or any(self.guards[n].num_failures for n in members):
+            allowed = frozenset(n for n in members if self.serves(n, sequence))
+        length = item.length_before
         num_output = length - sequence.num_prompt_tokens
         return StepRequest(sequence.id, self.task_of(sequence), limit, length, num_output, allowed)
 
+    def serves(self, number: int, sequence: Sequence) -> bool:
+        """Whether a drafter may be asked for a sequence: its caller names no other one, and it has not failed it."""
+        wanted = sequence.options.draft_method in (None, self.names[number], self._methods[number])
+        return wanted and self.guards[number].serves(sequence)
+
+    # --- the drafters' calls ----------------------------------------------------------------------------------
+
+    def ask(self, wanted: Wanted) -> None:
+        """Call the drafters that are wanted, each once: the lookups, and then those whose drafts are still needed."""
+        self.calls = []  # what predictions take is the step's own time
+        first: dict[int, Wanted] = {}
+        then: dict[int, Wanted] = {}
+        for item, choice in wanted:
+            if choice.lookup != NOBODY:
+                first.setdefault(choice.lookup, []).append((item, choice))
+            elif choice.drafter != NOBODY:
+                then.setdefault(choice.drafter, []).append((item, choice))
+        for number, asked in sorted(first.items()):
+            self._call(number, [item for item, _ in asked], [item.max_draft_tokens for item, _ in asked])
+            for item, choice in asked:
+                item.found = item.proposal
+                if len(item.found) >= choice.min_tokens:
+                    continue
+                item.drafter, item.drafted, item.proposal = None, EMPTY_PROPOSAL, EMPTY_PROPOSAL
+                if choice.drafter != NOBODY:
+                    then.setdefault(choice.drafter, []).append((item, choice))
+        for number, asked in sorted(then.items()):
+            limits = [min(choice.depth, item.max_draft_tokens) for item, choice in asked]
+            self._call(number, [item for item, _ in asked], limits)
+
+    def _call(self, number: int, items: Seq[StepItem], limits: Seq[int]) -> None:
+        """Set what one drafter proposes, for those that it serves."""
+        guard, most = self.guards[number], self._most[number]
+        budgets = [min(limit, most) for limit in limits]
+        if guard.num_failures:
+            served = [guard.serves(item.sequence) for item in items]
+            items, budgets = list(compress(items, served)), list(compress(budgets, served))
+        if not items:
+            return
+        started_s = time.perf_counter()
+        proposals = guard.ask([item.sequence for item in items], budgets)
+        seconds = time.perf_counter() - started_s
+        for item, proposal in zip(items, proposals, strict=True):
+            item.drafter = number
+            item.proposal = item.drafted = proposal if len(proposal) else EMPTY_PROPOSAL
+        self._record_call(number, items, budgets, seconds)
+
+    def _record_call(self, number: int, items: Seq[StepItem], budgets: Seq[int], seconds: float) -> None:
+        """Keep what a call was for, and say who was asked: but for lookups, which have nothing to catch up with.
+        Announced prompts have no budget."""
+        drafting = [budget for budget in budgets if budget]
+        levels, num_tokens = max(drafting, default=0), sum(drafting)
+        if not self._is_chain[number]:
+            levels, num_tokens = 1, len(drafting)
+        self.calls.append(DraftCall(len(drafting), levels, num_tokens, number, seconds))
+        policy = self.policy
+        if policy is None or number == self._prediction or policy.drafters[number].looks_up:
+            return
+        for item, budget in zip(items, budgets, strict=True):
+            if budget:
+                policy.note_asked(number, item.sequence.id, item.length_before)
+
+    def _name_of(self, item: StepItem) -> str:
+        """The drafter that was called for it; `off` where the policy chose none."""
+        if item.drafter is not None:
+            return self.names[item.drafter]
+        return self.names[0] if self._group is None else "off"
+
     # --- after the verdicts -----------------------------------------------------------------------------------
 
-    def observe(self, observations: Seq[Observation]) -> None:
-        """Pass to each drafter the verdicts on its own draft tokens, and keep the outcomes for the policy."""
+    def observe(self, items: Seq[StepItem]) -> None:
+        """Pass to each drafter the verdicts on its own draft tokens, and keep for the policy what became of them."""
         if self.policy is not None:
-            if self._choices:
-                own = [self.drafters.own(seen) for seen in observations]
-                self._num_drafted = sum(len(seen.proposal) > 0 for seen in own)
-                self._outcomes = [self._outcome(seen) for seen in own]
+            if any(request.choice.drafts for request in self.requests.values()):
+                for item in items:
+                    self._record(item)
             if self._unchecked:
                 self._score(self.policy)
-        self.drafters.observe(observations)
+        if not self._listens and all(item.drafter is None for item in items):
+            return
+        verdicts = [Observation.of(item) for item in items]
+        for number, guard in enumerate(self.guards):
+            if not self._learns[number]:
+                continue
+            guard.observe(
+                [
+                    _own_share(item, seen) if item.drafter == number else text_of(seen)
+                    for item, seen in zip(items, verdicts, strict=True)
+                    if item.drafter == number or guard.drafter.observes_all
+                ]
+            )
 
-    def method_of(self, sequence: Sequence) -> str:
-        """The drafter called for a sequence in this step, until it is observed; `off` where the policy chose none."""
-        if sequence.id in self._given:
-            return STEPS
-        return self.drafters.name_of(sequence)
+    def _record(self, item: StepItem) -> None:
+        """What the step made of a request, by the draft tokens that the chosen drafter proposed."""
+        sequence = item.sequence
+        request = self.requests[sequence.id]
+        choice, request.lookup = request.choice, request.choice.lookup
+        request.num_tokens = len(sequence.token_ids) - item.length_before
+        if item.method == STEPS or item.drafter == self._prediction:
+            request.num_tokens = 1  # what was expected says nothing of what drafters gain
+        elif item.drafter is not None:
+            request.drafter = item.drafter
+            own = _own_share(item, Observation.of(item))
+            request.num_checked, request.num_accepted = len(own.proposal), own.num_accepted
+            depth = own.proposal.depth
+            if choice.drafter == item.drafter and depth < choice.depth:
+                # A chain that ends early lacks the confidence to go on: no better than a rejected token.
+                depth += self.guards[item.drafter].drafter.ends_early()
+            cut = sequence.finished and item.was_cut  # what follows was not looked at
+            request.num_reached = min(own.num_accepted + (not cut), depth)
+        if request.lookup not in (NOBODY, request.drafter) and len(item.found):
+            # Too short to be used: what the text becomes says what it was worth.
+            self._unchecked.append((sequence, request.lookup, item.found, item.length_before))
+            request.lookup = NOBODY
 
-    def choice_of(self, sequence: Sequence) -> Choice:
-        """The policy's choice for a sequence in the step that was made last."""
-        return self._choices.get(sequence.id, NOTHING)
+    def _score(self, policy: Policy) -> None:
+        """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
+        waiting: list[tuple[Sequence, int, Proposal, int]] = []
+        for unchecked in self._unchecked:
+            sequence, lookup, proposal, length = unchecked
+            grown = sequence.token_ids[length : length + proposal.depth]
+            accepted = depth_along(proposal, grown)
+            if accepted == len(grown) < proposal.depth and not sequence.finished:
+                waiting.append(unchecked)
+            else:
+                policy.score(lookup, self.task_of(sequence), len(proposal), accepted)
+        self._unchecked = waiting
 
     def finish(self, report: StepReport, step_s: float) -> None:
         """The step is over; `report` says what it did, and `step_s` what it took without its extension."""
         if self.policy is None:
             return
+        draft_s = sum(call.seconds for call in self.calls)
         self.policy.observe(
-            ObservedStep(
-                num_sequences=self._num_sequences,
-                num_rows=report.num_rows + report.num_draft_tokens,
-                num_prompt_rows=self._num_prompt_rows,
-                undrafted_s=step_s
-                - sum(call.seconds for call in self.drafters.calls)
-                - self.policy.planning_s,
-                calls=self.drafters.calls,
-                outcomes=self._outcomes,
-                num_drafted=self._num_drafted,
-                num_checked=report.num_draft_tokens,
-            )
+            list(self.requests.values()),
+            self.calls,
+            num_rows=report.num_rows + report.num_draft_tokens,
+            num_prompt_rows=self._num_prompt_rows,
+            num_checked=report.num_draft_tokens,
+            undrafted_s=step_s - draft_s - self.policy.planning_s,
         )
+
+    # --- all of them ------------------------------------------------------------------------------------------
+
+    def attach(self, cache: KVCache) -> None:
+        """Introduce the drafters to their target's cache."""
+        if self._group is None:
+            self.guards[0].attach(cache)
+        else:
+            self._group.attach(cache)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
         if self.policy is not None and self._unchecked:
             self._score(self.policy)
-            self._unchecked = [each for each in self._unchecked if each.sequence is not sequence]
-        self.drafters.release(sequence)
-        self._expected.pop(sequence.id, None)
+            self._unchecked = [each for each in self._unchecked if each[0] is not sequence]
+        for guard in self.guards:
+            guard.release(sequence)
         if self.policy is not None:
             num_tokens = sequence.num_output_tokens if sequence.finished else None
             self.policy.release(sequence.id, self.task_of(sequence), num_tokens)
 
+    @property
+    def num_failures(self) -> int:
+        """How often drafters, and drafters within drafters, have been retired for a sequence that they failed."""
+        return sum(guard.num_failures + guard.drafter.num_failures for guard in self.guards)
+
+    @property
+    def retired(self) -> tuple[str, ...]:
+        """Drafters that are paused or retired."""
+        guards = zip(self.names[: self._prediction], self.guards, strict=False)
+        return tuple(name for name, guard in guards if guard.retired)
+
     def report(self) -> ControlReport:
         """What is known of the drafters' worth."""
-        guards = self.drafters.guards[: self.drafters.prediction]
+        guards = self.guards[: self._prediction]
         failures = [guard.num_failures + guard.drafter.num_failures for guard in guards]
         retired = [bool(guard.retired) for guard in guards]
         if self.policy is not None:
-            return self.policy.report(failures, retired)
-        alone = MethodReport(self.drafters.names[0], None, (), 0, failures[0], retired[0])
+            return control_report(self.policy, failures, retired)
+        alone = MethodReport(self.names[0], None, (), 0, failures[0], retired[0])
         methods = (alone,) if guards[0].drafter.max_nodes() else ()
         return ControlReport(False, bool(methods) and not retired[0], False, None, None, 0.0, methods, (), ())
 
     def num_held(self) -> int:
         """Sequences for which anything is kept."""
-        return max(self.drafters.num_held(), 0 if self.policy is None else self.policy.num_held)
+        held = max(max(guard.num_held(), guard.num_retired) for guard in self.guards)
+        return max(held, 0 if self.policy is None else self.policy.num_held)
 
     def integrity(self) -> list[str]:
-        """What is wrong in the drafters' own accounting (empty when nothing is)."""
-        return self.drafters.integrity()
+        """Violated invariants of the drafters' own state, without those that are paused or retired."""
+        return [
+            fault if self._group is None else f"{name}: {fault}"
+            for name, guard in zip(self.names, self.guards, strict=True)
+            if not guard.retired
+            for fault in guard.drafter.integrity()
+        ]
 
-    def _outcome(self, own: Observation) -> Outcome:
-        sequence = own.sequence
-        choice = self._choices.get(sequence.id, NOTHING)
-        drafter, lookup = self.drafters.drafted_by(sequence), choice.lookup
-        checked, accepted = len(own.proposal), own.num_accepted
-        cut = sequence.finished and own.was_cut  # what follows was not looked at
-        depth = max(own.proposal.depths, default=0)
-        if drafter == choice.drafter != NOBODY and depth < choice.depth and self.drafters.ends_early(drafter):
-            depth += 1  # not confident enough to go on: no better than a rejected token
-        reached = min(accepted + (not cut), depth)
-        num_tokens = len(sequence.token_ids) - own.length_before
-        if sequence.id in self._expected:
-            num_tokens = 1  # what was expected says nothing of what drafters gain
-        if lookup not in (NOBODY, drafter):
-            found = self.drafters.found.get(sequence.id, EMPTY_PROPOSAL)
-            if len(found):  # too short to be used: what the text becomes says what it was worth
-                lookup = NOBODY
-                self._unchecked.append(Draft(sequence, choice.lookup, found, own.length_before))
-        task = self.task_of(sequence)
-        return Outcome(sequence.id, task, drafter, checked, reached, accepted, num_tokens, lookup)
 
-    def _score(self, policy: Policy) -> None:
-        """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
-        waiting: list[Draft] = []
-        for unchecked in self._unchecked:
-            sequence, proposal = unchecked.sequence, unchecked.proposal
-            depth = max(proposal.depths, default=0)
-            grown = sequence.token_ids[unchecked.length : unchecked.length + depth]
-            accepted = depth_along(proposal, grown)
-            if accepted == len(grown) < depth and not sequence.finished:
-                waiting.append(unchecked)
-            else:
-                policy.score(unchecked.drafter, self.task_of(sequence), len(proposal), accepted)
-        self._unchecked = waiting
+def _own_share(item: StepItem, seen: Observation) -> Observation:
+    """The observation for the drafter of an item's draft; the tree that was checked may hold only a part of it."""
+    if item.proposal is item.drafted or not (len(item.proposal) or len(item.drafted)):
+        return seen
+    return share_of(seen, item.drafted, item.length_before)

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.step import StepReport
-from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem, StepPlan
-from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.base import Drafter
 from slipstream.engine.answers import Answers
 from slipstream.engine.intake import Intake
 from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs
@@ -216,7 +215,7 @@ class Engine:
             if not plan.scheduled:
                 return []
             clock.planned()
-            self._propose(plan.scheduled, drafted)
+            self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
             self.runner.forward(plan.scheduled)
             self.extension.verify(plan.decoding, self._verify)
@@ -227,14 +226,6 @@ class Engine:
         updates += self._answers.deliver()
         _call(self.on_step, report)
         return updates
-
-    def _propose(self, items: list[StepItem], drafted: dict[int, Proposal]) -> None:
-        """Ask the drafters, but for what is `drafted`; a sequence without a proposal decodes without speculation."""
-        proposals = self.drafting.propose(items, drafted)
-        for item in items:
-            item.proposal = proposals.get(item.sequence.id, EMPTY_PROPOSAL)
-            item.method = self.drafting.method_of(item.sequence)
-            item.sequence.metrics.draft_version = self.drafter.version_of(item.sequence)
 
     def _verify(self, items: Seq[StepItem]) -> None:
         processors = [self._answers.of(item.sequence).processor for item in items]
@@ -250,7 +241,7 @@ class Engine:
             self.runner.commit(item)
         decoded = plan.decoding
         self.extension.commit(decoded)
-        self.drafting.observe([Observation.of(item) for item in decoded])
+        self.drafting.observe(decoded)
         _call(self.on_observe, decoded)
         _call(self.on_checked, decoded)
         return self._answers.emit(decoded)

@@ -11,12 +11,14 @@ import torch
 
 from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
-from slipstream.control.types import NOBODY, NOTHING, Choice
-from slipstream.core.proposal import ROOT, Proposal, ProposalKind
+from slipstream.control.types import NOTHING, Choice
+from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.core.sequence import Sequence
+from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter, AutoOptions
-from slipstream.engine.drafters import Drafters
+from slipstream.draft.combine.merging import depth_along
+from slipstream.engine.drafting import Drafting
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams
@@ -37,10 +39,12 @@ class SaysDrafter(Drafter):
         super().__init__(options, context)
         self.says: tuple[int, ...] = ()
         self.asked: list[tuple[int, int]] = []
+        self.held: set[int] = set()
         self.seen: list[Observation] = []
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         self.asked += [(sequence.id, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        self.held |= {sequence.id for sequence in sequences}
         return [Proposal.chain(list(self.says[:budget])) for budget in budgets]
 
     def max_nodes(self) -> int:
@@ -48,6 +52,12 @@ class SaysDrafter(Drafter):
 
     def observe(self, observations: Seq[Observation]) -> None:
         self.seen += observations
+
+    def release(self, sequence: Sequence) -> None:
+        self.held.discard(sequence.id)
+
+    def num_held(self) -> int:
+        return len(self.held)
 
 
 class ForgetfulDrafter(SaysDrafter):
@@ -73,9 +83,25 @@ def make_auto(*methods: str, verifier: str = "coupled") -> tuple[AutoDrafter, li
     return auto, drafters  # type: ignore[return-value]
 
 
-def make(*methods: str, verifier: str = "coupled") -> tuple[Drafters, list[SaysDrafter]]:
+def make(*methods: str, verifier: str = "coupled") -> tuple[Drafting, list[SaysDrafter]]:
     auto, drafters = make_auto(*methods, verifier=verifier)
-    return Drafters(auto, "auto"), drafters
+    return Drafting(auto, "auto"), drafters
+
+
+def item(sequence: Sequence, max_draft_tokens: int = 8) -> StepItem:
+    """Its place in a step that decodes."""
+    return StepItem(sequence, sequence.num_pending, max_draft_tokens)
+
+
+def verified(drafted: StepItem, proposal: Proposal, *emitted: int) -> StepItem:
+    """The item once a `proposal` was checked of which some tokens were `emitted`, the accepted ones first."""
+    drafted.proposal = proposal
+    drafted.logits = torch.zeros(1 + len(proposal), VOCAB)
+    num_accepted = depth_along(proposal, emitted)
+    drafted.verdict = Verdict(tuple(range(num_accepted)), emitted[-1])
+    drafted.sequence.token_ids += emitted
+    drafted.record_emitted(len(emitted))
+    return drafted
 
 
 def text(number: int, *token_ids: int) -> Sequence:
@@ -85,21 +111,11 @@ def text(number: int, *token_ids: int) -> Sequence:
 def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
     drafting, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (1, 2, 3), (4, 5, 6)
-    proposals = drafting.ask(
-        [
-            (text(0), 8, Choice(0, 8)),
-            (text(1), 8, Choice(1, 2)),
-            (text(2), 8, NOTHING),
-            (text(3), 1, Choice(0, 8)),
-        ]
-    )
-    assert {key: proposal.token_ids for key, proposal in proposals.items()} == {
-        0: (1, 2, 3),
-        1: (4, 5),
-        3: (1,),
-    }
+    items = [item(text(number), 1 if number == 3 else 8) for number in range(4)]
+    drafting.ask(list(zip(items, [Choice(0, 8), Choice(1, 2), NOTHING, Choice(0, 8)], strict=True)))
+    assert [each.proposal.token_ids for each in items] == [(1, 2, 3), (4, 5), (), (1,)]
     assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
-    assert [(call.drafter, call.drafted.num_sequences) for call in drafting.calls] == [(0, 2), (1, 1)]
+    assert [(call.drafter, call.num_sequences) for call in drafting.calls] == [(0, 2), (1, 1)]
 
 
 def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough() -> None:
@@ -107,44 +123,38 @@ def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough()
     lookup.says, draft.says = (1, 2, 3), (4, 5, 6)
     taken, short = Choice(1, 2, lookup=0, min_tokens=3), Choice(1, 2, lookup=0, min_tokens=4)
     nothing_else = Choice(lookup=0, min_tokens=4)
-    proposals = drafting.ask([(text(0), 8, taken), (text(1), 8, short), (text(2), 8, nothing_else)])
-    assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (1, 2, 3), 1: (4, 5)}
+    items = [item(text(number)) for number in range(3)]
+    drafting.ask(list(zip(items, [taken, short, nothing_else], strict=True)))
+    assert [each.proposal.token_ids for each in items] == [(1, 2, 3), (4, 5), ()]
     assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
     assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
-    assert {key: len(found) for key, found in drafting.found.items()} == {0: 3, 1: 3, 2: 3}
-    assert [drafting.drafted_by(text(number)) for number in range(3)] == [0, 1, NOBODY]
+    assert [len(each.found) for each in items] == [3, 3, 3]
+    assert [each.drafter for each in items] == [0, 1, None]
 
 
 def test_a_drafter_that_was_asked_for_a_prompt_has_not_drafted_in_the_step_after_it() -> None:
     drafting, (asked, other) = make("SaysDrafter", "SaysDrafter")
     asked.says = other.says = (7,)
-    drafting.ask([(text(0), 0, Choice(0))])
-    assert drafting.drafted_by(text(0)) == 0
-    drafting.ask([(text(1), 8, Choice(1, 8)), (text(0), 0, NOTHING)])
-    assert [drafting.drafted_by(text(number)) for number in range(2)] == [NOBODY, 1]
+    prompt = item(text(0), 0)
+    drafting.ask([(prompt, Choice(0))])
+    assert prompt.drafter == 0
+    items = [item(text(0)), item(text(1))]
+    drafting.ask([(items[1], Choice(1, 8)), (items[0], NOTHING)])
+    assert [each.drafter for each in items] == [None, 1]
 
 
 def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     drafting, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
     left.says, right.says = (7, 8), (9,)
-    sequences = [text(0, 1, 2), text(1, 1, 2)]
-    answers = drafting.ask([(sequences[0], 8, Choice(0, 8)), (sequences[1], 8, Choice(1, 8))])
-    proposals = [answers[0], answers[1]]
-    for sequence, proposal in zip(sequences, proposals, strict=True):
-        sequence.token_ids += [*proposal.token_ids, 5]
-    drafting.observe(
-        [
-            Observation(sequence, proposal, len(proposal), torch.zeros(1 + len(proposal), VOCAB), 2)
-            for sequence, proposal in zip(sequences, proposals, strict=True)
-        ]
-    )
+    items = [item(text(0, 1, 2)), item(text(1, 1, 2))]
+    drafting.ask([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
+    drafting.observe([verified(each, each.proposal, *each.proposal.token_ids, 5) for each in items])
     assert [(seen.sequence.id, seen.proposal.token_ids, seen.num_accepted) for seen in left.seen] == [
         (0, (7, 8), 2),
         (1, (), 0),
     ]
     assert [seen.logits.shape[0] for seen in left.seen] == [3, 1]
     assert [(seen.sequence.id, seen.proposal.token_ids) for seen in right.seen] == [(1, (9,))]
-    assert drafting.num_held() == 0
 
 
 @pytest.mark.parametrize("was_cut", [False, True])
@@ -152,11 +162,9 @@ def test_each_drafter_learns_whether_the_answer_was_cut(was_cut: bool) -> None:
     """Also one that was not asked, and the author of what another tree held."""
     drafting, (asked, other) = make("SaysDrafter", "SaysDrafter")
     asked.says = (7, 8)
-    sequence = text(0, 1, 2)
-    drafting.ask([(sequence, 8, Choice(0, 8))])
-    sequence.token_ids += [7]
-    checked = Proposal((7,), (ROOT,))
-    drafting.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2, was_cut)])
+    only = item(text(0, 1, 2))
+    drafting.ask([(only, Choice(0, 8))])
+    drafting.observe([verified(only, Proposal((7,), (ROOT,)), *((7,) if was_cut else (7, 5)))])
     assert [seen.was_cut for seen in (*asked.seen, *other.seen)] == [was_cut, was_cut]
 
 
@@ -164,19 +172,18 @@ def test_what_a_grammar_took_away_is_not_told() -> None:
     """The engine may check another tree than the drafter's own: that with which it shares nodes."""
     drafting, (only,) = make("SaysDrafter")
     only.says = (7, 8)
-    sequence = text(0, 1, 2)
-    drafting.ask([(sequence, 8, Choice(0, 8))])
-    sequence.token_ids += [7, 5]
-    checked = Proposal((7,), (ROOT,))
-    drafting.observe([Observation(sequence, checked, 1, torch.zeros(2, VOCAB), 2)])
+    step = item(text(0, 1, 2))
+    drafting.ask([(step, Choice(0, 8))])
+    drafting.observe([verified(step, Proposal((7,), (ROOT,)), 7, 5)])
     assert [(seen.proposal.token_ids, seen.num_accepted) for seen in only.seen] == [((7,), 1)]
 
 
 def test_a_failing_member_leaves_the_others_alone() -> None:
     drafting, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (99999,), (4,)
-    proposals = drafting.ask([(text(0), 8, Choice(0, 8)), (text(1), 8, Choice(1, 8))])
-    assert {key: proposal.token_ids for key, proposal in proposals.items()} == {0: (), 1: (4,)}
+    items = [item(text(0)), item(text(1))]
+    drafting.ask([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
+    assert [each.proposal.token_ids for each in items] == [(), (4,)]
     assert drafting.num_failures == 1
     assert not drafting.guards[0].serves(text(0))
     assert drafting.guards[1].serves(text(0))
@@ -187,19 +194,19 @@ def test_only_what_the_verifier_judges_is_proposed(verifier: str, judged: bool) 
     """The guards of the members are the only ones that the proposals of `auto` go through."""
     drafting, (only,) = make("CoupledDrafter", verifier=verifier)
     only.says = (7,)
-    answers = drafting.ask([(text(0), 8, Choice(0, 8))])
-    assert [len(proposal) for proposal in answers.values()] == [int(judged)]
+    step = item(text(0))
+    drafting.ask([(step, Choice(0, 8))])
+    assert len(step.proposal) == int(judged)
     assert drafting.num_failures == (not judged)
 
 
 def test_released_sequences_are_forgotten() -> None:
     drafting, (only,) = make("SaysDrafter")
     only.says = (7,)
-    drafting.ask([(text(0), 8, Choice(0, 8))])
+    drafting.ask([(item(text(0)), Choice(0, 8))])
     assert drafting.num_held() == 1
     drafting.release(text(0))
     assert drafting.num_held() == 0
-    assert drafting.drafted_by(text(0)) == NOBODY
 
 
 @pytest.mark.parametrize(
