@@ -33,8 +33,8 @@ from slipstream.models import load_model
 from slipstream.models.cpu.native import instructions
 from slipstream.models.cpu.threads import operators
 from slipstream.models.executor.cpu_kernels import CpuKernels
-from slipstream.profiling.floors import Survey
-from slipstream.profiling.floors import measure as profile
+from slipstream.profiling.pass_times import Survey
+from slipstream.profiling.pass_times import measure as profile
 from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "step_cost.json"

@@ -103,7 +103,7 @@ One object:
   `identical`, `differing_prompts`, and `pairs`, each with `prompt_index`, `ratio`, `identical`, `off_s` and `on_s`
 
 `slipstream info --json` prints its facts as one object too, the memory plan in bytes. Its `measured` is null, or
-the profile that `--measure` took or saved earlier: [what its keys mean](../guides/floors.md#in-json).
+the profile that `--measure` took or saved earlier: [what its keys mean](../guides/roofline.md#in-json).
 
 ```console
 $ slipstream generate "Can you help me to buy movie tickets?" --temperature 0 --logprobs 2 --json

@@ -20,7 +20,7 @@ from slipstream import EngineConfig, RequestOptions, SamplingParams, Speculative
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
-from slipstream.profiling.floors import bytes_read_per_step
+from slipstream.profiling.pass_times import bytes_read_per_step
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 2048)
@@ -143,7 +143,7 @@ def by_rows(
                 "quartiles_ms": [1e3 * q for q in statistics.quantiles(times["verify"], n=4)],
                 "pass_and_verdict_ms": 1e3 * statistics.median(times["verify"]),
                 "bytes_read": num_bytes,
-                "floor_ms": num_bytes / copy_gb_per_s / 1e6,
+                "roofline_ms": num_bytes / copy_gb_per_s / 1e6,
                 "host_share": 1 - traced["device_ms"] / (1e3 * step_s),
                 **traced,
             }

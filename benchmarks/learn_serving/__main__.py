@@ -9,8 +9,8 @@ kills     server and learner are killed at 100 random instants: nothing that was
 broken    promoted versions that break are rolled back within 200 requests, with an alarm
 latency   p95 of requests at half load, in turns with a server that does not learn; at full load the learner rests
 
-The embedded pair; the floor is its draft with noise, so that learning has something to gain. All parts but `latency`
-and the steps of `answers` count and time nothing, so they may run beside others. A part that has ended is in
+The embedded pair; the base drafter is its draft with noise, so that learning has something to gain. All parts but
+`latency` and the steps of `answers` count and time nothing, so they may run beside others. A part that has ended is in
 docs/benchmarks/learn_serving.json and on the page beside it; the same command at the same commit does not measure it
 again. With --quick it is a tenth of the requests, in learn_serving_quick.json and without a page.
 """

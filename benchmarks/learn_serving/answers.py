@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from benchmarks.harness.kept import say
-from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
+from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_base
 from benchmarks.learn_serving.server import (
     CLOSED_KEY,
     OPEN_KEY,
@@ -60,7 +60,7 @@ class Operator:
     """What is done to the server while it answers, one act after another."""
 
     folder: LearnFolder
-    floor: str
+    base: str
     """The folder of the draft that the server was started with."""
     num_acts: Counter[str] = field(default_factory=Counter)
     number: int = 0
@@ -80,7 +80,7 @@ class Operator:
             self.freeze,
             self.thaw,
             self.forget,
-            self.serve_floor,
+            self.serve_base,
             *[self.nothing] * 8,
         ]
         act = acts[self.number % len(acts)]
@@ -106,9 +106,9 @@ class Operator:
         self.owners[version] = tenant  # before it can draft for anybody
         by_hand.promote(self.folder, version)
 
-    def serve_floor(self) -> None:
+    def serve_base(self) -> None:
         """What the server was started with: the learner's own versions have something to replace."""
-        by_hand.promote(self.folder, by_hand.FLOOR)
+        by_hand.promote(self.folder, by_hand.BASE)
 
     def roll_back(self) -> None:
         """By hand, whatever serves."""
@@ -144,34 +144,34 @@ class Operator:
         identity = ring_identity(self.folder)
         if identity is None:
             raise LearnError("no record yet")
-        return add_version(self.folder, identity, self.floor, noise, self.number, tenant)
+        return add_version(self.folder, identity, self.base, noise, self.number, tenant)
 
 
 def answers(place: Path, number: int) -> dict[str, Any]:
     """The whole part; its server writes below `place`."""
-    floor = make_floor(place / "floor")
+    base = make_base(place / "base")
     say(f"{number:,} answers without speculation …")
     expected = _plain(number)
     folder = LearnFolder(place / "home/learn")
-    options = ServerOptions(floor, str(folder.path), max_num_seqs=2 * AT_ONCE, worker=WORKER, step_times=True)
+    options = ServerOptions(base, str(folder.path), max_num_seqs=2 * AT_ONCE, worker=WORKER, step_times=True)
     samples: list[dict[str, float]] = []
     began_s = time.monotonic()
     with LearningServer(options, place / "home") as server:
-        found, operator = asyncio.run(_swapped(server, Operator(folder, floor), number, samples))
+        found, operator = asyncio.run(_swapped(server, Operator(folder, base), number, samples))
         metrics, steps = _learned(server), _steps(server)
         running = looked_for(place / "home", folder, found)
     ended = looked_for(place / "home", folder, found)
     differing = [n for n in range(number) if found[n].token_ids != expected[n]]
     events = Counter(str(event["event"]) for event in EventLog(folder).read())
-    versions = Counter(one.version or "floor" for one in found.values())
+    versions = Counter(one.version or "base" for one in found.values())
     return {
         "answers": number,
         "tokens": sum(len(one.token_ids) for one in found.values()),
         "seconds": round(time.monotonic() - began_s),
         "differing": len(differing),
         "first_differing": differing[:5],
-        "answers_by_floor": versions["floor"],
-        "versions_that_drafted": len(versions) - ("floor" in versions),
+        "answers_by_base": versions["base"],
+        "versions_that_drafted": len(versions) - ("base" in versions),
         "acts": dict(operator.num_acts),
         "events": dict(events),
         "metrics": metrics,

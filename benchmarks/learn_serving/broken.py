@@ -1,7 +1,8 @@
 """Versions that break after they were promoted: in memory while they serve, on disk, or from their first request on.
 
-The floor is the embedded draft without noise. A serving version is compared with the floor, so one that breaks is told
-by what it costs: beside a floor that itself drafts nearly nothing there is little to lose and little to be seen.
+The base drafter is the embedded draft without noise. A serving version is compared with the base drafter, so one that
+breaks is told by what it costs: beside a base drafter that itself drafts nearly nothing there is little to lose and
+little to be seen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.kept import say
-from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_floor
+from benchmarks.learn_serving.drafts import BROKEN_NOISE, add_version, make_base
 from benchmarks.learn_serving.server import DEPTH
 from benchmarks.learn_serving.traffic import Asked, asked
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -70,7 +71,7 @@ def one_try(place: Path, way: str, number: int) -> dict[str, Any]:
         if session.facts().serving != version:
             raise RuntimeError("a good version was rolled back")
         if way == "in memory":
-            draft = make_floor(place / f"broken-{number}", BROKEN_NOISE, number + 1)
+            draft = make_base(place / f"broken-{number}", BROKEN_NOISE, number + 1)
             asyncio.run(client.ask(lambda engine: _break(engine, session, version, draft)))
         needed = asking.until(lambda: session.facts().serving != version, LIMIT)
         time.sleep(1.5)  # alarms are looked at once a second
@@ -120,13 +121,13 @@ def damaged_on_disk(where: Path, place: Path, number: int) -> dict[str, Any]:
 
 
 def _begun(place: Path, folder: LearnFolder) -> tuple[AsyncEngine, LearnSession]:
-    floor = {
+    base = {
         "method": "draft_model",
         "model": str(EMBEDDED_DRAFT),
         "num_speculative_tokens": DEPTH,
     }
     engine = make_engine(
-        None, {"method": "versions", "drafter": floor}, {"max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20}
+        None, {"method": "versions", "drafter": base}, {"max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20}
     )
     client = AsyncEngine(engine=engine)
     return client, LearnSession(client, SessionSettings(folder.path, 8 * 2**20, worker=IDLE))
@@ -135,8 +136,8 @@ def _begun(place: Path, folder: LearnFolder) -> tuple[AsyncEngine, LearnSession]
 def _break(engine: Engine, session: LearnSession, version: str, draft: str) -> None:
     """Have a version draft with other weights, as if its own had been overwritten; no request may be under way."""
     drafter = engine.drafter_as(VersionsDrafter)
-    floor = drafter.options.floor()
-    loaded = drafter.prepare(version, replace(floor, options={**floor.options, "model": draft}))
+    base = drafter.options.base()
+    loaded = drafter.prepare(version, replace(base, options={**base.options, "model": draft}))
     drafter.change([], [], session._served_versions.choose, revoke=[version])
     drafter.change([loaded], [version], session._served_versions.choose)
 

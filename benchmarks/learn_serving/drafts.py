@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.storage.folder import LearnFolder
@@ -16,11 +16,11 @@ from slipstream.learn.storage.ring import RingIdentity
 from slipstream.learn.storage.state import StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
-FLOOR_NOISE = 0.35
-"""Noise of the floor's weights, in deviations of each matrix: a learner has something to gain."""
+BASE_NOISE = 0.35
+"""Noise of the base drafter's weights, in deviations of each matrix: a learner has something to gain."""
 BROKEN_NOISE = 1.0
 PROMISE = 0.3
-"""Speed over the floor that a version by hand is said to have."""
+"""Speed over the base drafter that a version by hand is said to have."""
 
 
 def shaken(noise: float, seed: int) -> dict[str, torch.Tensor]:
@@ -36,15 +36,15 @@ def shaken(noise: float, seed: int) -> dict[str, torch.Tensor]:
 
 @cache
 def _weights() -> dict[str, torch.Tensor]:
-    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", BaseDraft(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     return learner.tensors(model)
 
 
-def make_floor(folder: Path, noise: float = FLOOR_NOISE, seed: int = 0) -> str:
+def make_base(folder: Path, noise: float = BASE_NOISE, seed: int = 0) -> str:
     """The draft that a server is started with, as a folder; returns it."""
     if not folder.exists():
-        make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions()).checkpoint(
+        make_learner("whole", BaseDraft(EMBEDDED_DRAFT), LearnerOptions()).checkpoint(
             shaken(noise, seed), folder
         )
     return str(folder)
@@ -53,18 +53,18 @@ def make_floor(folder: Path, noise: float = FLOOR_NOISE, seed: int = 0) -> str:
 def add_version(
     folder: LearnFolder,
     identity: RingIdentity,
-    floor: str,
+    base: str,
     noise: float,
     seed: int = 0,
     tenant: str | None = None,
 ) -> str:
     """A version that is whole and promises to be faster, whatever its weights are, beside the draft in the folder
-    `floor`; returns its id."""
+    `base`; returns its id."""
     version = Version(
         learner="whole",
         model_hash=identity.model_hash,
         template_hash=identity.template_hash,
-        floor_hash=DraftFloor(floor).digest(),
+        base_hash=BaseDraft(base).digest(),
         tenant=tenant,
         figures={"judge": {"gain": PROMISE}},
     )

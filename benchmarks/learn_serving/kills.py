@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from benchmarks.harness.kept import say
-from benchmarks.learn_serving.drafts import add_version, make_floor
+from benchmarks.learn_serving.drafts import add_version, make_base
 from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import Answered, answer, answer_all, asked, open_client
 from slipstream.learn.background.learner_process import MAX_STARTS
@@ -39,7 +39,7 @@ class Crashes:
         self.place = place
         self.folder = LearnFolder(place / "home/learn")
         self.options = ServerOptions(
-            make_floor(place / "floor"), str(self.folder.path), LEARN_BYTES, worker=WORKER
+            make_base(place / "base"), str(self.folder.path), LEARN_BYTES, worker=WORKER
         )
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class Crashes:
         deadline_s = time.monotonic() + self.rng.uniform(0.05, MAX_WAIT_S)
         learner = server.wait_for_learner() if target != "server" else None
         if instant % 4 == 0 and (identity := ring_identity(self.folder)) is not None:
-            by_hand.promote(self.folder, add_version(self.folder, identity, self.options.floor, 0.0, instant))
+            by_hand.promote(self.folder, add_version(self.folder, identity, self.options.base, 0.0, instant))
             self.counts["promoted by hand"] += 1
         self._look()
         time.sleep(max(deadline_s - time.monotonic(), 0.0))
@@ -128,7 +128,7 @@ class Crashes:
         self.counts["answers"] += 1
         if one.token_ids != self.expected[one.asked.number]:
             self.faults.append(
-                f"the answer to {one.asked.number} differs, drafted by {one.version or 'floor'}"
+                f"the answer to {one.asked.number} differs, drafted by {one.version or 'base'}"
             )
 
     def check(self, when: str) -> None:

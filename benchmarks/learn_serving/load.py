@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from benchmarks.harness.kept import say
-from benchmarks.learn_serving.drafts import make_floor
+from benchmarks.learn_serving.drafts import make_base
 from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import answer, answer_all, asked, open_client
 
@@ -29,11 +29,11 @@ WORKER = {"min_records": 1}
 
 def latency(place: Path, rounds: int, window_s: float, seed: int) -> dict[str, Any]:
     """The whole part. Both servers are there; the one whose turn it is not gets no request, and its learner no time."""
-    floor = make_floor(place / "floor")
-    learning = ServerOptions(floor, str(place / "learning/learn"), worker=WORKER)
+    base = make_base(place / "base")
+    learning = ServerOptions(base, str(place / "learning/learn"), worker=WORKER)
     with (
         LearningServer(learning, place / "learning") as on,
-        LearningServer(ServerOptions(floor), place / "off") as off,
+        LearningServer(ServerOptions(base), place / "off") as off,
     ):
         learner = on.wait_for_learner()
         with _Stopped(learner):

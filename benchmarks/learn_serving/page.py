@@ -11,8 +11,8 @@ INTRODUCTION = """\
 Written by `python -m benchmarks.learn_serving`; do not edit. [Raw result](learn_serving.json).
 [What learning is](../guides/learning.md).
 
-A server with `--learn` and the embedded pair. Its floor is the embedded draft with noise, so that the learner has
-something to gain. Requests come over HTTP, but where a section says otherwise.
+A server with `--learn` and the embedded pair. Its base drafter is the embedded draft with noise, so that the learner
+has something to gain. Requests come over HTTP, but where a section says otherwise.
 """
 
 
@@ -46,7 +46,7 @@ def _answers(part: Mapping[str, Any]) -> list[str]:
         "| | |",
         "|---|---|",
         f"| answers that differ from those without speculation | {part['differing']} (bar 0) |",
-        f"| answers drafted by a version other than the floor | {part['answers'] - part['answers_by_floor']:,}, "
+        f"| answers drafted by a version other than the base drafter | {part['answers'] - part['answers_by_base']:,}, "
         f"by {part['versions_that_drafted']} versions |",
         f"| by hand: promoted, of these broken, damaged | "
         f"{sum(num for name, num in acts.items() if name.startswith('promote_'))}, "
@@ -111,9 +111,9 @@ def _broken(part: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Versions that break",
         "",
-        "In the process, without HTTP; the floor is the embedded draft without noise. *In memory*: a good version",
-        "serves for a while, then its weights in memory become noise. *At once*: all files are whole and the weights",
-        "are noise.",
+        "In the process, without HTTP; the base drafter is the embedded draft without noise. *In memory*: a good",
+        "version serves for a while, then its weights in memory become noise. *At once*: all files are whole and the",
+        "weights are noise.",
         "",
         "| broken | tries | rolled back | alarm | requests until then: median, most |",
         "|---|---|---|---|---|",

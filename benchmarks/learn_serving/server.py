@@ -40,7 +40,7 @@ STEPS_PATH = "/benchmark/steps"
 class ServerOptions:
     """What a server is started with."""
 
-    floor: str
+    base: str
     """Folder of the draft model; empty for speculation off."""
     folder: str = ""
     """Where it learns; empty where it does not."""
@@ -114,12 +114,10 @@ def main() -> None:
 
 
 def _speculation(options: ServerOptions) -> SpeculativeConfig:
-    if not options.floor:
+    if not options.base:
         return SpeculativeConfig.from_mapping({"method": "off"})
-    floor = {"method": "draft_model", "model": options.floor, "num_speculative_tokens": DEPTH}
-    return SpeculativeConfig.from_mapping(
-        {"method": "versions", "drafter": floor} if options.folder else floor
-    )
+    base = {"method": "draft_model", "model": options.base, "num_speculative_tokens": DEPTH}
+    return SpeculativeConfig.from_mapping({"method": "versions", "drafter": base} if options.folder else base)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Answered:
     asked: Asked
     token_ids: tuple[int, ...]
     version: str
-    """That drafted; empty for the floor."""
+    """That drafted; empty for the base drafter."""
     latency_s: float
 
 

@@ -30,7 +30,7 @@ def load_average() -> float:
 
 
 def read_bandwidth_bytes_per_s(threads: int) -> float:
-    """Best of seven sums over 512 MiB: what the floor of a decoding step is computed with."""
+    """Best of seven sums over 512 MiB: what the roofline of a decoding step is computed with."""
     values = torch.ones(2**27, dtype=torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

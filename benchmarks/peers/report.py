@@ -294,7 +294,7 @@ def _speeds(model: ModelResults, results: Results) -> str:
     bandwidth = results.sessions[-1]["read_bandwidth_bytes_per_s"] if results.sessions else None
     lines = [
         "| mode | tokens/s, mean over tasks | median | quartiles | after the first token | texts equal to its off | "
-        "weights read | over the floor | peak memory | load |",
+        "weights read | over the roofline | peak memory | load |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key in _in_order(model):
@@ -305,10 +305,10 @@ def _speeds(model: ModelResults, results: Results) -> str:
         weights = entry["definition"]["weights"]
         if entry["definition"]["kind"] != "off":
             decode = []  # several tokens may come with the first
-        floor = ["", ""]
+        roofline = ["", ""]
         if entry["definition"]["kind"] == "off" and decode:
             achieved = model.bytes_per_step(weights) * statistics.median(decode)
-            floor = [f"{achieved / 1e9:.1f} GB/s", f"{bandwidth / achieved:.2f}" if bandwidth else ""]
+            roofline = [f"{achieved / 1e9:.1f} GB/s", f"{bandwidth / achieved:.2f}" if bandwidth else ""]
         off = model.off(key)
         same = ""
         if off is not None and off != key:
@@ -321,16 +321,16 @@ def _speeds(model: ModelResults, results: Results) -> str:
             f"{low:.1f} to {high:.1f}",
             f"{statistics.median(decode):.1f}" if decode else "",
             same,
-            *floor,
+            *roofline,
             f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB" if entry.get("peak_memory_bytes") else "",
             f"{entry['load_s']:.1f} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*Weights read* is the size of the weights times steps a second, with speculation off; *over the floor* is the "
-        "measured bandwidth of one large sum over it: 1.00 would be the fastest that this memory allows, and a small "
-        "model that stays in the processor's cache goes below. *Peak memory* includes loading and mapped files.",
+        "*Weights read* is the size of the weights times steps a second, with speculation off; *over the roofline* is "
+        "the measured bandwidth of one large sum over it: 1.00 would be the fastest that this memory allows, and a "
+        "small model that stays in the processor's cache goes below. *Peak memory* includes loading and mapped files.",
         "",
     ]
     return "\n".join(lines)

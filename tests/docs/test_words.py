@@ -41,13 +41,18 @@ PRIVATE_WORDS = {
 
 RETIRED_WORDS = {
     r"lanes?": "version (of weights), scope (tenant or task)",
+    r"floors?": "base drafter; roofline",
 }
 """Words that the source, its names included, has no more: neither by themselves nor between underscores."""
 KEPT = {
+    r"": r"(?:math|np|torch|\))\.floor",
     r"models/cpu/": r"lanes?",
     r"config\.py": r"(learn_|num_)?lanes",
     r"learn/storage/(state|folder)\.py": r"lanes",
-    r"serve/learning\.py": r"own_lanes",
+    r"serve/learning\.py": r"own_lanes|\"floor\"",
+    r"cli/measure\.py": r"(memory|compute)_floor_s|floor_ratio",
+    r"learn/decisions/(replay|by_hand)\.py": r"\"floor|floor is now",
+    r"learn/versions/store\.py": r"floor_hash",
 }
 """Where a retired word is something else, or the old name of what users may have, which is still read."""
 _WORD = {re.compile(rf"\b({word})\b", re.IGNORECASE): instead for word, instead in PRIVATE_WORDS.items()}

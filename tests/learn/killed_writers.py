@@ -46,7 +46,7 @@ def learn(folder: LearnFolder, tell: Tell) -> None:
     while True:
         read_s = time.time()
         records = list(read_ring(folder))[-3:]
-        version = Version("whole", "model-a", "template-a", "floor", window=DataWindow.of(records, read_s))
+        version = Version("whole", "model-a", "template-a", "base", window=DataWindow.of(records, read_s))
         version = store.add(version, some_tensors(len(records)), in_use=states.read().in_use)
         tell(f"version {version.id}")
         promoted = version.id

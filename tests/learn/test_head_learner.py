@@ -18,7 +18,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.decisions import by_hand
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import check_learns, make_learner
 from slipstream.learn.learners.scoring import replayed
@@ -37,7 +37,7 @@ HEAD = {
     "num_draft_nodes": None,
 }
 OPTIONS = LearnerOptions(num_steps=25, batch_rows=4, row_length=128, learning_rate=2e-3, depth=DEPTH)
-HEAD_FLOOR = DraftFloor(EMBEDDED_EAGLE3, "eagle3", EMBEDDED_TARGET)
+HEAD_BASE = BaseDraft(EMBEDDED_EAGLE3, "eagle3", EMBEDDED_TARGET)
 IDLE = {"min_records": 10**9, "poll_s": 60.0}
 
 
@@ -73,12 +73,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[ServedRecord]
     session = LearnSession(client, SessionSettings(folder, 2**26, worker=IDLE, capture_share=None))
     try:
         found = answers(client, 12)
-        learner = make_learner("eagle", HEAD_FLOOR, OPTIONS)
+        learner = make_learner("eagle", HEAD_BASE, OPTIONS)
         head, _ = learner.begin(None)
         identity = session.identity
-        about = Version("eagle", identity.model_hash, identity.template_hash, HEAD_FLOOR.digest())
+        about = Version("eagle", identity.model_hash, identity.template_hash, HEAD_BASE.digest())
         version = VersionStore(LearnFolder(folder)).add(about, shaken(learner.tensors(head), 0.02)).id
-        by_hand.freeze(LearnFolder(folder), True)  # no requests of the floor for comparison
+        by_hand.freeze(LearnFolder(folder), True)  # no requests of the base drafter for comparison
         by_hand.promote(LearnFolder(folder), version)
         deadline_s = time.monotonic() + 280
         while version not in session.versions and time.monotonic() < deadline_s:
@@ -116,7 +116,7 @@ def test_the_target_s_hidden_states_are_kept(served: Any) -> None:
 
 def test_what_is_scored_is_what_the_engine_accepted(served: Any) -> None:
     records = served[0]
-    learner = make_learner("eagle", HEAD_FLOOR, OPTIONS)
+    learner = make_learner("eagle", HEAD_BASE, OPTIONS)
     hits = learner.scorer(None).hits(records)
     assert [one.shape for one in hits] == [(DEPTH, len(one.token_ids)) for one in records]
     for one, record in zip(hits, records, strict=True):
@@ -129,7 +129,7 @@ def test_a_damaged_head_gets_better_and_its_tensors_are_all_that_it_needs(
     served: Any, tmp_path: Path
 ) -> None:
     records = served[0]
-    learner = make_learner("eagle", HEAD_FLOOR, OPTIONS)
+    learner = make_learner("eagle", HEAD_BASE, OPTIONS)
     head, _ = learner.begin(None)
     damaged = shaken(learner.tensors(head), 0.04)
     learned = learner.learn(records, records[:3], start=damaged)
@@ -141,7 +141,7 @@ def test_a_damaged_head_gets_better_and_its_tensors_are_all_that_it_needs(
     assert learned.figures["num_parameters"] == sum(one.numel() for one in head.parameters())
     learner.checkpoint(learned.tensors, tmp_path / "head")
     saved = (
-        make_learner("eagle", replace(HEAD_FLOOR, model=str(tmp_path / "head")), OPTIONS)
+        make_learner("eagle", replace(HEAD_BASE, model=str(tmp_path / "head")), OPTIONS)
         .scorer(None)
         .hits(records)
     )
@@ -153,7 +153,7 @@ def test_a_row_weighs_as_much_as_its_chain_comes_that_far(served: Any) -> None:
     [record] = [one for one in served[0] if one.temperature][:1]
 
     def loss(record: ServedRecord, depth: int) -> Any:
-        learner = make_learner("eagle", HEAD_FLOOR, replace(OPTIONS, depth=depth))
+        learner = make_learner("eagle", HEAD_BASE, replace(OPTIONS, depth=depth))
         head, _ = learner.begin(None)
         return learner.loss(head, next(learner.batches([record], [])))
 
@@ -188,7 +188,7 @@ def test_a_version_of_a_head_serves_and_no_text_changes(served: Any) -> None:
 
 
 def test_what_cannot_learn_is_one_line(served: Any) -> None:
-    learner = make_learner("eagle", HEAD_FLOOR, OPTIONS)
+    learner = make_learner("eagle", HEAD_BASE, OPTIONS)
     bare = [replace(one, features={}) for one in served[0]]
     with pytest.raises(LearnError, match="has hidden states"):
         learner.learn(bare)
@@ -196,7 +196,7 @@ def test_what_cannot_learn_is_one_line(served: Any) -> None:
     with pytest.raises(LearnError, match="belongs to another head"):
         learner.scorer({"fc.weight": torch.zeros(2, 2)})
     with pytest.raises(ConfigError, match="needs the target"):
-        make_learner("eagle", replace(HEAD_FLOOR, target=None), OPTIONS)
+        make_learner("eagle", replace(HEAD_BASE, target=None), OPTIONS)
     head = SpeculativeConfig("eagle3", options={"model": EMBEDDED_EAGLE3})
     check_learns(head)
     with pytest.raises(ConfigError, match="learns by eagle or corrective, not by 'whole'"):

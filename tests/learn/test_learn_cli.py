@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> LearnFolder:
         own = tenant if tenant == "beta" else None
         store.add(
             Version(
-                "whole", "model-a", "template-a", "floor-a", tenant=own, window=window, figures={"tau": 2.5}
+                "whole", "model-a", "template-a", "base-a", tenant=own, window=window, figures={"tau": 2.5}
             ),
             some_tensors(number),
         )
@@ -65,9 +65,9 @@ def test_status_and_versions(folder: LearnFolder) -> None:
     run("promote", path, promoted)
     code, text, _ = run("status", path)
     assert code == 0
-    for part in ("20 answers, 120 tokens", "alpha 15, beta 5", "sql 20", f"serves everyone       {promoted}"):
+    for part in ("20 answers, 120 tokens", "alpha 15, beta 5", "sql 20", f"serves everyone      {promoted}"):
         assert part in text, text
-    assert "tokens a pass, floor" in text
+    assert "tokens a pass, base" in text
     assert "2.00" in text
     assert f"event=promoted version={promoted} by=hand" in text
     found = told("status", path)
@@ -75,7 +75,7 @@ def test_status_and_versions(folder: LearnFolder) -> None:
     assert [one["id"] for one in found["versions"]] == ids(folder)
     code, text, _ = run("versions", path, "--verify")
     assert code == 0
-    assert all(name in text for name in (*ids(folder), "tau=2.5", "everyone", "floor"))
+    assert all(name in text for name in (*ids(folder), "tau=2.5", "everyone", "base"))
     file = VersionStore(folder).weights_file(promoted)
     file.write_bytes(file.read_bytes()[:-1])
     code, text, _ = run("versions", path, "--verify")
@@ -89,13 +89,13 @@ def test_promote_rollback_and_freeze(folder: LearnFolder) -> None:
     for name in (first, second):
         assert run("promote", path, name)[0] == 0
     assert run("rollback", path)[1] == f"{first} serves everyone\n"
-    assert run("rollback", path)[1] == "floor serves everyone\n"
+    assert run("rollback", path)[1] == "base serves everyone\n"
     code, _, error = run("rollback", path)
-    assert (code, error) == (2, "error: the floor serves already; there is nothing to roll back\n")
+    assert (code, error) == (2, "error: the base drafter serves already; there is nothing to roll back\n")
     assert told("promote", path, betas)["tenant"] == "beta", "a tenant's version serves its own tenant"
     assert (states.read().scope().serving, states.read().scope("beta").serving) == ("", betas)
     assert "serves no other one" in run("promote", path, betas, "--tenant", "alpha")[2]
-    assert run("promote", path, "floor", "--tenant", "beta")[1] == "floor serves tenant beta\n"
+    assert run("promote", path, "base", "--tenant", "beta")[1] == "base serves tenant beta\n"
     canary = states.read().scope().promoted(first)
     states.change(lambda state: state.with_scope(canary))
     assert told("freeze", path)["frozen"] is True
@@ -109,7 +109,7 @@ def test_damaged_retired_and_foreign_versions_are_not_promoted(folder: LearnFold
     assert "is damaged" in run("promote", path, first)[2]
     StateStore(folder).change(lambda state: state.retire({second: "slower than promised"}))
     assert f"version '{second}' is retired: slower than promised" in run("promote", path, second)[2]
-    foreign = VersionStore(folder).add(Version("whole", "model-b", "template-a", "floor-a"), some_tensors())
+    foreign = VersionStore(folder).add(Version("whole", "model-b", "template-a", "base-a"), some_tensors())
     assert "is of another model" in run("promote", path, foreign.id)[2]
     assert "there is no version 'v000099-x'" in run("promote", path, "v000099-x")[2]
     assert StateStore(folder).read().scope().serving == ""

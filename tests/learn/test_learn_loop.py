@@ -1,4 +1,4 @@
-"""A candidate's life: every state is reached by evidence alone, and whatever happens the floor is never lost."""
+"""A candidate's life: every state is reached by evidence alone, and whatever happens the base drafter is never lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import LearnError
 from slipstream.learn.decisions.loop import (
-    FLOOR,
+    BASE,
     Act,
     Decision,
     Judgment,
@@ -21,7 +21,7 @@ from slipstream.learn.decisions.loop import (
     VersionLoop,
 )
 
-SPEEDS = {FLOOR: 0.45, "good": 0.6, "same": 0.45, "bad": 0.3, "broken": 0.2}
+SPEEDS = {BASE: 0.45, "good": 0.6, "same": 0.45, "bad": 0.3, "broken": 0.2}
 
 
 def serve(
@@ -49,19 +49,19 @@ def test_a_better_candidate_goes_from_shadow_over_a_share_to_everyone() -> None:
     loop, rng = VersionLoop(), random.Random(0)
     loop.offer("good", 1.3)
     assert loop.phase is TrialPhase.SHADOW
-    assert {loop.version_for(share / 100) for share in range(100)} == {FLOOR}, "the shadow serves nobody"
+    assert {loop.version_for(share / 100) for share in range(100)} == {BASE}, "the shadow serves nobody"
     assert loop.judged("good", Judgment.UNDECIDED) is None
     loop.judged("good", Judgment.BETTER)
     shares = [loop.version_for(share / 100) for share in range(100)]
     assert shares.count("good") == 20
     [decision] = serve(loop, rng, 2000)
     assert (decision.act, decision.version) == (Act.PROMOTE, "good")
-    assert (loop.serving, loop.previous, loop.candidate) == ("good", (FLOOR,), None)
+    assert (loop.serving, loop.previous, loop.candidate) == ("good", (BASE,), None)
     shares = [loop.version_for(share / 100) for share in range(100)]
-    assert shares.count(FLOOR) == 50, "at first every second request is the floor's, to compare with"
+    assert shares.count(BASE) == 50, "at first every second request is the base drafter's, to compare with"
     assert serve(loop, rng, 3000) == [], "what keeps its promise stays"
     shares = [loop.version_for(share / 100) for share in range(100)]
-    assert shares.count(FLOOR) == 5, "later a share of them remains"
+    assert shares.count(BASE) == 5, "later a share of them remains"
 
 
 @pytest.mark.parametrize("version", ["bad", "broken"])
@@ -70,7 +70,7 @@ def test_a_worse_candidate_that_the_shadow_let_pass_never_reaches_everyone(versi
         loop, rng = on_trial(version), random.Random(seed)
         [decision] = serve(loop, rng, 20_000)
         assert decision.act is Act.REFUSE, seed
-        assert loop.serving == FLOOR, seed
+        assert loop.serving == BASE, seed
 
 
 def test_what_the_shadow_finds_worse_is_refused_and_serves_nobody() -> None:
@@ -79,7 +79,7 @@ def test_what_the_shadow_finds_worse_is_refused_and_serves_nobody() -> None:
     decision = loop.judged("bad", Judgment.WORSE, "slower")
     assert decision == Decision(Act.REFUSE, "bad", "slower")
     assert loop.candidate is None
-    assert loop.version_for(0.99) == FLOOR
+    assert loop.version_for(0.99) == BASE
 
 
 def test_what_stays_undecided_makes_room() -> None:
@@ -94,38 +94,38 @@ def test_what_stays_undecided_makes_room() -> None:
 def test_a_promoted_version_that_breaks_is_rolled_back_within_200_requests() -> None:
     needed: list[int] = []
     for seed in range(40):
-        loop, rng = VersionLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
+        loop, rng = VersionLoop(serving="good", previous=(BASE,), promise=1.3), random.Random(seed)
         assert serve(loop, rng, 500) == []
         for number in range(1, 201):
             if serve(loop, rng, 1, {**SPEEDS, "good": 0.2}):
                 needed.append(number)
                 break
-        assert loop.serving == FLOOR, f"not noticed, seed {seed}"
+        assert loop.serving == BASE, f"not noticed, seed {seed}"
     assert max(needed) <= 200
 
 
 def test_a_change_of_topic_that_slows_all_alike_rolls_nothing_back() -> None:
     for seed in range(20):
-        loop, rng = VersionLoop(serving="good", previous=(FLOOR,), promise=1.3), random.Random(seed)
+        loop, rng = VersionLoop(serving="good", previous=(BASE,), promise=1.3), random.Random(seed)
         assert serve(loop, rng, 300) == []
-        assert serve(loop, rng, 1500, {FLOOR: 0.2, "good": 0.27}) == [], seed
+        assert serve(loop, rng, 1500, {BASE: 0.2, "good": 0.27}) == [], seed
 
 
 def test_frozen_means_that_nothing_changes_but_by_hand() -> None:
-    loop, rng = VersionLoop(serving="good", previous=(FLOOR,)), random.Random(1)
+    loop, rng = VersionLoop(serving="good", previous=(BASE,)), random.Random(1)
     loop.frozen = True
     with pytest.raises(LearnError, match="frozen"):
         loop.offer("same", 1.0)
     assert serve(loop, rng, 1000, {**SPEEDS, "good": 0.0}) == []
-    assert loop.roll_back() == FLOOR
+    assert loop.roll_back() == BASE
     loop.promote("same")
-    assert (loop.serving, loop.previous) == ("same", (FLOOR,))
+    assert (loop.serving, loop.previous) == ("same", (BASE,))
 
 
 def test_retired_versions_serve_nobody() -> None:
-    loop = on_trial("bad", VersionLoop(serving="good", previous=(FLOOR, "same")))
+    loop = on_trial("bad", VersionLoop(serving="good", previous=(BASE, "same")))
     loop.retire({"good", "bad"})
-    assert (loop.serving, loop.candidate, loop.previous) == ("same", None, (FLOOR,))
+    assert (loop.serving, loop.candidate, loop.previous) == ("same", None, (BASE,))
 
 
 def test_bets_of_equal_groups_rarely_win() -> None:
@@ -169,9 +169,10 @@ EVENTS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(EVENTS)
 def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgment, float]]) -> None:
-    """No event raises but an offer; who serves is somebody who was promoted; the floor is always at the bottom."""
+    """No event raises but an offer; who serves is somebody who was promoted; the base drafter is always at the
+    bottom."""
     loop = VersionLoop(LoopSettings(max_canary_pairs=3, max_judgments=2))
-    passed: set[str] = {FLOOR}
+    passed: set[str] = {BASE}
     for what, version, judgment, number in events:
         before, frozen = loop.serving, loop.frozen
         match what:
@@ -183,7 +184,7 @@ def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgmen
                 assert decision is None or decision.act in (Act.TRY, Act.REFUSE)
                 assert loop.serving == before
             case "serve":
-                for name in (FLOOR, loop.serving, version):
+                for name in (BASE, loop.serving, version):
                     decision = loop.served(name, number)
                     if decision is not None and decision.act is Act.PROMOTE:
                         passed.add(decision.version)
@@ -202,5 +203,5 @@ def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgmen
         assert (loop.candidate is None) == (loop.phase is None)
         assert loop.candidate != loop.serving
         assert 0 <= loop.control_share + loop.canary_share < 1
-        named = {FLOOR, loop.serving, loop.candidate}
+        named = {BASE, loop.serving, loop.candidate}
         assert {loop.version_for(share / 50) for share in range(50)} <= named

@@ -103,7 +103,7 @@ async def answer(client: AsyncEngine) -> list[int]:
         (a_ring_of_another_model, "of another model"),
         (failing(errno.ENOSPC), "No space left on device"),
         (failing(errno.EROFS), "Read-only file system"),
-        (damaged_state, "remove it to serve the floor"),
+        (damaged_state, "remove it to serve the base drafter"),
     ],
     ids=["no folder", "another model", "full disk", "read-only", "damaged state"],
 )

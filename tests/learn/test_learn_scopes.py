@@ -18,7 +18,7 @@ from slipstream import LLM
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
 from slipstream.core.request import RequestOptions
-from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
+from slipstream.draft.combine.versions import BASE, VersionsDrafter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
 from slipstream.learn.background import learner as learner_process
@@ -27,7 +27,7 @@ from slipstream.learn.background.messages import CODEC, DraftingCosts, LearnEven
 from slipstream.learn.decisions.draft_costs import MIN_CALLS, DraftCosts
 from slipstream.learn.decisions.loop import LoopSettings
 from slipstream.learn.learners.base import LearnedWeights
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
@@ -93,7 +93,7 @@ class FixedScorer:
 
 
 class FakeLearner:
-    """Notes what it was given; what it learns is right nine times of ten, the floor three."""
+    """Notes what it was given; what it learns is right nine times of ten, the base drafter three."""
 
     name = "whole"
 
@@ -224,7 +224,8 @@ def test_a_candidate_without_enough_evidence_learns_on(
 
 
 class ForgetfulScorer:
-    """Right nine times of ten on what is asked now; on what was asked before a little more seldom than the floor."""
+    """Right nine times of ten on what is asked now; on what was asked before a little more seldom than the base
+    drafter."""
 
     def __init__(self, old: float, new: float) -> None:
         self.shares = {"old": old, "new": new}
@@ -259,8 +260,8 @@ def test_a_candidate_that_forgets_what_was_asked_before_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    floor, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(old, 0.9)
-    monkeypatch.setattr(learner, "scorer", lambda tensors: floor if tensors is None else candidate)
+    base, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(old, 0.9)
+    monkeypatch.setattr(learner, "scorer", lambda tensors: base if tensors is None else candidate)
     shifted_ring(tmp_path, 0, ["old"] * 60 + ["new"] * 40)
     made = worker_on(tmp_path, LearnBy.EVERYONE)
     made.config = WorkerConfig(**{**asdict(made.config), "judged_records": 40})
@@ -306,8 +307,8 @@ def test_a_few_older_answers_alone_refuse_no_candidate(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    floor, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(0.2, 0.9)
-    monkeypatch.setattr(learner, "scorer", lambda tensors: floor if tensors is None else candidate)
+    base, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(0.2, 0.9)
+    monkeypatch.setattr(learner, "scorer", lambda tensors: base if tensors is None else candidate)
     shifted_ring(tmp_path, 0, ["old"] * num_older + ["new"] * 40)
     made = worker_on(tmp_path, LearnBy.EVERYONE)
     made.config = WorkerConfig(**{**asdict(made.config), "judged_records": 40})
@@ -333,8 +334,8 @@ def test_the_first_candidate_has_an_anchor_of_all_tasks(
 def test_a_test_goes_on_from_where_it_began(
     tmp_path: Path, learner: FakeLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    floor, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(0.3, 0.301)
-    monkeypatch.setattr(learner, "scorer", lambda tensors: floor if tensors is None else candidate)
+    base, candidate = ForgetfulScorer(0.3, 0.3), ForgetfulScorer(0.3, 0.301)
+    monkeypatch.setattr(learner, "scorer", lambda tensors: base if tensors is None else candidate)
     made = worker_on(tmp_path, LearnBy.EVERYONE)
     made.config = WorkerConfig(**{**asdict(made.config), "judged_records": 40})
     for first in (0, 100):
@@ -376,7 +377,7 @@ def test_the_learner_hears_what_drafting_costs_and_tells_that_it_works(
 
 def test_costs_are_compared_where_both_drafted_for_as_many() -> None:
     times: dict[str, dict[int, tuple[int, float]]] = {
-        FLOOR: {1: (MIN_CALLS, 0.01), 8: (50, 0.04)},
+        BASE: {1: (MIN_CALLS, 0.01), 8: (50, 0.04)},
         "slow": {1: (MIN_CALLS, 0.02), 2: (50, 9.0)},
         "new": {1: (1, 0.5)},
     }
@@ -388,7 +389,7 @@ def test_costs_are_compared_where_both_drafted_for_as_many() -> None:
     costs = DraftCosts(TimedDrafter())  # type: ignore[arg-type]
     assert costs.of("new", "corrective") == 0.0
     costs.add(draft_s=0.2, verify_s=1.0)
-    assert costs.floor == pytest.approx(0.2)
+    assert costs.base == pytest.approx(0.2)
     assert costs.of("new", "corrective") == pytest.approx(0.2), "nothing is known of such versions yet"
     assert costs.of("slow", "corrective") == pytest.approx(0.4)
     assert costs.of("new", "corrective") == pytest.approx(0.4), "as the last version of that learner"
@@ -425,13 +426,13 @@ def answers(client: AsyncEngine, numbers: range, tenant: str) -> list[Any]:
 
 def add_version(session: LearnSession, folder: Path, tenant: str) -> str:
     """A corrective layer that changes much."""
-    learner = make_learner("corrective", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("corrective", BaseDraft(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     tensors = learner.tensors(model)
     tensors["left"] = tensors["left"] + 0.3
     identity = session.identity
     version = Version(
-        "corrective", identity.model_hash, identity.template_hash, learner.floor.digest(), tenant=tenant
+        "corrective", identity.model_hash, identity.template_hash, learner.base.digest(), tenant=tenant
     )
     return VersionStore(LearnFolder(folder)).add(version, tensors).id
 
@@ -493,7 +494,7 @@ def test_the_busiest_tenants_versions_are_loaded(client: AsyncEngine, tmp_path: 
 def test_versions_are_timed(client: AsyncEngine) -> None:
     drafter = client.engine.drafter_as(VersionsDrafter)
     answers(client, range(2), "acme")
-    times = drafter.times_of(FLOOR)
+    times = drafter.times_of(BASE)
     assert sum(num for num, _ in times.values()) > 5
     assert all(mean_s > 0 for _, mean_s in times.values())
     assert drafter.times_of("nobody") == {}

@@ -21,7 +21,7 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.learn.background.learner import WorkerConfig
 from slipstream.learn.background.learner_process import MAX_STARTS, LearnerProcess
 from slipstream.learn.decisions import by_hand
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
@@ -96,7 +96,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
 
 def add_version(session: LearnSession, folder: Path, noise: float, tenant: str | None = None) -> str:
     """A version of the embedded draft whose weights were shaken; it promises to be faster all the same."""
-    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", BaseDraft(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -109,7 +109,7 @@ def add_version(session: LearnSession, folder: Path, noise: float, tenant: str |
         learner="whole",
         model_hash=identity.model_hash,
         template_hash=identity.template_hash,
-        floor_hash=learner.floor.digest(),
+        base_hash=learner.base.digest(),
         tenant=tenant,
         figures={"judge": {"gain": 0.3}},
     )
@@ -209,7 +209,7 @@ def test_a_version_that_broke_is_rolled_back_within_200_requests_and_no_text_cha
 def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> None:
     """The whole loop: captured, trained in a process, judged, tried on a share, given to everyone."""
     seed = tmp_path / "seed"
-    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", BaseDraft(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     generator = torch.Generator().manual_seed(0)
     shaken = {

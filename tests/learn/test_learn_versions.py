@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> LearnFolder:
 def a_version(parent: str = "", tenant: str = "alpha") -> Version:
     window = DataWindow.of([some_record(1, tenant=tenant)], time.time())
     return Version(
-        "corrective", "model-a", "template-a", "floor-a", parent, window=window, figures={"tau": 2.5}
+        "corrective", "model-a", "template-a", "base-a", parent, window=window, figures={"tau": 2.5}
     )
 
 
@@ -125,7 +125,7 @@ def test_a_state_of_the_release_before_is_read(folder: LearnFolder) -> None:
 def test_a_state_that_cannot_be_read_says_so(folder: LearnFolder) -> None:
     with LearnDatabase(folder).writing() as connection:
         put_document(connection, "state", '{"format": 2, "scopes": 3}')
-    with pytest.raises(LearnError, match="remove it to serve the floor"):
+    with pytest.raises(LearnError, match="remove it to serve the base drafter"):
         StateStore(folder).read()
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_database_says_so(folder: LearnFolder) -> None:
     EventLog(folder).add("promoted")
     data = folder.database.read_bytes()
     folder.database.write_bytes(bytes(100) + data[100:])
-    with pytest.raises(LearnError, match=r"is damaged: .*; remove it to serve the floor"):
+    with pytest.raises(LearnError, match=r"is damaged: .*; remove it to serve the base drafter"):
         StateStore(folder).read()
 
 

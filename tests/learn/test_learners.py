@@ -13,8 +13,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import LearnError
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.batches import batch_of, batches, example_of
-from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.objective import TargetRows, learn_loss, reached, row_losses
 from slipstream.learn.learners.registry import check_learns, make_learner
@@ -113,7 +113,7 @@ def test_tokens_that_a_head_cannot_draft_are_lost_and_teach_nothing():
 @pytest.mark.parametrize(("name", "rate"), [("whole", 5e-3), ("low_rank", 2e-2), ("corrective", 0.1)])
 def test_a_learner_gets_better_and_its_tensors_are_all_that_it_needs(name: str, rate: float, tmp_path: Path):
     options = LearnerOptions(num_steps=20, batch_rows=2, row_length=128, learning_rate=rate)
-    learner = make_learner(name, DraftFloor(EMBEDDED_DRAFT), options)
+    learner = make_learner(name, BaseDraft(EMBEDDED_DRAFT), options)
     seen: list[int] = []
     learned = learner.learn([told(number) for number in range(12)], before_step=lambda at, _: seen.append(at))
     assert seen == list(range(20))
@@ -128,7 +128,7 @@ def test_a_learner_gets_better_and_its_tensors_are_all_that_it_needs(name: str, 
             learner.checkpoint(learned.tensors, tmp_path)
     else:
         learner.checkpoint(learned.tensors, tmp_path)
-        saved = make_learner("whole", DraftFloor(str(tmp_path)), options).scorer(None).hits(held_out)
+        saved = make_learner("whole", BaseDraft(str(tmp_path)), options).scorer(None).hits(held_out)
         assert all(
             (one == two).mean() > 0.9
             for one, two in zip(saved, learner.scorer(learned.tensors).hits(held_out), strict=True)
@@ -149,7 +149,7 @@ def test_what_is_scored_is_what_the_engine_would_have_accepted(temperature: floa
         top_p=0.95,
         seed=3,
     )
-    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", BaseDraft(EMBEDDED_DRAFT), LearnerOptions())
     [hits] = learner.scorer(None).hits([record])
     found = replayed(hits, 4)
     assert abs(sum(found.accepted) - output.metrics.num_accepted_tokens) <= 1

@@ -10,14 +10,14 @@ from slipstream.engine.factory import make_engine
 from slipstream.errors import LearnError
 from slipstream.learn.capture.traces import asked_trace
 from slipstream.learn.decisions.replay import ReplayOptions, replay
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.selection import anchor_of, judging_parts, training_parts
 from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.sampling.params import SamplingParams
 
-FLOOR = DraftFloor(EMBEDDED_DRAFT)
+BASE = BaseDraft(EMBEDDED_DRAFT)
 
 
 def test_a_trace_is_answered_in_order_with_the_rows_of_every_token():
@@ -35,12 +35,12 @@ def test_a_trace_is_answered_in_order_with_the_rows_of_every_token():
     for one in records:
         assert (one.rows.top_ids[one.rows.path_lengths() == 0, 0] == one.token_ids).all()
     report = replay(
-        records, make_learner("corrective", FLOOR, LearnerOptions(num_steps=2)), ReplayOptions(every=3)
+        records, make_learner("corrective", BASE, LearnerOptions(num_steps=2)), ReplayOptions(every=3)
     )
     assert report.num_requests == 6
     assert [one.after for one in report.rounds] == [0, 3]
     assert report.gain == 0
-    assert set(report.floor) == {"all", *(task for task, _ in questions)}
+    assert set(report.base) == {"all", *(task for task, _ in questions)}
 
 
 def test_an_anchor_is_spread_over_tasks():
@@ -89,4 +89,4 @@ def test_the_latest_held_out_answers_are_judged_and_older_ones_are_the_anchor():
 
 def test_an_empty_trace_says_so():
     with pytest.raises(LearnError, match="holds no answer"):
-        replay([], make_learner("whole", FLOOR, LearnerOptions()))
+        replay([], make_learner("whole", BASE, LearnerOptions()))

@@ -118,9 +118,9 @@ def refused(self: LearnDatabase) -> Iterator[None]:
 
 
 def test_a_server_deletes_what_is_too_old_before_it_learns(folder: LearnFolder) -> None:
-    floor = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+    base = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
     client = AsyncEngine(
-        engine=LLM(speculative_config={"method": "versions", "drafter": floor}, num_threads=1).engine
+        engine=LLM(speculative_config={"method": "versions", "drafter": base}, num_threads=1).engine
     )
     now_s = time.time()
     ring = Ring(folder, identity := identity_of(client.engine), MIN_BYTES)

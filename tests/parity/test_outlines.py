@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from slipstream.errors import ConfigError
 from slipstream.models import load_model
 from slipstream.models.outline import outline_model
-from slipstream.profiling.floors import profile_key
+from slipstream.profiling.pass_times import profile_key
 
 CASES = [(name, None) for name in FAMILIES] + [(name, "int8") for name in ("llama-gqa", "gemma2", "gpt-neox")]
 CASES += [

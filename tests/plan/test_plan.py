@@ -27,7 +27,7 @@ from slipstream.plan.deployment import PartKind
 from slipstream.plan.fitting import largest_batch, longest_context
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
-from slipstream.profiling.floors import profile_key
+from slipstream.profiling.pass_times import profile_key
 
 PROCESS = ProcessMemory(400 * 2**20, 410 * 2**20)
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}

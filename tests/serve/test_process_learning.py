@@ -15,7 +15,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.learn.decisions import by_hand
 from slipstream.learn.facts import LearnFacts
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
@@ -36,12 +36,12 @@ TENANTS = ("acme", "quiet", "acme", "quiet", "other")
 
 def a_version(folder: LearnFolder) -> str:
     """The draft itself as a version."""
-    learner = make_learner("whole", DraftFloor(EMBEDDED_DRAFT), LearnerOptions())
+    learner = make_learner("whole", BaseDraft(EMBEDDED_DRAFT), LearnerOptions())
     model, _ = learner.begin(None)
     tensors: dict[str, torch.Tensor] = {name: one.half() for name, one in learner.tensors(model).items()}
     identity = ring_identity(folder)
     assert identity is not None
-    version = Version("whole", identity.model_hash, identity.template_hash, floor_hash=learner.floor.digest())
+    version = Version("whole", identity.model_hash, identity.template_hash, base_hash=learner.base.digest())
     return VersionStore(folder).add(version, tensors).id
 
 
@@ -73,8 +73,8 @@ async def until(engine: RemoteEngine, what: Any) -> LearnFacts:
 def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path / "learn")
     config = ServeConfig(learn=str(folder.path), learn_tenant=["acme", "other"], one_process=False)
-    floor = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
-    speculative = SpeculativeConfig.from_mapping({"method": "versions", "drafter": floor})
+    base = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+    speculative = SpeculativeConfig.from_mapping({"method": "versions", "drafter": base})
     engine = make_remote_engine(None, speculative, {"kv_cache_bytes": 48 * 2**20}, config)
     learning = Learning(engine, config)
     prompts = [encode_chat(plain.engine.tokenizer, row["messages"][:1]) for row in sample_prompts()[:5]]

@@ -74,7 +74,7 @@ class PromoteFlags(RollbackFlags):
     """What serves where."""
 
     version: Annotated[str, Argument()]
-    """A version's id, or floor for the drafter itself."""
+    """A version's id, or base for the drafter itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def status(flags: LearnFlags) -> None:
         ("learning", "frozen" if state.frozen else "may change what serves"),
         *((f"serves {_whose(scope)}", _versions(scope)) for scope in state.scopes),
         *(
-            (f"tokens a pass, {name or 'floor'}", f"{value:.2f} on the answers in the ring")
+            (f"tokens a pass, {name or 'base'}", f"{value:.2f} on the answers in the ring")
             for name, value in sorted(found.by_version.items())
         ),
         ("versions", f"{len(found.versions)} kept"),
@@ -275,7 +275,7 @@ def _table(found: list[Version], state: LearnState) -> Grid:
             one.id,
             _time(one.created_s),
             one.learner,
-            one.parent or "floor",
+            one.parent or "base",
             whose,
             f"{one.window.num_records:,}",
             f"{one.window.num_tokens:,}",
@@ -306,7 +306,7 @@ def _whose(scope: ScopeVersions) -> str:
 
 
 def _versions(scope: ScopeVersions) -> str:
-    text = scope.serving or "floor"
+    text = scope.serving or "base"
     return (
         text
         if scope.canary is None

@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 if TYPE_CHECKING:
     from slipstream.config import SpeculativeConfig
     from slipstream.learn.decisions.replay import ReplayedRound, ReplayReport
-    from slipstream.learn.learners.floor import DraftFloor
+    from slipstream.learn.learners.base_draft import BaseDraft
     from slipstream.learn.records.served import ServedRecord
 
 
@@ -63,23 +63,23 @@ class ReplayFlags:
     overwrite: Overwrite = False
     json: Json = False
 
-    def floor(self, speculative: SpeculativeConfig) -> DraftFloor:
+    def base(self, speculative: SpeculativeConfig) -> BaseDraft:
         """The drafter that would have learned; raises `ConfigError` for one that cannot, from this trace."""
         from slipstream.assets import EMBEDDED_TARGET
         from slipstream.draft.methods import HEADS
-        from slipstream.learn.learners.floor import DraftFloor
+        from slipstream.learn.learners.base_draft import BaseDraft
         from slipstream.learn.learners.registry import check_learns
 
         check_learns(speculative, self.learner)
-        floor = DraftFloor.of(speculative, self.model or EMBEDDED_TARGET)
-        if floor.method in HEADS and not Path(self.trace).is_dir():
+        base = BaseDraft.of(speculative, self.model or EMBEDDED_TARGET)
+        if base.method in HEADS and not Path(self.trace).is_dir():
             raise ConfigError(
                 "a head learns from hidden states, which slipstream serve --learn keeps: give its folder, not "
                 f"{self.trace!r}"
             )
-        if not floor.path.is_dir():
-            raise ConfigError(f"learning needs the folder of the draft's weights, got {floor.model!r}")
-        return floor
+        if not base.path.is_dir():
+            raise ConfigError(f"learning needs the folder of the draft's weights, got {base.model!r}")
+        return base
 
 
 @with_flags
@@ -97,10 +97,10 @@ def replay(flags: ReplayFlags) -> None:
     if flags.output is not None:
         check_file(flags.output, flags.overwrite, "--output")
     speculative = drafter_of(filled(SpeculationFlags, flags), flags.model)
-    floor = flags.floor(speculative)
+    base = flags.base(speculative)
     depth = flags.depth or int(speculative.options.get("num_speculative_tokens", 4))
     learner = make_learner(
-        flags.learner or learner_for(floor.method, 0), floor, filled(LearnerOptions, flags, depth=depth)
+        flags.learner or learner_for(base.method, 0), base, filled(LearnerOptions, flags, depth=depth)
     )
     records = _records(flags)
     notes().print(f"{len(records):,} answers", markup=False)
@@ -140,21 +140,21 @@ def _records(flags: ReplayFlags) -> list[ServedRecord]:
 
 
 def _line(one: ReplayedRound) -> str:
-    serves = f"version {one.serving}" if one.serving else "the floor"
+    serves = f"version {one.serving}" if one.serving else "the base drafter"
     what = "promoted" if one.promoted else "kept"
     return (
         f"after {one.after}: {what} ({one.why}); {serves}: {one.served['all']:.2f} tokens a pass, "
-        f"floor {one.floor['all']:.2f}"
+        f"base {one.base['all']:.2f}"
     )
 
 
 def _show(report: ReplayReport) -> None:
     from slipstream.tools.bench.report.grid import Grid
 
-    grid = Grid("tokens a pass over the whole trace", ["task", "floor", "learning", "gain"])
-    for task, floor in sorted(report.floor.items()):
+    grid = Grid("tokens a pass over the whole trace", ["task", "base", "learning", "gain"])
+    for task, base in sorted(report.base.items()):
         served = report.served[task]
-        grid.add(task, f"{floor:.3f}", f"{served:.3f}", f"{served / floor - 1:+.1%}")
+        grid.add(task, f"{base:.3f}", f"{served:.3f}", f"{served / base - 1:+.1%}")
     wide_results().print(grid.rich())
     promoted = sum(one.promoted for one in report.rounds)
     print(

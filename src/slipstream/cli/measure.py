@@ -1,4 +1,4 @@
-"""Measures step times with their floors, saves, loads and prints them."""
+"""Measures step times with their roofline times, saves, loads and prints them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Measurement:
     @classmethod
     def take(cls, llm: LLM, quick: bool) -> Measurement:
         """Measure now, with a bar on a terminal."""
-        from slipstream.profiling.floors import QUICK, Survey, measure
+        from slipstream.profiling.pass_times import QUICK, Survey, measure
 
         models = [model for model in (llm.engine.model, llm.engine.draft_model) if model is not None]
         with meter("measuring", refreshes=False) as shown:
@@ -50,7 +50,7 @@ class Measurement:
     @classmethod
     def find(cls, model: ModelIdentity, draft_model: ModelIdentity | None) -> Measurement | None:
         """The saved profiles of these models on this machine; None without a profile of the target."""
-        from slipstream.profiling.floors import profile_key
+        from slipstream.profiling.pass_times import profile_key
         from slipstream.profiling.store import find
 
         target = find(profile_key(model))
@@ -136,10 +136,10 @@ class Measurement:
         context = _usual_context(self.target)
         times = _at(self.target, context)
         one = times[1]
-        floor_s = self.target.memory_floor_s(one)
+        roofline_s = self.target.memory_roofline_s(one)
         sentences = [
             f"At {context} tokens of context a step of one row takes {_ms(one.median_s)} ms, "
-            f"{one.median_s / floor_s:.2f} times what it takes to read its weights and cache ({_ms(floor_s)} ms)."
+            f"{one.median_s / roofline_s:.2f} times what it takes to read its weights and cache ({_ms(roofline_s)} ms)."
         ]
         checked = [
             f"v({rows}) = {times[rows].median_s / one.median_s:.2f}" for rows in (5, 8) if rows in times
@@ -195,9 +195,9 @@ def _profile_json(profile: CostProfile | None) -> dict[str, Any] | None:
     steps = [
         {
             **asdict(time),
-            "memory_floor_s": profile.memory_floor_s(time),
-            "compute_floor_s": profile.compute_floor_s(time),
-            "floor_ratio": time.median_s / profile.floor_s(time),
+            **dict.fromkeys(("memory_roofline_s", "memory_floor_s"), profile.memory_roofline_s(time)),
+            **dict.fromkeys(("compute_roofline_s", "compute_floor_s"), profile.compute_roofline_s(time)),
+            **dict.fromkeys(("roofline_ratio", "floor_ratio"), time.median_s / profile.roofline_s(time)),
             "v": time.median_s / one[time.context],
         }
         for time in profile.step_times
@@ -222,7 +222,7 @@ def _heading(role: str, profile: CostProfile) -> list[str]:
 def _table(profile: CostProfile) -> Table:
     """Milliseconds by context and rows."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("context", "rows", "ms", "quartiles", "to read", "to compute", "over floor", "v"):
+    for name in ("context", "rows", "ms", "quartiles", "to read", "to compute", "over roofline", "v"):
         table.add_column(name, justify="right", no_wrap=True)
     for context in profile.contexts:
         times = _at(profile, context)
@@ -232,9 +232,9 @@ def _table(profile: CostProfile) -> Table:
                 str(time.rows),
                 _ms(time.median_s),
                 f"{_ms(time.q1_s)} – {_ms(time.q3_s)}",
-                _ms(profile.memory_floor_s(time)),
-                _ms(profile.compute_floor_s(time)),
-                f"{time.median_s / profile.floor_s(time):.2f}",
+                _ms(profile.memory_roofline_s(time)),
+                _ms(profile.compute_roofline_s(time)),
+                f"{time.median_s / profile.roofline_s(time):.2f}",
                 f"{time.median_s / times[1].median_s:.2f}",
                 end_section=time.rows == max(times),
             )

@@ -12,7 +12,7 @@ from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import Drafter
 from slipstream.draft.combine.auto import AutoDrafter
 from slipstream.models import CausalLM
-from slipstream.profiling.floors import profile_key, time_passes
+from slipstream.profiling.pass_times import profile_key, time_passes
 from slipstream.profiling.profile import interpolate, isotonic
 from slipstream.profiling.store import find
 

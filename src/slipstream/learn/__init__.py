@@ -11,7 +11,7 @@ One answer's way through the room:
    faster is kept as a version in `versions.store`.
 4. `decisions.loop` tries the version on a share of the requests, promotes it, watches it, and rolls it back where it
    does not keep its promise. `served_versions` has the drafter hold the versions and says which one drafts for a
-   request. The drafter itself, called the floor, is never replaced.
+   request. The drafter itself, called the base drafter, is never replaced.
 5. `decisions.by_hand` is what an operator does with `slipstream learn`: promote, roll back, freeze, forget a tenant.
 
 `facts` is what a server shows of all this. Start reading at `session`.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.learn.decisions.loop import FLOOR
+from slipstream.learn.decisions.loop import BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CaptureFacts:
 class LearnFacts:
     """What a page or a scrape shows."""
 
-    serving: str = FLOOR
+    serving: str = BASE
     canary: str | None = None
     frozen: bool = False
     own_scopes: int = 0

@@ -14,7 +14,7 @@ from slipstream.learn.decisions.loop import VersionLoop
 from slipstream.learn.records.privacy import belongs_to
 from slipstream.learn.records.served import share_of
 from slipstream.learn.storage.state import LearnState, ScopeVersions
-from slipstream.learn.versions.loading import FloorVersions
+from slipstream.learn.versions.loading import BaseVersions
 from slipstream.learn.versions.scope import EVERYONES, Scope
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class ServedVersions:
     """`choose` and `key_of` are called in the engine's thread, all else in the session's."""
 
     def __init__(
-        self, stepped: SteppedEngine, drafter: VersionsDrafter, versions: FloorVersions, state: LearnState
+        self, stepped: SteppedEngine, drafter: VersionsDrafter, versions: BaseVersions, state: LearnState
     ) -> None:
         self._stepped, self._drafter, self._versions = stepped, drafter, versions
         self.state = state
@@ -106,7 +106,7 @@ class ServedVersions:
     def _wanted(self, state: LearnState) -> dict[str, str | None]:
         """The versions that are to be loaded, and whose each is: everyone's, then those of the busiest scopes.
 
-        The requests of others are the floor's meanwhile.
+        The requests of others are the base drafter's meanwhile.
         """
 
         def rank(scope: ScopeVersions) -> tuple[bool, float]:

@@ -38,7 +38,7 @@ from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import Retention, RetentionThread
 from slipstream.learn.storage.ring import Ring, RingIdentity
 from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
-from slipstream.learn.versions.loading import FloorVersions, floor_of
+from slipstream.learn.versions.loading import BaseVersions, base_of
 from slipstream.learn.versions.scope import EVERYONES, LearnBy, Scope
 from slipstream.models.cpu.threads import leaves_a_core
 
@@ -93,10 +93,10 @@ class LearnSession:
         engine = stepped.engine
         self._stepped, self._engine, self._settings = stepped, engine, settings
         self._drafter = engine.drafter_as(VersionsDrafter)
-        floor = floor_of(engine)
+        base = base_of(engine)
         model = self._drafter.drafting_model()
         num_parameters = 0 if model is None else model.num_parameters
-        self._learner = settings.learner or learner_for(floor.method, num_parameters)
+        self._learner = settings.learner or learner_for(base.method, num_parameters)
         depth = self._drafter.configured_depth(self._drafter.options) or 1
         self._most = depth + 1
         self._folder = LearnFolder(settings.folder)
@@ -108,7 +108,7 @@ class LearnSession:
         self._facts = LearnFacts()
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
-        self._versions = FloorVersions(self._drafter, floor, self._folder, depth, self._tell_waiting)
+        self._versions = BaseVersions(self._drafter, base, self._folder, depth, self._tell_waiting)
         state = self._states.read()
         self._served_versions = ServedVersions(stepped, self._drafter, self._versions, state)
         self._follow_scopes(state)
@@ -124,7 +124,7 @@ class LearnSession:
             settings.rules,
             CaptureLimits(max_share=settings.capture_share),
             version_of=self._drafter.version_of,
-            features_of=self._features if floor.method in HEADS else None,
+            features_of=self._features if base.method in HEADS else None,
         )
         self._apply(state)
         engine.on_begin, engine.on_checked = self._pace.step_begins, self._on_checked
@@ -136,8 +136,8 @@ class LearnSession:
         settings, versions = self._settings, self._versions
         return {
             "folder": str(settings.folder),
-            "floor": asdict(versions.floor),
-            "floor_hash": versions.floor_hash,
+            "base": asdict(versions.base),
+            "base_hash": versions.base_hash,
             "learner": self._learner,
             "depth": self._most - 1,
             "by": str(settings.by),
@@ -152,7 +152,7 @@ class LearnSession:
 
     @property
     def versions(self) -> list[str]:
-        """The versions that draft now, the floor's empty name first."""
+        """The versions that draft now, the base drafter's empty name first."""
         return self._drafter.names
 
     def facts(self) -> LearnFacts:
@@ -235,7 +235,7 @@ class LearnSession:
         self._retention.look()
         self._ring.tidy(self._pace.running)
         self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
-        self.process.tell_costs(self._costs.floor, self._costs.of("?", self._learner))
+        self.process.tell_costs(self._costs.base, self._costs.of("?", self._learner))
         state = self._states.read()
         if state.number != self._served_versions.state.number:
             self._follow(state)
@@ -294,8 +294,8 @@ class LearnSession:
             del known[next(iter(known))]
         loop = self._served_versions.loops.get(one.key)
         if loop is not None and one.was_drafted:
-            # What a version gains in passes it may lose in drafting: both count, over the floor's.
-            cost = (1 + self._costs.floor) / (1 + self._costs.of(version, self._learner))
+            # What a version gains in passes it may lose in drafting: both count, over the base drafter's.
+            cost = (1 + self._costs.base) / (1 + self._costs.of(version, self._learner))
             decision = loop.served(version, cost * one.tokens_a_pass / self._most)
             if decision is not None:
                 self._carry_out(one.key, decision)

@@ -29,7 +29,7 @@ class LearnStatus:
     by_task: Mapping[str, int]
     """Records."""
     by_version: Mapping[str, float]
-    """Tokens a pass of the target, by the version that drafted; an empty name is the floor."""
+    """Tokens a pass of the target, by the version that drafted; an empty name is the base drafter."""
     state: LearnState
     versions: tuple[Version, ...]
     unreadable: tuple[str, ...]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from slipstream.profiling.profile import CostProfile, StepTime
 
-BELOW_FLOOR = 0.8
-"""A median below this share of its floor is faster than the machine can be. On an idle machine steps take 1.0 of the
-floor and more; the difference allows for the error of both measurements."""
+BELOW_ROOFLINE = 0.8
+"""A median below this share of its roofline time is faster than the machine can be. On an idle machine steps take 1.0
+of it and more; the difference allows for the error of both measurements."""
 APART = 2.0
 """Quartiles further apart than by this factor mean that other load slowed many of the passes."""
 MAX_APART_SHARE = 0.25
@@ -16,13 +16,13 @@ MAX_APART_SHARE = 0.25
 def implausible(profile: CostProfile) -> str | None:
     """What is implausible, in a phrase; None for a plausible profile.
 
-    A floor follows from the rates that were read between the passes. Where another process used the memory or the
-    cores just then, a pass seems faster than reading its weights, or its own times scatter.
+    A roofline time follows from the rates that were read between the passes. Where another process used the memory or
+    the cores just then, a pass seems faster than reading its weights, or its own times scatter.
     """
-    lowest = min(profile.step_times, key=lambda time: _over_floor(profile, time))
-    if _over_floor(profile, lowest) < BELOW_FLOOR:
+    lowest = min(profile.step_times, key=lambda time: _over_roofline(profile, time))
+    if _over_roofline(profile, lowest) < BELOW_ROOFLINE:
         return (
-            f"{_cell(lowest)} took {_over_floor(profile, lowest):.2f} of the least time in which its weights can be "
+            f"{_cell(lowest)} took {_over_roofline(profile, lowest):.2f} of the least time in which its weights can be "
             "read and multiplied with"
         )
     apart = [time for time in profile.step_times if time.q3_s > APART * time.q1_s]
@@ -35,8 +35,8 @@ def implausible(profile: CostProfile) -> str | None:
     return None
 
 
-def _over_floor(profile: CostProfile, time: StepTime) -> float:
-    return time.median_s / profile.floor_s(time)
+def _over_roofline(profile: CostProfile, time: StepTime) -> float:
+    return time.median_s / profile.roofline_s(time)
 
 
 def _cell(time: StepTime) -> str:

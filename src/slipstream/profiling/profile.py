@@ -89,7 +89,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Measured times of one model's passes, beside the rates that their floors follow from.
+    """Measured times of one model's passes, and the rates that their roofline times follow from.
 
     `step_times` covers every pair of the row counts and contexts that occur in it, one row among them. Raises
     `ConfigError` where it does not, or where a number cannot be.
@@ -105,7 +105,8 @@ class CostProfile:
     memory_bytes_per_s: Rate
     """Read bandwidth of the memory, over an array far larger than the last-level cache."""
     read_bytes_per_s: Rate
-    """The same over an array of the size of this model's weights, which a cache may hold. The memory floor uses it."""
+    """The same over an array of the size of this model's weights, which a cache may hold. The memory roofline uses
+    it."""
     flops_per_s: Rate
     step_times: tuple[StepTime, ...]
 
@@ -160,17 +161,17 @@ class CostProfile:
         """v: time of a pass of `rows` rows over that of one row."""
         return self.step_s(rows, context) / self.step_s(1, context)
 
-    def memory_floor_s(self, time: StepTime) -> float:
+    def memory_roofline_s(self, time: StepTime) -> float:
         """Time to read what the pass must read, at the median rate."""
         return time.bytes_read / self.read_bytes_per_s.median
 
-    def compute_floor_s(self, time: StepTime) -> float:
+    def compute_roofline_s(self, time: StepTime) -> float:
         """Time of two operations a weight and row, at the median rate."""
         return 2 * self.num_weights * time.rows / self.flops_per_s.median
 
-    def floor_s(self, time: StepTime) -> float:
-        """The greater of the two floors."""
-        return max(self.memory_floor_s(time), self.compute_floor_s(time))
+    def roofline_s(self, time: StepTime) -> float:
+        """The greater of the two."""
+        return max(self.memory_roofline_s(time), self.compute_roofline_s(time))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the way back."""

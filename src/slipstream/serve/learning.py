@@ -22,7 +22,8 @@ from slipstream.serve.auth import digest
 from slipstream.serve.config import ServeConfig, seconds_of_age
 from slipstream.serve.process.remote import RemoteEngine
 
-FLOOR = "floor"
+BASE_LABEL = "floor"
+"""The base drafter as a metric's label: dashboards of earlier releases ask for this value."""
 
 
 def privacy_rules(config: ServeConfig) -> PrivacyRules:
@@ -106,13 +107,13 @@ class Learning(Collector):
         """For the dashboard. Nothing of it is a text or a tenant's name."""
         facts = self.facts
         return {
-            "serving": facts.serving or FLOOR,
+            "serving": facts.serving or "base",
             "canary": facts.canary,
             "frozen": facts.frozen,
             "own_scopes": facts.own_scopes,
             "own_lanes": facts.own_scopes,  # the name before, for one more release
             "versions": [
-                {"version": version or FLOOR, "num_requests": num, "tokens_a_pass": total / num}
+                {"version": version or "base", "num_requests": num, "tokens_a_pass": total / num}
                 for version, (num, total) in facts.by_version.items()
             ],
             "num_refused": facts.num_refused,
@@ -143,12 +144,12 @@ class Learning(Collector):
             "learn_tokens_a_pass_sum", "Sum of these answers' tokens a target pass.", labels=by_version
         )
         for version, (num, total) in facts.by_version.items():
-            requests.add_metric([version or FLOOR], num)
-            tokens.add_metric([version or FLOOR], total)
+            requests.add_metric([version or BASE_LABEL], num)
+            tokens.add_metric([version or BASE_LABEL], total)
         yield requests
         yield tokens
         serving = GaugeMetricFamily("learn_serving", "1 for the version that serves.", labels=by_version)
-        serving.add_metric([facts.serving or FLOOR], 1)
+        serving.add_metric([facts.serving or BASE_LABEL], 1)
         yield serving
         outcomes = CounterMetricFamily(
             "learn_versions", "Versions by what became of them.", labels=("outcome",)

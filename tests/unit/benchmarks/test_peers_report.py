@@ -205,7 +205,7 @@ def test_int8_texts_are_compared_with_int8_off() -> None:
     assert "| 100 % | 1 of 2 | **no** |" in bar_lines(report.page(bad, "r.json"), "int8 texts")[0]
 
 
-def test_the_floor_is_the_weights_read_by_every_step() -> None:
+def test_the_roofline_is_the_weights_read_by_every_step() -> None:
     text = report.page(results(), "r.json")
     [line, *_] = [line for line in text.splitlines() if line.startswith("| Slipstream, off |")]
     decode = 10 / (11 / 12 * 0.9)  # 1e8 parameters of 4 bytes, this many times a second, of 20 GB/s

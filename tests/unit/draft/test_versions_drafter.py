@@ -14,7 +14,7 @@ from slipstream.core.request import RequestOptions
 from slipstream.core.sequence import Sequence
 from slipstream.draft import registry
 from slipstream.draft.base import Drafter
-from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
+from slipstream.draft.combine.versions import BASE, VersionsDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
@@ -57,8 +57,8 @@ def texts() -> None:
     return
 
 
-def engine_of(floor: dict[str, Any], **options: Any) -> tuple[Engine, VersionsDrafter]:
-    engine = LLM(speculative_config={"method": "versions", "drafter": floor, **options}).engine
+def engine_of(base: dict[str, Any], **options: Any) -> tuple[Engine, VersionsDrafter]:
+    engine = LLM(speculative_config={"method": "versions", "drafter": base, **options}).engine
     return engine, engine.drafter_as(VersionsDrafter)
 
 
@@ -95,7 +95,7 @@ def test_a_request_keeps_its_version_and_new_ones_get_the_new_version() -> None:
     versions.change([loaded], ["v1"], lambda sequence: "v1")
     found = finish(engine)
     assert is_right(found)
-    assert {out.metrics.draft_version for out in found.values()} == {FLOOR}
+    assert {out.metrics.draft_version for out in found.values()} == {BASE}
     slow = sum(out.metrics.num_steps for out in found.values())
     add_all(engine)
     found = finish(engine)
@@ -104,19 +104,19 @@ def test_a_request_keeps_its_version_and_new_ones_get_the_new_version() -> None:
     assert sum(out.metrics.num_steps for out in found.values()) < slow * 0.6, "the new version drafts better"
 
 
-def test_a_revoked_version_gives_its_requests_back_to_the_floor() -> None:
+def test_a_revoked_version_gives_its_requests_back_to_the_base() -> None:
     engine, versions = engine_of(oracle(1.0), versions={"v1": oracle(0.0)})
     versions.change([], ["v1"], lambda sequence: "v1")
     add_all(engine)
 
     def between(step: int) -> None:
         if step == 3:
-            assert versions.change([], [], lambda sequence: FLOOR, revoke=["v1"]) == ["v1"]
-            assert versions.names == [FLOOR]
+            assert versions.change([], [], lambda sequence: BASE, revoke=["v1"]) == ["v1"]
+            assert versions.names == [BASE]
 
     found = finish(engine, between)
     assert is_right(found)
-    assert {out.metrics.draft_version for out in found.values()} == {FLOOR}
+    assert {out.metrics.draft_version for out in found.values()} == {BASE}
 
 
 def test_a_version_that_is_kept_no_more_goes_with_its_last_request() -> None:
@@ -124,10 +124,10 @@ def test_a_version_that_is_kept_no_more_goes_with_its_last_request() -> None:
     versions.change([], ["v1"], lambda sequence: "v1")
     add_all(engine)
     engine.step()
-    assert versions.change([], [], lambda sequence: FLOOR) == []
-    assert versions.names == [FLOOR, "v1"], "its requests run"
+    assert versions.change([], [], lambda sequence: BASE) == []
+    assert versions.names == [BASE, "v1"], "its requests run"
     assert is_right(finish(engine))
-    assert versions.names == [FLOOR]
+    assert versions.names == [BASE]
 
 
 def test_a_tenants_version_never_drafts_for_another_tenant_whatever_the_choice() -> None:
@@ -138,7 +138,7 @@ def test_a_tenants_version_never_drafts_for_another_tenant_whatever_the_choice()
     found = finish(engine)
     assert is_right(found)
     drafted = {name: out.metrics.draft_version for name, out in found.items()}
-    assert drafted == {"r0": "a1", "r1": FLOOR, "r2": "a1", "r3": FLOOR, "r4": "a1", "r5": FLOOR}
+    assert drafted == {"r0": "a1", "r1": BASE, "r2": "a1", "r3": BASE, "r4": "a1", "r5": BASE}
 
 
 def test_room_is_made_by_the_version_that_drains() -> None:
@@ -148,7 +148,7 @@ def test_room_is_made_by_the_version_that_drains() -> None:
     add_all(engine)
     engine.step()
     assert versions.change([versions.prepare("v2", config)], ["v2"], lambda sequence: "v2") == ["v1"]
-    assert versions.names == [FLOOR, "v2"]
+    assert versions.names == [BASE, "v2"]
     with pytest.raises(ConfigError, match="no room"):
         versions.change([versions.prepare("v3", config)], ["v2", "v3"], lambda sequence: "v2")
     assert is_right(finish(engine))
@@ -157,12 +157,12 @@ def test_room_is_made_by_the_version_that_drains() -> None:
 def test_the_embedded_draft_is_swapped_under_way() -> None:
     """Its keys and values are computed anew by the version that takes over."""
     engine, versions = engine_of(DRAFT, versions={"v1": DRAFT})
-    versions.change([], ["v1"], lambda sequence: "v1" if sequence.id % 2 else FLOOR)
+    versions.change([], ["v1"], lambda sequence: "v1" if sequence.id % 2 else BASE)
     add_all(engine)
 
     def between(step: int) -> None:
         if step == 4:
-            versions.change([], [], lambda sequence: FLOOR, revoke=["v1"])
+            versions.change([], [], lambda sequence: BASE, revoke=["v1"])
 
     found = finish(engine, between)
     assert is_right(found)
@@ -199,7 +199,7 @@ def test_a_version_stays_the_same_while_a_sequence_lives() -> None:
     ]
     versions.propose(sequences, [2] * 60)
     first = [versions.version_of(each) for each in sequences]
-    assert set(first) == {FLOOR, "v1", "v2"}
+    assert set(first) == {BASE, "v1", "v2"}
     versions.propose(sequences, [2] * 60)
     assert [versions.version_of(each) for each in sequences] == first
 

@@ -114,12 +114,12 @@ def test_between_and_beyond_the_points() -> None:
             costs.step_s(rows, context)
 
 
-def test_floors_of_a_worked_example() -> None:
+def test_rooflines_of_a_worked_example() -> None:
     costs = profile({(1, 0): 1.0, (100, 0): 2.0})
     one, many = costs.step_times
-    assert costs.memory_floor_s(one) == pytest.approx(1000 / 1e5)
-    assert costs.compute_floor_s(one) == pytest.approx(2 * 250 / 5e4)
-    assert costs.floor_s(many) == costs.compute_floor_s(many) == pytest.approx(100 * 0.01)
+    assert costs.memory_roofline_s(one) == pytest.approx(1000 / 1e5)
+    assert costs.compute_roofline_s(one) == pytest.approx(2 * 250 / 5e4)
+    assert costs.roofline_s(many) == costs.compute_roofline_s(many) == pytest.approx(100 * 0.01)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_files_that_are_no_use(folder: Path, caplog: pytest.LogCaptureFixture) -
         store.load(folder / "nothing.json")
 
 
-FAST = 0.0075  # of a floor of 0.01 s, which 1,000 bytes at 1e5 a second make
+FAST = 0.0075  # of a roofline of 0.01 s, which 1,000 bytes at 1e5 a second make
 APART = {"q1_s": 0.4, "q3_s": 0.9, "best_s": 0.4}
 
 
@@ -274,7 +274,7 @@ APART = {"q1_s": 0.4, "q3_s": 0.9, "best_s": 0.4}
     ],
 )
 def test_what_cannot_be_true(cells: dict[tuple[int, int], float], apart: list[int], told: str | None) -> None:
-    """Below the floor, or with quartiles that far apart: another process had the machine."""
+    """Below the roofline, or with quartiles that far apart: another process had the machine."""
     made = profile(cells)
     times = tuple(
         dataclasses.replace(time, **(APART if time.rows in apart else {})) for time in made.step_times

@@ -1,4 +1,4 @@
-"""Plots step times over rows, with their floors."""
+"""Plots step times over rows, with their roofline times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_plot(file: Path, overwrite: bool) -> None:
 
 
 def plot_profiles(profiles: Mapping[str, CostProfile], file: Path) -> None:
-    """Draw one panel a model: a line for each context with its quartiles, the floors dashed and dotted."""
+    """Draw one panel a model: a line for each context with its quartiles, the rooflines dashed and dotted."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4 * len(profiles), 4.8), layout="constrained")
@@ -52,11 +52,11 @@ def _draw(axes: Axes, profile: CostProfile) -> None:
         colour = _COLOURS[number % len(_COLOURS)]
         axes.errorbar(rows, medians, (below, above), color=colour, fmt="none", capsize=3)
         axes.plot(rows, medians, color=colour, marker="o", label=f"measured, context {context}")
-        reading = [profile.memory_floor_s(time) * 1e3 for time in times]
+        reading = [profile.memory_roofline_s(time) * 1e3 for time in times]
         axes.plot(
             rows, reading, color=colour, linestyle="--", label=f"to read weights and cache, context {context}"
         )
-    computing = [profile.compute_floor_s(time) * 1e3 for time in times]
+    computing = [profile.compute_roofline_s(time) * 1e3 for time in times]
     axes.plot(rows, computing, color="0.4", linestyle=":", label="to compute")
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, [str(count) for count in rows])

@@ -61,7 +61,8 @@ class RequestMetrics:
     total_s: float = 0.0
     seed: int = 0
     draft_version: str = ""
-    """The version that drafted last, where a drafter's versions are learned while serving; empty for the floor."""
+    """The version that drafted last, where a drafter's versions are learned while serving; empty for the base
+    drafter."""
     reproducible: bool = True
     """Whether the seed gives the same answer again."""
 

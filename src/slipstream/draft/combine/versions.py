@@ -1,11 +1,11 @@
 """Versions of one drafter side by side: each request is drafted for by one of them.
 
-The floor is there from the start and never replaced. Other versions come and go between two steps while requests run:
-they are loaded in another thread (`prepare`) and then only entered (`change`). A request keeps the version that it
+The base drafter is there from the start and never replaced. Other versions come and go between two steps while requests
+run: they are loaded in another thread (`prepare`) and then only entered (`change`). A request keeps the version that it
 began with, even when new requests get another one, so that no draft entry of old weights is ever read by new ones.
-Where a version is revoked its requests move to the floor, which computes their texts as it does any text that it meets
-late: at most `max_num_batched_tokens` rows a step. Nothing here can change the text: which version drafts is a function
-of the request, and every verifier judges a proposal by what it is.
+Where a version is revoked its requests move to the base drafter, which computes their texts as it does any text that it
+meets late: at most `max_num_batched_tokens` rows a step. Nothing here can change the text: which version drafts is a
+function of the request, and every verifier judges a proposal by what it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
 
-FLOOR = ""
+BASE = ""
 """The name of the version that is always there."""
 _NUM_TIMES = 32
 """Calls whose time is averaged."""
@@ -42,7 +42,8 @@ _LONGEST = 2.0
 _MOST_TIMED = 64
 
 Choose = Callable[[Sequence], str]
-"""A request's version, by name. Called once a sequence; a name that is not there, or not its tenant's, is the floor."""
+"""A request's version, by name. Called once a sequence; a name that is not there, or not its tenant's, is the base
+drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,12 @@ class VersionsOptions:
     """Keys of `speculative_config` for `versions`."""
 
     drafter: Mapping[str, Any]
-    """The floor, as a `speculative_config` of its own; the verifier is set beside it."""
+    """The base drafter, as a `speculative_config` of its own; the verifier is set beside it."""
     versions: Mapping[str, Any] | None = None
     """Other drafters of the same kind by name, each a `speculative_config`: a request is given to one of them, or to
-    the floor, by a hash of its id. Versions that are learned come and go while the server runs instead."""
+    the base drafter, by a hash of its id. Versions that are learned come and go while the server runs instead."""
     num_versions: int = 3
-    """The most versions beside the floor at a time; keys and values are planned for that many."""
+    """The most versions beside the base drafter at a time; keys and values are planned for that many."""
 
     def __post_init__(self) -> None:
         check_types(self, "versions")
@@ -65,19 +66,19 @@ class VersionsOptions:
                 f"versions has {len(self.versions or ())} versions and num_versions {self.num_versions}; raise "
                 "num_versions"
             )
-        if FLOOR in (self.versions or ()):
+        if BASE in (self.versions or ()):
             raise ConfigError(
                 "versions has an entry with an empty name, which is the base drafter's; name the version"
             )
-        for config in (self.floor(), *self.configs().values()):
+        for config in (self.base(), *self.configs().values()):
             if config.method in ("off", "auto", "versions", "remote"):
                 raise ConfigError(
                     f"versions cannot hold {config.method!r}; name a drafter such as draft_model"
                 )
             validate(config)
 
-    def floor(self) -> SpeculativeConfig:
-        """The floor's configuration; raises `ConfigError` where it is none."""
+    def base(self) -> SpeculativeConfig:
+        """The base drafter's configuration; raises `ConfigError` where it is none."""
         return _config(self.drafter)
 
     def configs(self) -> dict[str, SpeculativeConfig]:
@@ -125,29 +126,29 @@ class DraftVersion:
 
 
 class VersionsDrafter(GuardedDrafters):
-    """A floor and versions beside it, each guarded; every sequence has one of them."""
+    """A base drafter and versions beside it, each guarded; every sequence has one of them."""
 
     Options = VersionsOptions
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """The floor's as often as there may be versions."""
-        made, floor_options = validate(options.floor())
-        part = made.outline(floor_options, context)
+        """The base drafter's as often as there may be versions."""
+        made, base_options = validate(options.base())
+        part = made.outline(base_options, context)
         return DraftOutline.joined([part] * (1 + options.num_versions), part.max_nodes)
 
     @classmethod
     def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """The floor's as often as there may be versions."""
-        made, floor_options = validate(options.floor())
-        each = made.table_bytes(floor_options, vocab_size, num_seqs, num_tokens)
+        """The base drafter's as often as there may be versions."""
+        made, base_options = validate(options.base())
+        each = made.table_bytes(base_options, vocab_size, num_seqs, num_tokens)
         return each * (1 + int(options.num_versions))
 
     @classmethod
     def configured_depth(cls, options: Any) -> int | None:
-        """The floor's."""
-        made, floor_options = validate(options.floor())
-        return made.configured_depth(floor_options)
+        """The base drafter's."""
+        made, base_options = validate(options.base())
+        return made.configured_depth(base_options)
 
     def __init__(self, options: VersionsOptions, context: DraftContext) -> None:
         super().__init__(options, context)
@@ -155,8 +156,8 @@ class VersionsDrafter(GuardedDrafters):
         self._cache: KVCache | None = None
         self._num_failures = 0
         """Failures of versions that are gone."""
-        self.floor = self._made(FLOOR, options.floor(), None)
-        self._versions: dict[str, DraftVersion] = {FLOOR: self.floor}
+        self.base = self._made(BASE, options.base(), None)
+        self._versions: dict[str, DraftVersion] = {BASE: self.base}
         self._of: dict[int, DraftVersion] = {}
         """Sequence id to version."""
         self._choose: Choose = self._spread
@@ -167,31 +168,31 @@ class VersionsDrafter(GuardedDrafters):
 
     @property
     def members(self) -> list[Guard]:
-        """The versions' guards, the floor's first."""
+        """The versions' guards, the base drafter's first."""
         return [version.guard for version in self._versions.values()]
 
     @property
     def names(self) -> list[str]:
-        """The versions that are there, the floor's empty name first."""
+        """The versions that are there, the base drafter's empty name first."""
         return list(self._versions)
 
     def prepare(self, name: str, config: SpeculativeConfig, tenant: str | None = None) -> DraftVersion:
         """Load a version, which drafts for nobody yet; may be called from any thread, and takes as long as loading
         does.
 
-        Raises `ConfigError` where it cannot stand beside the floor, and what loading raises.
+        Raises `ConfigError` where it cannot stand beside the base drafter, and what loading raises.
         """
         version = self._made(name, config, tenant)
-        floor, drafter = self.floor.guard.drafter, version.guard.drafter
-        if drafter.kinds_made() != floor.kinds_made() or drafter.max_nodes() > floor.max_nodes():
+        base, drafter = self.base.guard.drafter, version.guard.drafter
+        if drafter.kinds_made() != base.kinds_made() or drafter.max_nodes() > base.max_nodes():
             raise ConfigError(
-                f"version {name!r} drafts in another way than the floor; give it the floor's options"
+                f"version {name!r} drafts in another way than the base drafter; give it the base drafter's options"
             )
-        if tuple(drafter.feature_layers()) != tuple(floor.feature_layers()):
-            raise ConfigError(f"version {name!r} reads other hidden states than the floor")
-        if drafter.kv_bytes_per_token() > floor.kv_bytes_per_token():
+        if tuple(drafter.feature_layers()) != tuple(base.feature_layers()):
+            raise ConfigError(f"version {name!r} reads other hidden states than the base drafter")
+        if drafter.kv_bytes_per_token() > base.kv_bytes_per_token():
             raise ConfigError(
-                f"version {name!r} keeps more for a token than the floor, for which memory was planned"
+                f"version {name!r} keeps more for a token than the base drafter, for which memory was planned"
             )
         if self._num_slots is not None:
             drafter.allocate(self._num_slots)
@@ -213,7 +214,7 @@ class VersionsDrafter(GuardedDrafters):
         wanted = {*keep, *(version.name for version in enter)} - set(revoke)
         gone = [name for name in revoke if self._revoke(name)]
         for name, version in self._versions.items():
-            version.is_open = name in wanted or version is self.floor
+            version.is_open = name in wanted or version is self.base
         gone += self._drop_empty()
         for version in enter:
             if version.name not in wanted or version.name in self._versions:
@@ -231,9 +232,9 @@ class VersionsDrafter(GuardedDrafters):
         return gone
 
     def version_of(self, sequence: Sequence) -> str:
-        """The version of a sequence; the floor's empty name where it has none yet."""
+        """The version of a sequence; the base drafter's empty name where it has none yet."""
         version = self._of.get(sequence.id)
-        return FLOOR if version is None else version.name
+        return BASE if version is None else version.name
 
     def features(self, sequence: Sequence) -> Tensor | None:
         """[n - 1, width]: the hidden states that heads read, of all of the sequence's tokens but the last; None where
@@ -263,13 +264,13 @@ class VersionsDrafter(GuardedDrafters):
         self._versions[version.name] = version
 
     def _revoke(self, name: str) -> bool:
-        """Take a version away; its requests go on with the floor. False where there is none such."""
+        """Take a version away; its requests go on with the base drafter. False where there is none such."""
         version = self._versions.get(name)
-        if version is None or version is self.floor:
+        if version is None or version is self.base:
             return False
         for sequence in list(version.sequences.values()):
             self._leave(sequence)
-            self._join(sequence, self.floor)
+            self._join(sequence, self.base)
         self._remove(version)
         return True
 
@@ -300,14 +301,14 @@ class VersionsDrafter(GuardedDrafters):
         """The sequence's version; one is chosen for a sequence that is new."""
         version = self._of.get(sequence.id)
         if version is None:
-            version = self._versions.get(self._choose(sequence), self.floor)
+            version = self._versions.get(self._choose(sequence), self.base)
             if not version.is_open or not version.may_serve(sequence):
-                version = self.floor
+                version = self.base
             self._join(sequence, version)
         return version
 
     def _spread(self, sequence: Sequence) -> str:
-        """Requests over the floor and all versions alike, by a hash of their id."""
+        """Requests over the base drafter and all versions alike, by a hash of their id."""
         names = list(self._versions)
         return names[zlib.crc32(sequence.request_id.encode("utf-8", "surrogatepass")) % len(names)]
 
@@ -317,8 +318,8 @@ class VersionsDrafter(GuardedDrafters):
         """Each sequence's own version's proposal."""
         if len(self._versions) == 1:
             versions = [self._assigned(sequence) for sequence in sequences]
-            if all(version is self.floor for version in versions) and not self.floor.guard.num_failures:
-                return self.floor.ask(sequences, budgets)
+            if all(version is self.base for version in versions) and not self.base.guard.num_failures:
+                return self.base.ask(sequences, budgets)
         asked: dict[str, tuple[list[Sequence], list[int]]] = {}
         found: dict[int, Proposal] = {}
         for sequence, budget in zip(sequences, budgets, strict=True):
@@ -364,25 +365,26 @@ class VersionsDrafter(GuardedDrafters):
         return self._num_failures + super().num_failures
 
     def remembers(self) -> bool:
-        """As the floor, or a version that was learned from other requests, which is as much as remembering them."""
+        """As the base drafter, or a version that was learned from other requests, which is as much as remembering
+        them."""
         return True
 
     def chain_length(self) -> int | None:
-        return self.floor.guard.drafter.chain_length()
+        return self.base.guard.drafter.chain_length()
 
     def ends_early(self) -> bool:
-        return self.floor.guard.drafter.ends_early()
+        return self.base.guard.drafter.ends_early()
 
     def drafting_model(self) -> CausalLM | None:
-        """The floor's; those of versions are of the same shape."""
-        return self.floor.guard.drafter.drafting_model()
+        """The base drafter's; those of versions are of the same shape."""
+        return self.base.guard.drafter.drafting_model()
 
     def kv_bytes_per_token(self) -> int:
-        """The floor's as often as there may be versions."""
-        return self.floor.guard.drafter.kv_bytes_per_token() * (1 + int(self.options.num_versions))
+        """The base drafter's as often as there may be versions."""
+        return self.base.guard.drafter.kv_bytes_per_token() * (1 + int(self.options.num_versions))
 
     def feature_layers(self) -> Seq[int]:
-        return self.floor.guard.drafter.feature_layers()
+        return self.base.guard.drafter.feature_layers()
 
     def attach(self, cache: KVCache) -> None:
         self._cache = cache

@@ -58,9 +58,9 @@ class WorkerConfig:
     """What the learner's process is told."""
 
     folder: str
-    floor: Mapping[str, Any]
-    """The fields of the `DraftFloor` that the server was started with."""
-    floor_hash: str
+    base: Mapping[str, Any]
+    """The fields of the `BaseDraft` that the server was started with."""
+    base_hash: str
     learner: str
     depth: int
     """Draft tokens of the chains that are served."""
@@ -91,7 +91,7 @@ class ServerLink:
         self._socket = sock
         self._told_s = time.monotonic()
         self.costs = 0.0, 0.0
-        """What drafting costs a step, in passes of the target: of the floor and of a version."""
+        """What drafting costs a step, in passes of the target: of the base drafter and of a version."""
         self._may_keep = threading.Event()
         threading.Thread(target=self._listen, name="learn-server", daemon=True).start()
 
@@ -168,7 +168,7 @@ class LearnWorker:
     """One candidate after another: for everyone, or for the scope with the most new answers."""
 
     def __init__(self, config: WorkerConfig, server: ServerLink) -> None:
-        from slipstream.learn.learners.floor import DraftFloor
+        from slipstream.learn.learners.base_draft import BaseDraft
         from slipstream.learn.learners.registry import make_learner
 
         self.config, self.server = config, server
@@ -176,7 +176,7 @@ class LearnWorker:
         self._store = VersionStore(self._folder)
         self._state = StateStore(self._folder)
         options = LearnerOptions(depth=config.depth, num_steps=config.num_steps)
-        self._learner: Learner = make_learner(config.learner, DraftFloor(**config.floor), options)
+        self._learner: Learner = make_learner(config.learner, BaseDraft(**config.base), options)
         self._by = LearnBy(config.by)
         self._rules = PrivacyRules.of(config.allowed, config.denied, config.by_default)
         self._candidate: _Candidate | None = None
@@ -199,9 +199,9 @@ class LearnWorker:
             self._judge(self._candidate, set(state.in_use))
 
     def _serving(self, state: LearnState, key: Scope) -> str:
-        """The version that serves a scope; the floor's empty name for one of another drafter, which does not."""
+        """The version that serves a scope; the base drafter's empty name for one of another drafter, which does not."""
         version = state.scope(*key).serving
-        return version if version and self._store.stands_on(version, self.config.floor_hash) else ""
+        return version if version and self._store.stands_on(version, self.config.base_hash) else ""
 
     def _read(self, purpose: Purpose) -> Iterator[ServedRecord]:
         """The answers of a purpose that may be learned from."""
@@ -257,14 +257,14 @@ class LearnWorker:
         candidate.num_looks += 1
         if latest:
             candidate.first_judged, candidate.last_judged = latest[0].number, latest[-1].number
-        floor_cost, version_cost = self.server.costs
+        base_cost, version_cost = self.server.costs
         verdict = judge(
             *candidate.scorers,
             latest,
             anchor,
             options,
             candidate_cost=version_cost,
-            incumbent_cost=version_cost if candidate.parent else floor_cost,
+            incumbent_cost=version_cost if candidate.parent else base_cost,
         )
         if verdict.better:
             self._keep(candidate, verdict, in_use)
@@ -289,7 +289,7 @@ class LearnWorker:
                     learner=self._learner.name,
                     model_hash=first.model_hash,
                     template_hash=first.template_hash,
-                    floor_hash=self.config.floor_hash,
+                    base_hash=self.config.base_hash,
                     parent=candidate.parent,
                     tenant=candidate.key[0],
                     task=candidate.key[1],

@@ -149,9 +149,10 @@ class LearnerProcess:
             self._rested_s += self._clock() - self._paused_at_s
         self._paused_at_s = None
 
-    def tell_costs(self, floor: float, version: float) -> None:
-        """Have it judge by what drafting costs a step, in passes of the target: of the floor and of its versions."""
-        self._costs = DraftingCosts(*(float(f"{cost:.2g}") for cost in (floor, version)))
+    def tell_costs(self, base: float, version: float) -> None:
+        """Have it judge by what drafting costs a step, in passes of the target: of the base drafter and of its
+        versions."""
+        self._costs = DraftingCosts(*(float(f"{cost:.2g}") for cost in (base, version)))
         self._say_what_is_new()
 
     @property

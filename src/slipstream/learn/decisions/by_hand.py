@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Collection
@@ -16,7 +17,9 @@ from slipstream.learn.storage.ring import RingIdentity, forget_records, ring_ide
 from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
-FLOOR = "floor"
+logger = logging.getLogger(__name__)
+
+BASE = "base"
 """The name of the drafter that the server was started with, where a version is asked for."""
 
 
@@ -30,14 +33,17 @@ def freeze(folder: LearnFolder, frozen: bool) -> LearnState:
 def promote(
     folder: LearnFolder, version_id: str, tenant: str | None = None, task: str | None = None
 ) -> ScopeVersions:
-    """Have a version serve its own scope from the next step on, or the scope that is given; `floor` is the drafter
+    """Have a version serve its own scope from the next step on, or the scope that is given; `base` is the drafter
     itself.
 
     No test is made but that it is whole and of the ring's model. Raises `LearnError` for a version that is not there,
     damaged, retired or of another model, and for one of a tenant that is to serve others.
     """
     version: Version | None = None
-    if version_id != FLOOR:
+    if version_id == "floor":
+        logger.warning("floor is now called %s", BASE)
+        version_id = BASE
+    if version_id != BASE:
         version = VersionStore(folder).verify(version_id)
         identity = ring_identity(folder)
         if identity is not None:
@@ -58,12 +64,13 @@ def promote(
 
 
 def roll_back(folder: LearnFolder, tenant: str | None = None, task: str | None = None) -> ScopeVersions:
-    """Have what served before serve again, in the end the floor. Raises `LearnError` where the floor serves already."""
+    """Have what served before serve again, in the end the base drafter. Raises `LearnError` where the base drafter
+    serves already."""
 
     def rolled_back(state: LearnState) -> LearnState:
         scope = state.scope(tenant, task)
         if not scope.serving and scope.canary is None:
-            raise LearnError("the floor serves already; there is nothing to roll back")
+            raise LearnError("the base drafter serves already; there is nothing to roll back")
         # A canary alone is withdrawn: what serves was not in question.
         return state.with_scope(
             scope.rolled_back() if scope.canary is None else replace(scope, canary=None, canary_share=0.0)
@@ -77,7 +84,7 @@ def roll_back(folder: LearnFolder, tenant: str | None = None, task: str | None =
 def _log(folder: LearnFolder, event: str, scope: ScopeVersions) -> None:
     whose = {} if scope.tenant is None else {"tenant_key": tenant_key(scope.tenant)}
     whose |= {} if scope.task is None else {"task": scope.task}
-    EventLog(folder).add(event, version=scope.serving or FLOOR, by="hand", **whose)
+    EventLog(folder).add(event, version=scope.serving or BASE, by="hand", **whose)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.draft.combine.versions import FLOOR, VersionsDrafter
+from slipstream.draft.combine.versions import BASE, VersionsDrafter
 
 MIN_CALLS = 8
 """Calls of two versions for as many requests, before their times are compared."""
@@ -18,7 +18,7 @@ class DraftCosts:
         self._drafter = drafter
         self._draft_s = self._verify_s = 0.0
         self._known: dict[str, float] = {}
-        """Learner to the last ratio of one of its versions' times to the floor's."""
+        """Learner to the last ratio of one of its versions' times to the base drafter's."""
 
     def add(self, draft_s: float, verify_s: float) -> None:
         """Count a request that ended: what its steps spent on drafting and on the target."""
@@ -27,25 +27,25 @@ class DraftCosts:
         self._verify_s = keep * self._verify_s + verify_s
 
     @property
-    def floor(self) -> float:
+    def base(self) -> float:
         """What drafting costs a step, in passes of the target; 0 while nothing is known."""
         return self._draft_s / self._verify_s if self._verify_s > 0 else 0.0
 
     def of(self, version: str, learner: str) -> float:
-        """The same of a version that `learner` made; as the last one of that learner, or the floor, while it is not
-        known."""
-        ratio = None if version == FLOOR else self._ratio(version)
+        """The same of a version that `learner` made; as the last one of that learner, or the base drafter, while it is
+        not known."""
+        ratio = None if version == BASE else self._ratio(version)
         if ratio is not None:
             self._known[learner] = ratio
-        return self.floor * (1.0 if version == FLOOR else self._known.get(learner, 1.0))
+        return self.base * (1.0 if version == BASE else self._known.get(learner, 1.0))
 
     def _ratio(self, version: str) -> float | None:
-        """A version's time for a call over the floor's, where both drafted for as many requests at once."""
-        own, floor = self._drafter.times_of(version), self._drafter.times_of(FLOOR)
+        """A version's time for a call over the base drafter's, where both drafted for as many requests at once."""
+        own, base = self._drafter.times_of(version), self._drafter.times_of(BASE)
         mine = other = 0.0
-        for number in own.keys() & floor.keys():
-            num_calls = min(own[number][0], floor[number][0])
+        for number in own.keys() & base.keys():
+            num_calls = min(own[number][0], base[number][0])
             if num_calls >= MIN_CALLS:
                 mine += num_calls * own[number][1]
-                other += num_calls * floor[number][1]
+                other += num_calls * base[number][1]
         return min(max(mine / other, 1 / MAX_RATIO), MAX_RATIO) if other > 0 else None

@@ -15,7 +15,7 @@ from enum import StrEnum
 from slipstream.errors import LearnError
 from slipstream.stats.betting import Stakes
 
-FLOOR = ""
+BASE = ""
 """The id of what is never replaced."""
 _STAKES = (0.1, 0.25, 0.5, 0.9)
 _FIRST = 10
@@ -72,7 +72,7 @@ class LoopSettings:
     canary_share: float = 0.2
     """Share of the requests for a candidate that the shadow found better."""
     control_share: float = 0.05
-    """Share of the requests that the floor drafts for while a version serves, for comparison."""
+    """Share of the requests that the base drafter drafts for while a version serves, for comparison."""
     doubt_share: float = 0.5
     """The same while there is doubt about the version."""
     doubt: float = 20.0
@@ -83,7 +83,7 @@ class LoopSettings:
     slack: float = 0.02
     """By how much, in tokens a pass over the most possible, a candidate may be worse and still go on."""
     kept_share: float = 0.25
-    """The part of the promised gain over the floor that live traffic must show."""
+    """The part of the promised gain over the base drafter that live traffic must show."""
     canary_error: float = 0.05
     """Probability with which a candidate that is worse than allowed goes on to everyone."""
     rollback_error: float = 1e-3
@@ -176,7 +176,7 @@ class VersionLoop:
         self,
         settings: LoopSettings | None = None,
         *,
-        serving: str = FLOOR,
+        serving: str = BASE,
         previous: tuple[str, ...] = (),
         promise: float = 1.0,
     ) -> None:
@@ -203,7 +203,7 @@ class VersionLoop:
 
     @property
     def control_share(self) -> float:
-        """The share of requests that the floor drafts for comparison; 0 where it drafts for all."""
+        """The share of requests that the base drafter drafts for comparison; 0 where it drafts for all."""
         if self._watch is None or self.frozen:
             return 0.0
         return self.settings.doubt_share if self.in_doubt else self.settings.control_share
@@ -214,9 +214,10 @@ class VersionLoop:
         return self.settings.canary_share if self.phase is TrialPhase.CANARY and not self.frozen else 0.0
 
     def version_for(self, share: float) -> str:
-        """Who drafts for a request whose hash is `share`, from 0 to below 1: the floor, the candidate or who serves."""
+        """Who drafts for a request whose hash is `share`, from 0 to below 1: the base drafter, the candidate or who
+        serves."""
         if share < self.control_share:
-            return FLOOR
+            return BASE
         if self.candidate is not None and share >= 1 - self.canary_share:
             return self.candidate
         return self.serving
@@ -224,14 +225,14 @@ class VersionLoop:
     # --- what is reported -------------------------------------------------------------------------------------
 
     def offer(self, version: str, promise: float) -> None:
-        """A candidate that was trained; `promise` is its predicted speed over the floor's. Raises `LearnError` while
-        there is another one, or while the scope is frozen."""
+        """A candidate that was trained; `promise` is its predicted speed over the base drafter's. Raises `LearnError`
+        while there is another one, or while the scope is frozen."""
         if self.frozen:
             raise LearnError(f"version {version} is not tried: learning is frozen")
         if self.candidate is not None:
             raise LearnError(f"version {version} is not tried: {self.candidate} still is")
-        if version in (FLOOR, self.serving):
-            raise LearnError(f"version {version or 'floor'} serves already")
+        if version in (BASE, self.serving):
+            raise LearnError(f"version {version or 'base'} serves already")
         self.candidate, self.phase = version, TrialPhase.SHADOW
         self._promises[version] = promise
         self._num_judgments = 0
@@ -260,9 +261,9 @@ class VersionLoop:
             self._canary.add(0 if version == self.candidate else 1, figure)
             if (decision := self._after_canary()) is not None:
                 return decision
-        if self._watch is not None and version in (FLOOR, self.serving):
-            self._watch.add(0 if version == FLOOR else 1, figure)
-            if version != FLOOR:
+        if self._watch is not None and version in (BASE, self.serving):
+            self._watch.add(0 if version == BASE else 1, figure)
+            if version != BASE:
                 self._fall.add(figure)
             if self._watch.evidence >= 1 / self.settings.rollback_error:
                 return self._roll_back()
@@ -278,7 +279,7 @@ class VersionLoop:
 
     def roll_back(self) -> str:
         """Somebody wants what served before; returns that."""
-        self._serve(self.previous[-1] if self.previous else FLOOR, self.previous[:-1])
+        self._serve(self.previous[-1] if self.previous else BASE, self.previous[:-1])
         self._drop_candidate()
         return self.serving
 
@@ -288,7 +289,7 @@ class VersionLoop:
         if self.candidate in versions:
             self._drop_candidate()
         if self.serving in versions:
-            self._serve(self.previous[-1] if self.previous else FLOOR, self.previous[:-1])
+            self._serve(self.previous[-1] if self.previous else BASE, self.previous[:-1])
 
     # --- decisions --------------------------------------------------------------------------------------------
 
@@ -315,7 +316,7 @@ class VersionLoop:
         bets, version = self._watch, self.serving
         assert bets is not None
         self._drop_candidate()  # it was compared with what is rolled back
-        self._serve(self.previous[-1] if self.previous else FLOOR, self.previous[:-1])
+        self._serve(self.previous[-1] if self.previous else BASE, self.previous[:-1])
         return Decision(Act.ROLL_BACK, version, "slower than promised on live requests", _facts(bets))
 
     def _serve(self, version: str, previous: tuple[str, ...], promise: float | None = None) -> None:
@@ -333,10 +334,10 @@ class VersionLoop:
         self._promises = {
             one: promise for one, promise in self._promises.items() if one in known or one == self.candidate
         }
-        if self.serving != FLOOR:
+        if self.serving != BASE:
             promise = min(max(self._promises.get(self.serving, 1.0), 1.0), MAX_PROMISE)
             kept = 1 + self.settings.kept_share * (promise - 1)
-            # The floor, made as much faster as the version has to be, against the version.
+            # The base drafter, made as much faster as the version has to be, against the version.
             self._watch = PairedBets(restarts=True, scale=1 / kept)
             self._fall.num_left = (
                 self.settings.doubt_requests

@@ -47,11 +47,11 @@ class ReplayedRound:
     after: int
     """Requests before the candidate was made; 0 before the first one."""
     serving: int
-    """The version that served from here on: 0 is the floor, others count the candidates."""
+    """The version that served from here on: 0 is the base drafter, others count the candidates."""
     promoted: bool
     why: str
-    floor: dict[str, float]
-    """Tokens a pass of the floor on the requests that followed, by task, and `all`."""
+    base: dict[str, float]
+    """Tokens a pass of the base drafter on the requests that followed, by task, and `all`."""
     served: dict[str, float]
     """The same of the version that served them."""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -65,16 +65,17 @@ class ReplayReport:
     rounds: list[ReplayedRound]
     num_requests: int
     learn_s: float
-    floor: dict[str, float]
+    base: dict[str, float]
     served: dict[str, float]
 
     @property
     def gain(self) -> float:
-        """Tokens a pass over the floor's, less 1, over the whole trace."""
-        return self.served["all"] / self.floor["all"] - 1
+        """Tokens a pass over the base drafter's, less 1, over the whole trace."""
+        return self.served["all"] / self.base["all"] - 1
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "gain": self.gain}
+        rounds = [{**asdict(one), "floor": one.base} for one in self.rounds]
+        return {**asdict(self), "rounds": rounds, "floor": self.base, "gain": self.gain}
 
 
 def replay(
@@ -94,25 +95,25 @@ def replay(
     judging = JudgeOptions() if judging is None else judging
     if not records:
         raise LearnError("the trace holds no answer")
-    floor = learner.scorer(None)
-    served = _ReplayedVersion(learner, floor)
+    base = learner.scorer(None)
+    served = _ReplayedVersion(learner, base)
     rounds: list[ReplayedRound] = []
     old_all: list[RedraftedAnswer] = []
     new_all: list[RedraftedAnswer] = []
     for number, after in enumerate(range(0, len(records), options.every)):
         candidate: LearnedWeights | None = None
-        why, figures = "the floor serves", dict[str, Any]()
+        why, figures = "the base drafter serves", dict[str, Any]()
         if after:
             candidate, why, figures = served.learn(records[:after], number, options, judging)
         if candidate is not None:
             keep(candidate)
         coming = records[after : after + options.every]
-        old = [replayed(hits, judging.depth) for hits in floor.hits(coming)]
+        old = [replayed(hits, judging.depth) for hits in base.hits(coming)]
         new = old
         if served.number:
             new = [replayed(hits, judging.depth) for hits in served.scorer.hits(coming)]
-        floors, own = by_task(coming, old), by_task(coming, new)
-        one = ReplayedRound(after, served.number, candidate is not None, why, floors, own, figures)
+        bases, own = by_task(coming, old), by_task(coming, new)
+        one = ReplayedRound(after, served.number, candidate is not None, why, bases, own, figures)
         rounds.append(one)
         on_round(one)
         old_all += old
@@ -123,13 +124,13 @@ def replay(
 
 
 class _ReplayedVersion:
-    """The version that serves in a replay: the floor at first."""
+    """The version that serves in a replay: the base drafter at first."""
 
-    def __init__(self, learner: Learner, floor: Scorer) -> None:
+    def __init__(self, learner: Learner, base: Scorer) -> None:
         self._learner = learner
-        self.scorer = floor
+        self.scorer = base
         self.number = 0
-        """Of the round in which it was promoted; 0 for the floor."""
+        """Of the round in which it was promoted; 0 for the base drafter."""
         self.learn_s = 0.0
         self._tensors: Tensors | None = None
         self._beginning: Tensors | None = None

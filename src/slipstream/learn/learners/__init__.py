@@ -1,1 +1,1 @@
-"""What learns from served answers: each makes tensors on top of a floor that is never replaced."""
+"""What learns from served answers: each makes tensors on top of a base drafter that is never replaced."""

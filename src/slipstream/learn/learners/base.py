@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from slipstream.errors import LearnError
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.batches import LearnBatch, batches
-from slipstream.learn.learners.floor import DraftFloor
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.objective import LearnLoss, learn_loss
 from slipstream.learn.learners.scoring import Scorer
@@ -40,7 +40,7 @@ class LearnedWeights:
     """What a learner made."""
 
     tensors: dict[str, Tensor]
-    """What a version holds. With the floor they are all that is needed."""
+    """What a version holds. With the base drafter they are all that is needed."""
     figures: dict[str, Any]
     """What it saw while it learned, and what that cost; plain values."""
     settings: dict[str, Any]
@@ -52,16 +52,16 @@ def no_rest(done: int, total: int) -> None:
 
 
 class Learner(ABC):
-    """Learns on top of a drafter with weights, the floor, whose tokens are the target's."""
+    """Learns on top of a drafter with weights, the base drafter, whose tokens are the target's."""
 
     name: str
 
-    def __init__(self, floor: DraftFloor, options: LearnerOptions) -> None:
-        self.floor, self.options = floor, options
+    def __init__(self, base: BaseDraft, options: LearnerOptions) -> None:
+        self.base, self.options = base, options
 
     @abstractmethod
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
-        """A model to train, the floor's or that of the tensors `start`, and what of it learns."""
+        """A model to train, the base drafter's or that of the tensors `start`, and what of it learns."""
 
     def logits(self, model: Any, batch: LearnBatch) -> Tensor:
         """float32 [n, vocab]: the draft's logits at the batch's places."""
@@ -87,7 +87,7 @@ class Learner(ABC):
 
     @abstractmethod
     def scorer(self, tensors: Tensors | None) -> Scorer:
-        """What scores a version's tensors on records; None is the floor."""
+        """What scores a version's tensors on records; None is the base drafter."""
 
     @abstractmethod
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Learner(ABC):
 
     def version_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
         """Write what the drafter of the version loads into `folder`; returns the options that differ from the
-        floor's."""
+        base's."""
         self.checkpoint(tensors, folder)
         return {"model": str(folder)}
 
@@ -109,7 +109,7 @@ class Learner(ABC):
     ) -> LearnedWeights:
         """Learn from `records`; half of each batch is from `anchor`, so that what is in it is not forgotten.
 
-        It begins with the floor, or with the tensors `start`. Deterministic for its options and threads. Raises
+        It begins with the base drafter, or with the tensors `start`. Deterministic for its options and threads. Raises
         `LearnError` where the records have nothing to learn, or the loss is no number.
         """
         options, started_s = self.options, time.monotonic()
@@ -168,14 +168,14 @@ def hidden_logits(model: Any, batch: LearnBatch) -> Tensor:
     return logits
 
 
-def write_checkpoint(model: Any, floor: Path, folder: Path) -> None:
-    """A float16 checkpoint with the floor's tokenizer."""
+def write_checkpoint(model: Any, base: Path, folder: Path) -> None:
+    """A float16 checkpoint with the base drafter's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half()
     model.config._attn_implementation = None
     with _no_progress_bar():
         model.save_pretrained(folder)
-    for file in floor.iterdir():
+    for file in base.iterdir():
         if (
             file.is_file()
             and not (folder / file.name).exists()

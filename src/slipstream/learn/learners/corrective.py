@@ -1,6 +1,6 @@
 """A light layer on any draft with logits: a low-rank bias by the token before, and a temperature.
 
-It is small enough for one a tenant: 2 * vocabulary * rank numbers. The floor computes as before.
+It is small enough for one a tenant: 2 * vocabulary * rank numbers. The base drafter computes as before.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Corrective(nn.Module):
 
 
 class _LayerVersions:
-    """What a version of a layer holds, and how a drafter loads it. A model is the floor and the layer on it."""
+    """What a version of a layer holds, and how a drafter loads it. A model is the base drafter and the layer on it."""
 
     def tensors(self, model: Any) -> dict[str, Tensor]:
         return {name: one.detach().clone() for name, one in model[1].named_parameters()}
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        raise LearnError("a corrective layer is no draft of its own; it works on its floor's logits")
+        raise LearnError("a corrective layer is no draft of its own; it works on its base drafter's logits")
 
     def version_options(self, tensors: Tensors, folder: Path) -> dict[str, str]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,20 +74,20 @@ class CorrectiveLearner(_LayerVersions, Learner):
     name = "corrective"
 
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
-        model = self.floor.causal_model().requires_grad_(False)
+        model = self.base.causal_model().requires_grad_(False)
         vocab_size = int(model.config.get_text_config().vocab_size)
         layer = Corrective(vocab_size, self.options.rank) if start is None else Corrective.of(start)
         return (model, layer), list(layer.parameters())
 
     def logits(self, model: Any, batch: LearnBatch) -> Tensor:
-        floor, layer = model
+        base, layer = model
         with torch.no_grad():
-            logits = hidden_logits(floor, batch)
+            logits = hidden_logits(base, batch)
         found: Tensor = layer(logits, batch.previous)
         return found
 
     def scorer(self, tensors: Tensors | None) -> Scorer:
-        return ModelScorer(self.floor.causal_model(), None if tensors is None else Corrective.of(tensors))
+        return ModelScorer(self.base.causal_model(), None if tensors is None else Corrective.of(tensors))
 
 
 class CorrectiveHeadLearner(_LayerVersions, EagleLearner):

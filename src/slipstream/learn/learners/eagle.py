@@ -17,7 +17,7 @@ from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.learners.base import Learner, Tensors
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.objective import LearnLoss, TargetRows, row_losses, weighted_loss
 from slipstream.learn.learners.scoring import Hits, Scorer, drawn
@@ -123,12 +123,12 @@ class EagleLearner(Learner):
 
     name = "eagle"
 
-    def __init__(self, floor: DraftFloor, options: LearnerOptions) -> None:
-        """Raises `ConfigError` for a floor without the target that it drafts for."""
-        super().__init__(floor, options)
-        if floor.target is None:
+    def __init__(self, base: BaseDraft, options: LearnerOptions) -> None:
+        """Raises `ConfigError` for a base drafter without the target that it drafts for."""
+        super().__init__(base, options)
+        if base.target is None:
             raise ConfigError(f"learner {self.name!r} needs the target that the head drafts for")
-        self.target = TargetTable(floor.target)
+        self.target = TargetTable(base.target)
 
     def begin(self, start: Tensors | None) -> tuple[Any, list[nn.Parameter]]:
         head = self._head(start)
@@ -246,15 +246,15 @@ class EagleLearner(Learner):
                 name: one.shape for name, one in own.items()
             }:
                 raise LearnError(
-                    "a version of eagle has other weights than its floor; it belongs to another head"
+                    "a version of eagle has other weights than its base drafter; it belongs to another head"
                 )
             for name, one in own.items():
                 one.data.copy_(tensors[name])
         return head
 
     def _read_head(self) -> EagleHead:
-        """The floor's head, as it is on disk."""
-        head = read_eagle(self.floor.model, self.target)
+        """The base drafter's head, as it is on disk."""
+        head = read_eagle(self.base.model, self.target)
         if head.embedding is not None:
             raise LearnError("only heads with the target's own embedding learn while they serve")
         return head

@@ -54,10 +54,10 @@ class LowRankLearner(Learner):
         return found
 
     def scorer(self, tensors: Tensors | None) -> Scorer:
-        return ModelScorer(self.floor.causal_model() if tensors is None else self._merged(tensors))
+        return ModelScorer(self.base.causal_model() if tensors is None else self._merged(tensors))
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        write_checkpoint(self._merged(tensors), self.floor.path, folder)
+        write_checkpoint(self._merged(tensors), self.base.path, folder)
 
     def _merged(self, tensors: Tensors) -> Any:
         """A plain model. An output layer that was the embedding's becomes one of its own."""
@@ -68,8 +68,8 @@ class LowRankLearner(Learner):
         return model
 
     def _model(self, tensors: Tensors | None) -> Any:
-        """The floor with adapters."""
-        model = self.floor.causal_model()
+        """The base drafter with adapters."""
+        model = self.base.causal_model()
         output = model.get_output_embeddings()
         if output.weight is model.get_input_embeddings().weight:
             output.weight = nn.Parameter(output.weight.detach().clone())  # it alone is adapted

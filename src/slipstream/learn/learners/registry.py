@@ -12,7 +12,7 @@ from slipstream.learn.learners.learner_options import LearnerOptions
 
 if TYPE_CHECKING:
     from slipstream.learn.learners.base import Learner
-    from slipstream.learn.learners.floor import DraftFloor
+    from slipstream.learn.learners.base_draft import BaseDraft
 
 LARGEST_WHOLE = 20_000_000
 """Parameters of a draft that learns as a whole; larger ones learn adapters."""
@@ -28,14 +28,14 @@ _OF_HEADS = {"corrective": "slipstream.learn.learners.corrective:CorrectiveHeadL
 LEARNERS = tuple(_PLACES)
 
 
-def make_learner(name: str, floor: DraftFloor, options: LearnerOptions) -> Learner:
+def make_learner(name: str, base: BaseDraft, options: LearnerOptions) -> Learner:
     """A learner on top of a drafter. Raises `ConfigError` for an unknown name, for one by which such a drafter does not
     learn, and for a head without a target."""
     reject_unknown([name], LEARNERS, "learner")
-    _check_fits(floor.method, name)
-    place = _OF_HEADS.get(name, _PLACES[name]) if floor.method in HEADS else _PLACES[name]
+    _check_fits(base.method, name)
+    place = _OF_HEADS.get(name, _PLACES[name]) if base.method in HEADS else _PLACES[name]
     module, _, attribute = place.partition(":")
-    made: Learner = getattr(import_module(module), attribute)(floor, options)
+    made: Learner = getattr(import_module(module), attribute)(base, options)
     return made
 
 

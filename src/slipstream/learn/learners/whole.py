@@ -28,16 +28,16 @@ class WholeLearner(Learner):
         return ModelScorer(self._model(tensors))
 
     def checkpoint(self, tensors: Tensors, folder: Path) -> None:
-        write_checkpoint(self._model(tensors), self.floor.path, folder)
+        write_checkpoint(self._model(tensors), self.base.path, folder)
 
     def _model(self, tensors: Tensors | None) -> Any:
-        model = self.floor.causal_model()
+        model = self.base.causal_model()
         if tensors is not None:
             own = dict(model.named_parameters())
             shapes = {name: one.shape for name, one in tensors.items()}
             if shapes != {name: one.shape for name, one in own.items()}:
                 raise LearnError(
-                    "a version of whole has other weights than its floor; it belongs to another draft"
+                    "a version of whole has other weights than its base drafter; it belongs to another draft"
                 )
             for name, one in own.items():
                 one.data.copy_(tensors[name])

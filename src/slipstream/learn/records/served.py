@@ -142,7 +142,7 @@ class ServedRecord:
     tenant: str = ""
     task: str = ""
     draft_version: str = ""
-    """The version that drafted; empty for the floor."""
+    """The version that drafted; empty for the base drafter."""
     method: str = ""
     """The drafter's name, as in `StepItem.method`, at the answer's last step."""
     finish_reason: str = "stop"

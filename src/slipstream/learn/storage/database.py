@@ -128,6 +128,6 @@ class LearnDatabase:
                 raise LearnError(f"records cannot be kept in memory: {error}") from None
             if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                 raise LearnError(
-                    f"{str(self._folder.database)!r} is damaged: {error}; remove it to serve the floor"
+                    f"{str(self._folder.database)!r} is damaged: {error}; remove it to serve the base drafter"
                 ) from None
             raise self._folder.unwritable(error) from None

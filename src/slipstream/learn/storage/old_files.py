@@ -66,7 +66,9 @@ def _json(file: Path) -> dict[str, object]:
     try:
         return dict(json.loads(file.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise LearnError(f"{str(file)!r} cannot be used: {error}; remove it to serve the floor") from None
+        raise LearnError(
+            f"{str(file)!r} cannot be used: {error}; remove it to serve the base drafter"
+        ) from None
 
 
 def _take_over_segment(connection: sqlite3.Connection, file: Path) -> None:

@@ -20,7 +20,7 @@ NUM_PREVIOUS = 8
 
 @dataclass(frozen=True, slots=True)
 class ScopeVersions:
-    """The versions of everyone's requests, or of one tenant's or task's. An empty id is the floor."""
+    """The versions of everyone's requests, or of one tenant's or task's. An empty id is the base drafter."""
 
     tenant: str | None = None
     task: str | None = None
@@ -49,7 +49,7 @@ class ScopeVersions:
         return replace(self, serving=version_id, previous=previous, canary=None, canary_share=0.0)
 
     def rolled_back(self) -> ScopeVersions:
-        """Return it with what served before, in the end the floor, and no canary."""
+        """Return it with what served before, in the end the base drafter, and no canary."""
         serving = self.previous[-1] if self.previous else ""
         return replace(self, serving=serving, previous=self.previous[:-1], canary=None, canary_share=0.0)
 
@@ -153,5 +153,5 @@ class StateStore:
         except (ValueError, LearnError) as error:
             file = str(self._folder.database)
             raise LearnError(
-                f"the state in {file!r} cannot be used: {error}; remove it to serve the floor"
+                f"the state in {file!r} cannot be used: {error}; remove it to serve the base drafter"
             ) from None

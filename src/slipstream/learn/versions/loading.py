@@ -12,7 +12,7 @@ from slipstream.draft.combine.versions import DraftVersion, VersionsDrafter
 from slipstream.draft.methods import OWN_WEIGHTS
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError
-from slipstream.learn.learners.floor import DraftFloor, has_plain_head
+from slipstream.learn.learners.base_draft import BaseDraft, has_plain_head
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.storage.folder import LearnFolder
@@ -23,20 +23,20 @@ MAX_KNOWN = 1024
 """Versions of which is remembered on what drafter they were learned."""
 
 
-class FloorVersions:
+class BaseVersions:
     """The versions of a folder beside the drafter that serves: those of others wait until theirs serves again."""
 
     def __init__(
         self,
         drafter: VersionsDrafter,
-        floor: DraftFloor,
+        base: BaseDraft,
         folder: LearnFolder,
         depth: int,
         on_waiting: Callable[[str], None],
     ) -> None:
         """`depth` is the length of the chains that are served; `on_waiting` is told each version of another drafter."""
-        self._drafter, self._speculative = drafter, drafter.options.floor()
-        self.floor, self.floor_hash = floor, floor.digest()
+        self._drafter, self._speculative = drafter, drafter.options.base()
+        self.base, self.base_hash = base, base.digest()
         self._depth, self._on_waiting = depth, on_waiting
         self._store, self._files = VersionStore(folder), folder.checkpoints
         shutil.rmtree(self._files, ignore_errors=True)
@@ -47,7 +47,7 @@ class FloorVersions:
         """Whether a version was learned on this drafter."""
         known = self._is_here.get(version)
         if known is None:
-            known = self._is_here[version] = self._store.stands_on(version, self.floor_hash)
+            known = self._is_here[version] = self._store.stands_on(version, self.base_hash)
             if not known:
                 self._on_waiting(version)
         return known
@@ -68,7 +68,7 @@ class FloorVersions:
         owner = about.tenant if about.tenant is not None else tenant
         folder = self._files / version
         try:
-            learner = make_learner(about.learner, self.floor, LearnerOptions(depth=self._depth))
+            learner = make_learner(about.learner, self.base, LearnerOptions(depth=self._depth))
             own = learner.version_options(tensors, folder)
             config = replace(self._speculative, options={**self._speculative.options, **own})
             return self._drafter.prepare(version, config, owner)
@@ -76,7 +76,8 @@ class FloorVersions:
             shutil.rmtree(folder, ignore_errors=True)
 
     def promise(self, version: str) -> float:
-        """The predicted speed of a version over what it was judged against; 1 for the floor, whose name is empty."""
+        """The predicted speed of a version over what it was judged against; 1 for the base drafter, whose name is
+        empty."""
         if not version:
             return 1.0
         try:
@@ -85,15 +86,15 @@ class FloorVersions:
             return 1.0
 
 
-def floor_of(engine: Engine) -> DraftFloor:
+def base_of(engine: Engine) -> BaseDraft:
     """What an engine's `versions` stand on; raises `LearnError` where its logits are not those of the files and the
     weight format."""
     drafter = engine.drafter_as(VersionsDrafter)
-    speculative: SpeculativeConfig = drafter.options.floor()
+    speculative: SpeculativeConfig = drafter.options.base()
     borrows = speculative.method in OWN_WEIGHTS
     if borrows and engine.config.lora is not None:
         raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
     drafting = engine.model if borrows else drafter.drafting_model()
     if drafting is not None and not has_plain_head(drafting.config):
         raise LearnError(f"{drafting.family} scales or caps its logits, and such models do not learn")
-    return DraftFloor.of(speculative, engine.config.model, engine.model.weight_format.name)
+    return BaseDraft.of(speculative, engine.config.model, engine.model.weight_format.name)

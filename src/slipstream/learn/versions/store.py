@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 WEIGHTS, ABOUT = "weights.safetensors", "version.json"
 NUM_KEPT = 8
-FORMAT = 1
+FORMAT = 2
+"""1 called `base_hash` `floor_hash`."""
 """Raised when a file of another version could be misread."""
 _BLOCK = 2**20
 
@@ -87,10 +88,10 @@ class Version:
     """What made it: whole, low_rank, eagle, corrective."""
     model_hash: str
     template_hash: str
-    floor_hash: str
+    base_hash: str
     """Hash of the drafter that it belongs on, which is never replaced."""
     parent: str = ""
-    """The version whose weights it began with; empty for the floor."""
+    """The version whose weights it began with; empty for the base drafter."""
     tenant: str | None = None
     """Whose requests it is for; None for everyone's."""
     task: str | None = None
@@ -121,7 +122,10 @@ class Version:
     def from_json(cls, value: Mapping[str, Any]) -> Version:
         """Read it from a file; raises `LearnError`."""
         found = dict(value)
-        if found.pop("format", None) != FORMAT:
+        written = found.pop("format", None)
+        if written == 1:
+            found["base_hash"], written = found.pop("floor_hash", None), FORMAT
+        if written != FORMAT:
             raise LearnError("it was written by another release of slipstream")
         try:
             window = {**found.pop("window")}
@@ -211,11 +215,11 @@ class VersionStore:
             raise CorruptVersionError(f"version {version_id!r} is damaged: {error}") from None
         return version
 
-    def stands_on(self, version_id: str, floor_hash: str) -> bool:
+    def stands_on(self, version_id: str, base_hash: str) -> bool:
         """Whether a version was learned on the drafter of this hash. One that cannot be read counts as such, and is
         found out when it is loaded."""
         try:
-            return self.get(version_id).floor_hash == floor_hash
+            return self.get(version_id).base_hash == base_hash
         except LearnError:
             return True
 

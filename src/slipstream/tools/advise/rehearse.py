@@ -23,7 +23,7 @@ from slipstream.core.request import RequestOptions
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.models import CausalLM
-from slipstream.profiling.floors import time_passes
+from slipstream.profiling.pass_times import time_passes
 from slipstream.profiling.profile import isotonic
 from slipstream.sampling.params import SamplingParams
 from slipstream.tools.advise.candidates import Candidate

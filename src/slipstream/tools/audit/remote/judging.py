@@ -30,7 +30,7 @@ from slipstream.tools.audit.sampled import DISTRIBUTION, distribution_tests
 from slipstream.tools.audit.settings import AuditSettings
 from slipstream.tools.audit.ties import Rounding, joined, more_than_repeats
 
-ROUNDING_FLOOR = 1e-3
+LEAST_ROUNDING = 1e-3
 """Nats. Log-probabilities of two sides that differ by less are taken for differences of rounding."""
 LARGEST_ROUNDING = 1.0
 """Nats. Two passes over one text that differ by more do not differ by rounding, not even in half precision."""
@@ -195,14 +195,14 @@ class Judge:
     # --- both ---------------------------------------------------------------------------------------------------
 
     def _rounding(self, differences: Floats) -> Rounding:
-        """What rounding changes: measured by repeats of the same requests, and between the sides up to a floor."""
+        """What rounding changes: measured by repeats of the same requests, and between the sides up to a least size."""
         given = self._asked.settings.tie_margin
-        floor = ROUNDING_FLOOR if given is None else given
-        small = differences[np.abs(differences) <= floor]
+        least = LEAST_ROUNDING if given is None else given
+        small = differences[np.abs(differences) <= least]
         rounding = Rounding(joined([self._noise, small]), given)
         if len(differences):
             typical = float(np.median(np.abs(differences)))
-            limit = max(floor, 2 * float(np.abs(self._noise).max(initial=0.0)))
+            limit = max(least, 2 * float(np.abs(self._noise).max(initial=0.0)))
             self._log_probs.num_compared = len(differences)
             if typical > limit:
                 self._log_probs.violate(

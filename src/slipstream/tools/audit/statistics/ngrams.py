@@ -12,7 +12,7 @@ _NUM_ORDERS = 4
 """One token, two, three, and two together with the prompt."""
 _BACK_OFF = 2.0
 """How many sightings the shorter context counts for."""
-_FLOOR = 2.0**-12
+_LEAST = 2.0**-12
 """Probability of a token that was never seen."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _BEFORE = -2
@@ -63,7 +63,7 @@ class NgramCounts:
         num_equal = self._counts[:, reading.grams]
         num_seen = np.concatenate((num_seen.sum(0, keepdims=True), num_seen))
         num_equal = np.concatenate((num_equal.sum(0, keepdims=True), num_equal))
-        probability = np.full((len(num_seen), reading.num_tokens), _FLOOR)
+        probability = np.full((len(num_seen), reading.num_tokens), _LEAST)
         for order in range(_NUM_ORDERS):
             probability = (num_equal[:, order] + _BACK_OFF * probability) / (num_seen[:, order] + _BACK_OFF)
         return np.asarray(-np.log(probability))

@@ -21,11 +21,11 @@ from slipstream.models.cpu import threads
 from slipstream.models.executor.base import ReadWeights
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.loading import adapt
-from slipstream.profiling import floors, limits, store
+from slipstream.profiling import limits, pass_times, store
 from slipstream.profiling.profile import CostProfile, Rate
 from tests.kit.profiles import profile
 
-TINY = floors.Survey((1, 2, 5, 8), (16, 256), budget_s=0.1, array_bytes=2**20, max_repeats=3)
+TINY = pass_times.Survey((1, 2, 5, 8), (16, 256), budget_s=0.1, array_bytes=2**20, max_repeats=3)
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -83,10 +83,10 @@ def test_keys_and_values_are_read_as_far_as_a_layer_looks() -> None:
     per_token = 2 * 2 * 2 * 4 * 4  # layers, keys and values, heads, width, bytes
     everything = tiny(LlamaConfig(**SHAPE))
     weight_bytes = everything.executor.reads.num_bytes
-    assert floors.bytes_read_per_step(everything, 5, 100) == weight_bytes + 105 * per_token
+    assert pass_times.bytes_read_per_step(everything, 5, 100) == weight_bytes + 105 * per_token
     window = tiny(MistralConfig(**SHAPE, sliding_window=4))
-    assert floors.bytes_read_per_step(window, 5, 100) == window.executor.reads.num_bytes + 8 * per_token
-    assert floors.bytes_read_per_step(window, 1, 2) == window.executor.reads.num_bytes + 3 * per_token
+    assert pass_times.bytes_read_per_step(window, 5, 100) == window.executor.reads.num_bytes + 8 * per_token
+    assert pass_times.bytes_read_per_step(window, 1, 2) == window.executor.reads.num_bytes + 3 * per_token
 
 
 # --- measuring ------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_a_measurement_is_a_profile_of_real_passes(draft: CausalLM, monkeypatch:
 
     monkeypatch.setattr(CausalLM, "forward", counted)
     calls: list[tuple[int, int]] = []
-    [measured] = floors.measure([draft], TINY, lambda done, total: calls.append((done, total)))
+    [measured] = pass_times.measure([draft], TINY, lambda done, total: calls.append((done, total)))
     assert measured.row_counts == (1, 2, 5, 8)
     assert measured.contexts == (16, 256)
     assert all(rows == wanted for rows, _, wanted in passes)
@@ -123,7 +123,7 @@ def test_a_measurement_is_a_profile_of_real_passes(draft: CausalLM, monkeypatch:
     assert first == second[::-1]  # forwards, then backwards
     assert [done for done, _ in calls] == [*range(8 + 3 * 8), 32]
     assert calls[-1] == (32, 32)
-    assert measured.key == floors.profile_key(draft)
+    assert measured.key == pass_times.profile_key(draft)
     assert (measured.key.dtype, measured.key.quantization, measured.key.device) == (
         "float32",
         "float16",
@@ -135,15 +135,15 @@ def test_a_measurement_is_a_profile_of_real_passes(draft: CausalLM, monkeypatch:
 def test_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [tiny(LlamaConfig(**SHAPE)), tiny(LlamaConfig(**{**SHAPE, "hidden_size": 32}))]
     order: list[int] = []
-    timed = floors._Bench.pass_s
+    timed = pass_times._Bench.pass_s
 
     def spy(self: Any, rows: int, context: int) -> float:
         order.append(models.index(self.model))
         return timed(self, rows, context)
 
-    monkeypatch.setattr(floors._Bench, "pass_s", spy)
+    monkeypatch.setattr(pass_times._Bench, "pass_s", spy)
     survey = dataclasses.replace(TINY, row_counts=(1, 2), contexts=(4,))
-    first, second = floors.measure(models, survey, lambda done, total: None)
+    first, second = pass_times.measure(models, survey, lambda done, total: None)
     assert order == [0] * 4 + [1] * 4 + ([0] * 3 + [1] * 3) * 3
     assert first.key.model != second.key.model
     assert first.memory_bytes_per_s == second.memory_bytes_per_s
@@ -155,8 +155,8 @@ def test_a_slow_model_gets_few_repeats_and_a_quick_one_no_more_than_the_most(
 ) -> None:
     survey = dataclasses.replace(TINY, row_counts=(1, 2), contexts=(4,), budget_s=100.0, max_repeats=7)
     for pass_s, repeats in ((1e-3, 7), (1000.0, 3), (10.0, 4)):
-        monkeypatch.setattr(floors._Bench, "pass_s", lambda self, rows, context, s=pass_s: s)
-        [measured] = floors.measure([draft], survey, lambda done, total: None)
+        monkeypatch.setattr(pass_times._Bench, "pass_s", lambda self, rows, context, s=pass_s: s)
+        [measured] = pass_times.measure([draft], survey, lambda done, total: None)
         assert {time.repeats for time in measured.step_times} == {repeats}
 
 
@@ -168,10 +168,10 @@ def test_a_first_idea_of_few_rows_is_that_of_steps_in_a_row(
 
     def pass_s(self: Any, rows: int, context: int) -> float:
         passes.append(rows)
-        return rows + 100.0 * any(earlier > 32 for earlier in passes[-1 - floors.NUM_SETTLING : -1])
+        return rows + 100.0 * any(earlier > 32 for earlier in passes[-1 - pass_times.NUM_SETTLING : -1])
 
-    monkeypatch.setattr(floors._Bench, "pass_s", pass_s)
-    assert floors.time_passes(draft, (1, 4, 64), 16, 1.0) == {1: 1.0, 4: 4.0, 64: 64.0}
+    monkeypatch.setattr(pass_times._Bench, "pass_s", pass_s)
+    assert pass_times.time_passes(draft, (1, 4, 64), 16, 1.0) == {1: 1.0, 4: 4.0, 64: 64.0}
 
 
 def test_a_first_idea_of_a_slow_model_has_as_many_sizes_as_there_is_time_for(
@@ -183,31 +183,31 @@ def test_a_first_idea_of_a_slow_model_has_as_many_sizes_as_there_is_time_for(
         clock[0] += 0.1
         return 0.1
 
-    monkeypatch.setattr(floors._Bench, "pass_s", pass_s)
-    monkeypatch.setattr(floors.time, "perf_counter", lambda: clock[0])
-    assert len(floors.time_passes(draft, (1, 2, 4, 8, 16, 32), 16, 1.0)) >= 5
+    monkeypatch.setattr(pass_times._Bench, "pass_s", pass_s)
+    monkeypatch.setattr(pass_times.time, "perf_counter", lambda: clock[0])
+    assert len(pass_times.time_passes(draft, (1, 2, 4, 8, 16, 32), 16, 1.0)) >= 5
 
 
 def test_a_short_context_is_measured_as_far_as_it_goes() -> None:
     model = tiny(LlamaConfig(**{**SHAPE, "max_position_embeddings": 20}))
-    [measured] = floors.measure(
-        [model], floors.Survey(budget_s=0.01, array_bytes=2**20), lambda done, total: None
+    [measured] = pass_times.measure(
+        [model], pass_times.Survey(budget_s=0.01, array_bytes=2**20), lambda done, total: None
     )
     assert measured.row_counts == (1, 2, 4, 5, 8)
     assert measured.contexts == (12,)
 
 
 def test_the_key_tells_models_and_threads_apart_but_not_paths(draft: CausalLM, tmp_path: Path) -> None:
-    key = floors.profile_key(draft)
+    key = pass_times.profile_key(draft)
     shutil.copytree(EMBEDDED_DRAFT, tmp_path / "moved")
-    assert key == floors.profile_key(load_model(str(tmp_path / "moved"), canary=False))
-    assert key != floors.profile_key(tiny(LlamaConfig(**SHAPE)))
-    rounded = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
-    wide = floors.profile_key(load_model(EMBEDDED_DRAFT, dtype="float32", canary=False))
+    assert key == pass_times.profile_key(load_model(str(tmp_path / "moved"), canary=False))
+    assert key != pass_times.profile_key(tiny(LlamaConfig(**SHAPE)))
+    rounded = pass_times.profile_key(load_model(EMBEDDED_DRAFT, dtype="bfloat16", canary=False))
+    wide = pass_times.profile_key(load_model(EMBEDDED_DRAFT, dtype="float32", canary=False))
     assert [each.quantization for each in (key, rounded, wide)] == ["float16", "bfloat16", None]
     assert key.dtype == rounded.dtype == "float32"
     options = {"dtype": "bfloat16", "cpu_kernels": "torch"}
-    halved = floors.profile_key(load_model(EMBEDDED_DRAFT, **options, canary=False))
+    halved = pass_times.profile_key(load_model(EMBEDDED_DRAFT, **options, canary=False))
     assert (halved.dtype, halved.kernels) == ("bfloat16", "torch")
     assert halved.model == key.model
     paged = load_model(
@@ -216,9 +216,9 @@ def test_the_key_tells_models_and_threads_apart_but_not_paths(draft: CausalLM, t
         canary=False,
         attention_backend="slipstream.testing.paged:PagedBackend",
     )
-    assert floors.profile_key(paged) != halved
+    assert pass_times.profile_key(paged) != halved
     with threads.limit(2):
-        assert key != floors.profile_key(load_model(EMBEDDED_DRAFT, canary=False))
+        assert key != pass_times.profile_key(load_model(EMBEDDED_DRAFT, canary=False))
 
 
 def test_the_memory_array_outgrows_the_caches_but_not_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +247,8 @@ def run(*args: str, **env: str) -> Any:
 
 @pytest.fixture
 def tiny_survey(monkeypatch: pytest.MonkeyPatch, shared_engines: None) -> None:
-    monkeypatch.setattr(floors, "Survey", lambda: TINY)
-    monkeypatch.setattr(floors, "QUICK", TINY)
+    monkeypatch.setattr(pass_times, "Survey", lambda: TINY)
+    monkeypatch.setattr(pass_times, "QUICK", TINY)
 
 
 REFUSALS = {
@@ -287,7 +287,7 @@ def believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beyond(profile: CostProfile) -> CostProfile:
-    """The same steps on a machine whose memory seemed ten times as slow: all are far below their floor."""
+    """The same steps on a machine whose memory seemed ten times as slow: all are far below their roofline."""
     slow = 0.1 * min(time.bytes_read / time.median_s for time in profile.step_times)
     return dataclasses.replace(profile, read_bytes_per_s=Rate(slow, slow))
 
@@ -296,8 +296,8 @@ def beyond(profile: CostProfile) -> CostProfile:
 def test_what_cannot_be_is_refused_and_not_saved(
     tiny_survey: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]
 ) -> None:
-    measure = floors.measure
-    monkeypatch.setattr(floors, "measure", lambda *args: [beyond(profile) for profile in measure(*args)])
+    measure = pass_times.measure
+    monkeypatch.setattr(pass_times, "measure", lambda *args: [beyond(profile) for profile in measure(*args)])
     env = {"SLIPSTREAM_CACHE": str(tmp_path)}
     result = run("--measure", *form, "--plot", str(tmp_path / "a.svg"), **env)
     assert result.exit_code == 2
@@ -307,7 +307,7 @@ def test_what_cannot_be_is_refused_and_not_saved(
     assert "stop what else runs on this machine" in result.stderr
     assert list((tmp_path / "profiles").iterdir()) == []
     assert not (tmp_path / "a.svg").exists()
-    assert ("over floor" in result.stdout) == (not form)
+    assert ("over roofline" in result.stdout) == (not form)
     assert "At 256 tokens" not in result.stdout
     quick = run("--measure", "--quick", *form, **env)
     assert quick.exit_code == 0
@@ -319,7 +319,7 @@ def test_measured_saved_and_shown_again(tiny_survey: None, believed: None, tmp_p
     env = {"SLIPSTREAM_CACHE": str(tmp_path / "cache")}
     before = json.loads(run("--json", **env).stdout)
     assert before["measured"] is None
-    picture = tmp_path / "floors.svg"
+    picture = tmp_path / "roofline.svg"
     result = run("--measure", "--plot", str(picture), **env)
     assert result.exit_code == 0, result.output
     out = result.stdout
@@ -354,7 +354,7 @@ def test_measured_saved_and_shown_again(tiny_survey: None, believed: None, tmp_p
     assert float(step[0]) == pytest.approx(one * 1e3, rel=0.005, abs=0.00501)  # three digits are shown
     assert float(step[1]) == pytest.approx(five / one, abs=0.006)
     assert re.search(r"^draft step +[\d.]+ ms, c [\d.]+$", text, re.M)
-    assert "over floor" not in text
+    assert "over roofline" not in text
 
     lone = json.loads(run(EMBEDDED_TARGET, "--json", **env).stdout)["measured"]
     assert lone["draft"] is None
@@ -372,7 +372,7 @@ def test_quick_saves_nothing_and_json_is_all_there_is(tiny_survey: None, tmp_pat
     assert result.stderr == "loading the embedded pair\n"  # no bar where there is no terminal
     assert facts["profile_files"] == []
     measured = facts["measured"]
-    page = (Path(__file__).parents[3] / "docs/guides/floors.md").read_text().split("## In JSON")[1]
+    page = (Path(__file__).parents[3] / "docs/guides/roofline.md").read_text().split("## In JSON")[1]
     target = measured["target"]
     for keys in (
         measured,
@@ -385,10 +385,13 @@ def test_quick_saves_nothing_and_json_is_all_there_is(tiny_survey: None, tmp_pat
         for key in keys:
             assert f"`{key}`" in page, key
     for role in ("target", "draft"):
-        derived = ("memory_floor_s", "compute_floor_s", "floor_ratio", "v")
+        old = {"memory_floor_s": "memory_roofline_s", "compute_floor_s": "compute_roofline_s"}
+        old["floor_ratio"] = "roofline_ratio"
+        derived = (*old, *old.values(), "v")
         for time in measured[role]["step_times"]:
-            floor_s = max(time["memory_floor_s"], time["compute_floor_s"])
-            assert time["floor_ratio"] == pytest.approx(time["median_s"] / floor_s)
+            roofline_s = max(time["memory_roofline_s"], time["compute_roofline_s"])
+            assert time["roofline_ratio"] == pytest.approx(time["median_s"] / roofline_s)
+            assert all(time[name] == time[new] for name, new in old.items())
             assert time["v"] == 1 or time["rows"] > 1
         plain = {**measured[role]}
         plain["step_times"] = [

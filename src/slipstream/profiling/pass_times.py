@@ -1,4 +1,4 @@
-"""Times the passes of models over rows and contexts, beside the floors that the device's rates set."""
+"""Times the passes of models over rows and contexts, and the roofline times that follow from the device's rates."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _HIDDEN = -3e4
 
 
 @dataclass(frozen=True)
-class DraftFloor:
+class BaseDraft:
     """A drafter with weights, as a learner finds it on disk."""
 
     model: str
@@ -39,8 +39,8 @@ class DraftFloor:
     """Those that the logits depend on, beside the weights."""
 
     @classmethod
-    def of(cls, speculative: SpeculativeConfig, target: str, weight_format: str = UNCHANGED) -> DraftFloor:
-        """The floor where `speculative` drafts for the model `target`, whose weights are held in this format."""
+    def of(cls, speculative: SpeculativeConfig, target: str, weight_format: str = UNCHANGED) -> BaseDraft:
+        """The base drafter where `speculative` drafts for the model `target`, whose weights are held in this format."""
         if speculative.method in OWN_WEIGHTS:
             given = speculative.options
             kept = {

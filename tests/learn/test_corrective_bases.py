@@ -20,7 +20,7 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError, LearnError
 from slipstream.learn.decisions import by_hand
-from slipstream.learn.learners.floor import DraftFloor
+from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import check_learns, make_learner
 from slipstream.learn.learners.scoring import replayed
@@ -33,7 +33,7 @@ from slipstream.learn.versions.store import Version, VersionStore
 
 DEPTH = 2
 CHAIN = {"num_speculative_tokens": DEPTH, "tree_top_k": 1, "num_draft_nodes": None}
-FLOORS: dict[str, dict[str, Any]] = {
+BASES: dict[str, dict[str, Any]] = {
     "exit_layer": {"method": "layer_skip", "exit_layer": 3},
     "skip_layers": {"method": "layer_skip", "skip_layers": [2, 4]},
     "self": {"method": "self", "quantization": "int4"},
@@ -45,9 +45,9 @@ IDLE = {"min_records": 10**9, "poll_s": 60.0}
 
 
 class Served(NamedTuple):
-    """What a server with one floor kept, what it answered, and what a version of it answered."""
+    """What a server with one base kept, what it answered, and what a version of it answered."""
 
-    floor: DraftFloor
+    base: BaseDraft
     records: list[ServedRecord]
     before: list[Any]
     after: list[Any]
@@ -89,14 +89,14 @@ def answers(client: AsyncEngine, num: int) -> list[Any]:
     return asyncio.run(every())
 
 
-@pytest.fixture(scope="module", params=FLOORS)
+@pytest.fixture(scope="module", params=BASES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("learn")
-    drafter = {**FLOORS[request.param], **CHAIN}
+    drafter = {**BASES[request.param], **CHAIN}
     if request.param == "eagle":
         save_untrained_head(folder / "head")
         drafter["model"] = str(folder / "head")
-    floor = DraftFloor.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
+    base = BaseDraft.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
     speculative = {"method": "versions", "drafter": drafter, "num_versions": 1}
     client = AsyncEngine(engine=LLM(speculative_config=speculative, dtype="float32").engine)
     settings = SessionSettings(folder / "ring", 2**26, learner="corrective", worker=IDLE, capture_share=None)
@@ -110,11 +110,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         ):  # they are written in the background
             records = sorted(read_ring(LearnFolder(settings.folder)), key=lambda one: one.number)
             time.sleep(0.05)
-        learned = make_learner("corrective", floor, OPTIONS).learn(records)
+        learned = make_learner("corrective", base, OPTIONS).learn(records)
         identity = session.identity
-        about = Version("corrective", identity.model_hash, identity.template_hash, floor.digest())
+        about = Version("corrective", identity.model_hash, identity.template_hash, base.digest())
         version = VersionStore(LearnFolder(settings.folder)).add(about, learned.tensors).id
-        by_hand.freeze(LearnFolder(settings.folder), True)  # no requests of the floor for comparison
+        by_hand.freeze(LearnFolder(settings.folder), True)  # no requests of the base drafter for comparison
         by_hand.promote(LearnFolder(settings.folder), version)
         deadline_s = time.monotonic() + 280
         while version not in session.versions and time.monotonic() < deadline_s:
@@ -124,11 +124,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     finally:
         session.close()
         client.close()
-    return Served(floor, records, before, after, version, learned.tensors)
+    return Served(base, records, before, after, version, learned.tensors)
 
 
 def accepted(served: Served, tensors: Mapping[str, torch.Tensor] | None) -> list[int]:
-    hits = make_learner("corrective", served.floor, OPTIONS).scorer(tensors).hits(served.records)
+    hits = make_learner("corrective", served.base, OPTIONS).scorer(tensors).hits(served.records)
     return [sum(replayed(one, DEPTH).accepted) for one in hits]
 
 
@@ -158,32 +158,31 @@ def test_a_version_serves_and_no_text_changes(served: Served) -> None:
     assert texts[0] == texts[1]
 
 
-def test_floors_that_draft_otherwise_have_other_digests() -> None:
+def test_bases_that_draft_otherwise_have_other_digests() -> None:
     told = [
-        DraftFloor.of(SpeculativeConfig.from_mapping(one), EMBEDDED_TARGET)
-        for one in list(FLOORS.values())[:4]
+        BaseDraft.of(SpeculativeConfig.from_mapping(one), EMBEDDED_TARGET) for one in list(BASES.values())[:4]
     ]
-    digests = {floor.digest() for floor in told}
+    digests = {base.digest() for base in told}
     assert len(digests) == len(told)
-    assert DraftFloor(**asdict(told[0])).digest() == told[0].digest()
+    assert BaseDraft(**asdict(told[0])).digest() == told[0].digest()
 
 
-def learning(folder: Path, exit_layer: int) -> tuple[AsyncEngine, LearnSession, DraftFloor]:
+def learning(folder: Path, exit_layer: int) -> tuple[AsyncEngine, LearnSession, BaseDraft]:
     """A server that drafts with so many layers and learns in a folder."""
     drafter = {"method": "layer_skip", "exit_layer": exit_layer, **CHAIN}
     speculative = {"method": "versions", "drafter": drafter, "num_versions": 1}
     client = AsyncEngine(engine=LLM(speculative_config=speculative, dtype="float32").engine)
-    floor = DraftFloor.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
-    return client, LearnSession(client, SessionSettings(folder, 2**24, worker=IDLE)), floor
+    base = BaseDraft.of(SpeculativeConfig.from_mapping(drafter), EMBEDDED_TARGET)
+    return client, LearnSession(client, SessionSettings(folder, 2**24, worker=IDLE)), base
 
 
 def test_a_version_waits_until_its_own_drafter_serves_again(tmp_path: Path) -> None:
-    client, session, floor = learning(tmp_path, 4)
+    client, session, base = learning(tmp_path, 4)
     try:
-        learner = make_learner("corrective", floor, OPTIONS)
+        learner = make_learner("corrective", base, OPTIONS)
         tensors = learner.tensors(learner.begin(None)[0])
         identity = session.identity
-        about = Version("corrective", identity.model_hash, identity.template_hash, floor.digest())
+        about = Version("corrective", identity.model_hash, identity.template_hash, base.digest())
         version = VersionStore(LearnFolder(tmp_path)).add(about, tensors).id
         by_hand.promote(LearnFolder(tmp_path), version)
         deadline_s = time.monotonic() + 280
@@ -221,10 +220,10 @@ def test_what_does_not_learn_is_one_line() -> None:
     with pytest.raises(ConfigError, match="'self' learns by corrective, not by 'whole'"):
         check_learns(told("self"), "whole")
     with pytest.raises(ConfigError, match="'eagle' learns by corrective, not by 'eagle'"):
-        make_learner("eagle", DraftFloor("head", "eagle", EMBEDDED_TARGET), OPTIONS)
+        make_learner("eagle", BaseDraft("head", "eagle", EMBEDDED_TARGET), OPTIONS)
     with pytest.raises(LearnError, match="cannot draft with layers"):
         replace(
-            DraftFloor(EMBEDDED_TARGET, "layer_skip"), options={"skip_layers": list(range(6))}
+            BaseDraft(EMBEDDED_TARGET, "layer_skip"), options={"skip_layers": list(range(6))}
         ).causal_model()
     with pytest.raises(LearnError, match="need more than a text"):
-        DraftFloor(EMBEDDED_DRAFT, "eagle3", EMBEDDED_TARGET).causal_model()
+        BaseDraft(EMBEDDED_DRAFT, "eagle3", EMBEDDED_TARGET).causal_model()
