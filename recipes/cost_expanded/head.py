@@ -33,13 +33,10 @@ from recipes.cost_expanded.target import (
     share,
     source_layer,
 )
-from slipstream.draft.heads import eagle_files
-from slipstream.draft.heads import hydra_head as hydra
-from slipstream.draft.heads import medusa_head as medusa
-from slipstream.draft.heads.checkpoints import WEIGHT_FILES, read_checkpoint
+from slipstream.draft.heads import eagle_files, hydra, medusa
+from slipstream.draft.heads.checkpoints import WEIGHT_FILES, check_fits, read_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.heads.residual import ResidualBlock
-from slipstream.draft.heads.target_shape import check_fits
 from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA, kind_of_checkpoint
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import CausalLM, load_model

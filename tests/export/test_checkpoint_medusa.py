@@ -9,7 +9,7 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.draft.heads.checkpoints import read_checkpoint
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.tools.export.checkpoints import convert
 from slipstream.tools.export.refusals import ExportError
 from tests.export.test_checkpoint_eagle import equal, record

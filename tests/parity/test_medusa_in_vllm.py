@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 
 pytest.importorskip("vllm")
 

@@ -15,8 +15,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, save_hydra
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, save_hydra
+from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.text.prompts import encode_chat
 from slipstream.train.eagle_loss import TargetText, training_time_test
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.draft.heads.hydra_head import HydraHeads
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.hydra import HydraHeads
+from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_model
 from slipstream.train.batches import Cursor, TrainingDocument, make_batch, row_batches

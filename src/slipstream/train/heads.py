@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
-from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
-from slipstream.draft.heads.target_shape import check_fits
+from slipstream.draft.heads.checkpoints import check_fits
+from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.methods import MEDUSA
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingRows

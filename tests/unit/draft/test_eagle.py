@@ -18,7 +18,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.eagle import Eagle1Drafter, Eagle3Drafter, EagleDrafter, EagleOptions
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
-from slipstream.draft.heads.eagle_native import NativeEagle
+from slipstream.draft.heads.heads_native import NativeEagle
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer

@@ -12,12 +12,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from slipstream.draft.heads import hydra_head as hydra
-from slipstream.draft.heads import medusa_head as medusa
-from slipstream.draft.heads.hydra import HydraDrafter, HydraOptions
-from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
-from slipstream.draft.heads.medusa import MedusaDrafter, MedusaOptions
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
+from slipstream.draft.heads import hydra, medusa
+from slipstream.draft.heads.hydra import (
+    HydraConfig,
+    HydraDrafter,
+    HydraHeads,
+    HydraOptions,
+    load_hydra,
+    save_hydra,
+)
+from slipstream.draft.heads.medusa import (
+    MedusaConfig,
+    MedusaDrafter,
+    MedusaHeads,
+    MedusaOptions,
+    load_medusa,
+    save_medusa,
+)
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.errors import ModelError
 from slipstream.sampling.params import SamplingParams

@@ -14,12 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.eagle_native import NativeEagle
-from slipstream.draft.heads.head_eager import pack_beside
-from slipstream.draft.heads.head_executor import eagle_executor, heads_executor
-from slipstream.draft.heads.heads_native import NativeHeads
-from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads
-from slipstream.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from slipstream.draft.heads.head_executor import eagle_executor, heads_executor, pack_beside
+from slipstream.draft.heads.heads_native import NativeEagle, NativeHeads
+from slipstream.draft.heads.hydra import HydraConfig, HydraHeads
+from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.attention.base import Variant

@@ -70,7 +70,7 @@ def test_passes_that_overlap_in_two_threads() -> None:
     assert cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize("room", ["slipstream.models.executor.eager", "slipstream.draft.heads.head_eager"])
+@pytest.mark.parametrize("room", ["slipstream.models.executor.eager", "slipstream.draft.heads.head_executor"])
 def test_targets_and_heads_attend_without_cudnn(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, with the switch in the place where a GPU would have it."""
     in_target = room.endswith("executor.eager")

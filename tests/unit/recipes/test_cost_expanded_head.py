@@ -23,8 +23,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.hydra_head import HydraConfig, HydraHeads, load_hydra, save_hydra
-from slipstream.draft.heads.medusa_head import PICKLED, MedusaConfig, MedusaHeads, load_medusa, save_medusa
+from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.medusa import PICKLED, MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer

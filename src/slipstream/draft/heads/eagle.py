@@ -17,9 +17,9 @@ from torch import Tensor
 from slipstream.config import check_types
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
+from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.head_executor import eagle_executor
-from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.model.cached import CachedDrafter
 from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.model.levels import Feed

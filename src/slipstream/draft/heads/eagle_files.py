@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
+from slipstream.draft.heads.checkpoints import TargetShape, TargetSizes, read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
-from slipstream.draft.heads.target_shape import TargetShape, TargetSizes
 from slipstream.errors import ModelError
 from slipstream.models.causal_lm import CausalLM
 

@@ -18,12 +18,15 @@ from slipstream.config import check_types
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.heads.checkpoints import WEIGHT_FILES
+from slipstream.draft.heads.checkpoints import (
+    WEIGHT_FILES,
+    check_fits,
+    held_bytes,
+    outline_checkpoint,
+    stored_bytes,
+)
 from slipstream.draft.heads.head_executor import heads_executor
-from slipstream.draft.heads.head_outline import held_bytes, outline_checkpoint, stored_bytes
-from slipstream.draft.heads.hydra_head import HydraHeads
-from slipstream.draft.heads.medusa_head import MedusaHeads
-from slipstream.draft.heads.target_shape import check_fits
+from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.draft.model.draft_tree import DraftTree, whole_chains
 from slipstream.draft.model.draft_trees import DraftTrees
 from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
@@ -66,7 +69,7 @@ class HeadDrafter(Drafter):
         options: HeadOptions,
         context: DraftContext,
         target: CausalLM,
-        heads: MedusaHeads | HydraHeads,
+        heads: ProjectedHeads,
     ) -> None:
         """Moves `heads` to the target's device and dtype, and packs them for its kernels."""
         super().__init__(options, context)

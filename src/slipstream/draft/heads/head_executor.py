@@ -14,15 +14,19 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM
+from slipstream.models.attention.base import Variant
+from slipstream.models.attention.gpu import without_cudnn
+from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
-from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.linear.formats import UNCHANGED, WeightFormat
+from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.registry import Registry
 
 
@@ -99,15 +103,81 @@ class HeadsExecutor(HeadExecutor):
         return chains.drawn
 
 
+class EagerEagle(EagleExecutor):
+    """Calls the head's module; rows attend in PyTorch's operators, sequence by sequence."""
+
+    def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
+        pack_beside(head, target, fmt)
+        self.head, self.target = head, target
+        self._variant = Variant(head.config.head_dim**-0.5)
+        self._own_ids = not torch.equal(head.draft_token_ids.cpu(), torch.arange(target.vocab_size))
+        """Whether the head's tokens are numbered otherwise than the target's."""
+
+    def footprint(self) -> int:
+        table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
+        return table + _bytes_of(self.head)
+
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
+        head, device = self.head, self.target.device
+        attention = PackedAttention(rows, pool)
+        on = rows.on(device)
+        embeds = self.target.embed(on.token_ids) if head.embedding is None else head.embedding[on.token_ids]
+        states = head.encode(given) if from_target else given
+        with without_cudnn(device):
+            states = head(
+                embeds[None],
+                states[None],
+                on.positions[None],
+                lambda query, key, value: attention.attend(0, query, key, value, self._variant),
+            )[0]
+        wanted = states[on.logit_rows]
+        if head.config.version == 1:
+            return states, self.target.project(wanted)
+        logits: Tensor = head.logits(wanted)  # [wanted, draft vocab]
+        if self._own_ids:
+            full = logits.new_full((len(logits), self.target.vocab_size), float("-inf"))
+            full[:, head.draft_token_ids] = logits
+            logits = full
+        return states, logits
+
+
+class EagerHeads(HeadsExecutor):
+    """Calls the heads' module."""
+
+    def __init__(self, heads: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> None:
+        super().__init__(heads, target, fmt)
+        pack_beside(heads, target, fmt)
+        self.heads = heads
+
+    def footprint(self) -> int:
+        return _bytes_of(self.heads)
+
+    def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
+        return self.heads.some(rows, first, count)
+
+
+def pack_beside(head: nn.Module, target: CausalLM, fmt: WeightFormat) -> None:
+    """Pack the linear layers of a head for the kernels that its target's are packed for."""
+    native = target.kernels != "torch"
+    if native or fmt.name != UNCHANGED:
+        pack_linears(head, fmt, native)
+
+
+def _bytes_of(head: nn.Module) -> int:
+    return packed_bytes(head) + sum(int(weight.nbytes) for weight in head.parameters())
+
+
 HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
     "head executor",
     HeadExecutor,  # type: ignore[type-abstract]
     "slipstream.head_executors",
     {
-        "eagle.cpu_kernels": "slipstream.draft.heads.eagle_native:NativeEagle",
-        "eagle.eager": "slipstream.draft.heads.head_eager:EagerEagle",
+        "eagle.cpu_kernels": "slipstream.draft.heads.heads_native:NativeEagle",
+        "eagle.eager": "slipstream.draft.heads.head_executor:EagerEagle",
         "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
-        "heads.eager": "slipstream.draft.heads.head_eager:EagerHeads",
+        "heads.eager": "slipstream.draft.heads.head_executor:EagerHeads",
     },
 )
 

@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads in the CPU kernels: all levels of a chain in one call."""
+"""Heads in the CPU kernels: a level, or a whole chain, in one call."""
 
 from __future__ import annotations
 
@@ -6,19 +6,33 @@ import ctypes
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from slipstream.draft.heads.head_executor import HeadsExecutor
-from slipstream.draft.heads.hydra_head import HydraHeads
-from slipstream.draft.heads.medusa_head import MedusaHeads
+from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.heads.head_executor import EagleExecutor, HeadsExecutor
 from slipstream.draft.heads.residual import ProjectedHeads
+from slipstream.kv.pool import KVPool
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
+from slipstream.models.cpu.activations import ACTIVATIONS
+from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.pages import free_numbers, trim_heap
-from slipstream.models.cpu.structs import BatchStruct, BlockStruct, HeadRowsStruct, HeadsStruct, LinearStruct
+from slipstream.models.cpu.parts import LayerParts, NormParts
+from slipstream.models.cpu.structs import (
+    BatchStruct,
+    BlockStruct,
+    EagleStruct,
+    HeadRowsStruct,
+    HeadsStruct,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+    StatesStruct,
+)
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.formats import WeightFormat
@@ -33,7 +47,7 @@ class NativeHeads(PackedModel, HeadsExecutor):
     def refusal(cls, head: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> str | None:
         return "its weight format has no kernel" if fmt.kernel is None else None
 
-    def __init__(self, heads: MedusaHeads | HydraHeads, target: CausalLM, fmt: WeightFormat) -> None:
+    def __init__(self, heads: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> None:
         PackedModel.__init__(self)
         HeadsExecutor.__init__(self, heads, target, fmt)
         kernel, beside = fmt.kernel, target.executor
@@ -105,3 +119,108 @@ class NativeHeads(PackedModel, HeadsExecutor):
         if not isinstance(linear, nn.Linear):
             return LinearStruct()
         return self._pack([linear], kernel).struct
+
+
+class NativeEagle(PackedModel, EagleExecutor):
+    """Takes over the weights of a head; those of `head` are gone afterwards."""
+
+    num_layers = 1
+
+    @classmethod
+    def refusal(cls, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> str | None:
+        width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
+        if fmt.kernel is None:
+            return "its weight format has no kernel"
+        if head.config.hidden_act not in ("silu", "swish") or head.rotary.rope_type not in STATIC_ROTARY:
+            return "the kernels do not know its activation or its rotary embedding"
+        return None if width == head.config.hidden_size else "its embeddings are of another width"
+
+    def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
+        PackedModel.__init__(self)
+        kernel, beside = fmt.kernel, target.executor
+        assert isinstance(beside, CpuKernels)
+        assert kernel is not None
+        config, rotary = head.config, head.rotary
+        layer: Any = head.layer
+        self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
+        self._beside = beside  # whose weights the structs point to
+        fuses = config.version == 3
+        if head.embedding is not None:
+            self._keep(head.embedding)
+            self._embedding = self._kept[-1]
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = LayerParts(
+            attention_norm=NormParts(layer.hidden_norm.weight) if fuses else None,
+            mlp_norm=NormParts(layer.post_attention_layernorm.weight),
+            query_norm=None,
+            key_norm=None,
+            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=attention.o_proj,
+            gate_up=(mlp.gate_proj, mlp.up_proj),
+            down=mlp.down_proj,
+        )
+        self._frequencies = Rotation(rotary).inverse_frequencies
+        self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
+        model = ModelStruct(
+            num_layers=1,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary_dim=2 * len(rotary.inv_freq),
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            num_rotaries=1,
+            activation=ACTIVATIONS[config.hidden_act],
+            gated=True,
+            norm_epsilon=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            residual_scale=1.0,
+            embedding_scale=1.0,
+            input_scale=1.0,
+            logit_divisor=1.0,
+            inverse_frequencies=self._frequencies.data_ptr(),
+            rotary_scales=self._scales.data_ptr(),
+            embedding=None if self._embedding is None else self._embedding.data_ptr(),
+            final_norm=self._norm(NormParts(head.norm.weight) if fuses else None),
+            head=(self._pack([head.lm_head], kernel) if fuses else beside.head).struct,
+            layers=(LayerStruct * 1)(self._layer(parts, kernel)),
+        )
+        ids = head.draft_token_ids
+        self._token_ids = None if torch.equal(ids, torch.arange(config.vocab_size)) else ids.clone()
+        self._struct = EagleStruct(
+            model=model,
+            embedder=ctypes.pointer(model if self._embedding is not None else beside.struct),
+            fc=self._pack([head.fc], kernel).struct,
+            embedding_norm=self._keep(layer.input_layernorm.weight) if fuses else None,
+            token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),
+            residual_is_normed=config.norm_before_residual,
+        )
+        free_numbers(head)
+        trim_heap()
+
+    def footprint(self) -> int:
+        return self.nbytes
+
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
+        made, logits, states = self._outputs(rows, given, from_target)
+        self._run("slipstream_eagle", self._struct, self._batch(rows, pool, logits), states)
+        return made, logits
+
+    def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
+        chains.check(rows)
+        _, logits, states = self._outputs(rows, given, from_target=True)
+        batch = self._batch(rows, pool, logits)
+        self._run("slipstream_draft_eagle", self._struct, batch, states, chains.struct)
+        return chains.take_struct()
+
+    def _outputs(
+        self, rows: ForwardBatch, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor, StatesStruct]:
+        given = given.contiguous()
+        made = native.empty_rows(rows.num_rows, self._hidden_size)
+        states = StatesStruct(given.data_ptr(), made.data_ptr(), from_target)
+        states.kept = (given, made)
+        return made, native.empty_rows(rows.num_logit_rows, self._vocab_size), states

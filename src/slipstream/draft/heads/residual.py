@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,24 @@ from torch import Tensor, nn
 
 Projection = Callable[[Tensor], Tensor]
 """[..., hidden] -> [..., vocab]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """The shape of a set of heads."""
+
+    hidden_size: int
+    """Hidden size of the target."""
+    vocab_size: int
+    """Width of the target's logits."""
+    num_heads: int = 4
+    num_layers: int = 1
+    """Residual blocks a head."""
+    shares_lm_head: bool = False
+    """True: the heads have no projections and use the target's frozen output layer. Projections are most of a set's
+    weights, and one pass over the shared one serves all heads."""
+    base_model: str = ""
+    """Folder or hub id of the target that they were trained for."""
 
 
 class ResidualBlock(nn.Module):
@@ -41,6 +60,7 @@ class ResidualBlock(nn.Module):
 class ProjectedHeads(nn.Module):
     """Base of a set of heads: each head's blocks, then its own vocabulary projection or the target's for all heads."""
 
+    config: HeadsConfig
     blocks: nn.ModuleList
     """Blocks of each head."""
     reads_tokens: ClassVar[bool] = False

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slipstream.draft.heads.checkpoints import TargetShape
 from slipstream.draft.heads.eagle_head import EagleHead
-from slipstream.draft.heads.target_shape import TargetShape
 from slipstream.draft.methods import EAGLE3
 from slipstream.tools.export.refusals import ExportError
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
+from slipstream.draft.heads.checkpoints import TargetShape, check_fits, read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
-from slipstream.draft.heads.medusa_head import WEIGHT_FILES, MedusaHeads, load_medusa, save_medusa
-from slipstream.draft.heads.target_shape import TargetShape, check_fits
+from slipstream.draft.heads.medusa import WEIGHT_FILES, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.methods import EAGLE, EAGLE3
 from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import EagleDialect, check_head

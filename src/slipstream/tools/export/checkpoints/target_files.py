@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class TargetFiles:
-    """Files of a folder or a hub id, and the sizes that a head must match (`draft.heads.target_shape.TargetShape`)."""
+    """Files of a folder or a hub id, and the sizes that a head must match (`draft.heads.checkpoints.TargetShape`)."""
 
     def __init__(self, path: str, revision: str | None = None) -> None:
         """Reads the configuration; raises `ModelError` where there is none."""
