@@ -15,7 +15,6 @@ from slipstream.errors import ConfigError
 from slipstream.tools.export import ENGINES, ExportedSetting, ExportError, read_source, settings_format
 from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
-from slipstream.tools.export.settings.openvino import tree_fits
 
 HEAD = HeadFacts(layout="eagle3", version=3, output="own", aux_layers=AuxLayers((2, 16, 29)))
 EAGLE3 = draft_record(method="eagle3", head=HEAD)
@@ -317,10 +316,8 @@ def test_a_tree_becomes_a_chain_where_there_are_no_trees() -> None:
 
 def test_the_bounds_of_trees() -> None:
     """OpenVINO: b²(d - 1) + b >= n >= d; TensorRT-LLM: d <= n <= k·d; SGLang: n <= k²(d - 1) + k."""
-    assert tree_fits(8, 4, 15)
-    assert tree_fits(2, 3, 10)
-    assert not tree_fits(2, 3, 11)
-    assert not tree_fits(2, 3, 2)
+    many = replace(EAGLE3, depth=4, tree=TreeShape(top_k=8, num_nodes=15))
+    assert ENGINES["openvino"].to_engine(many).record.tree == many.tree
     wide = replace(EAGLE3, depth=3, tree=TreeShape(top_k=2, num_nodes=10))
     assert ENGINES["openvino"].to_engine(wide).record.tree == wide.tree
     assert ENGINES["sglang"].to_engine(wide).record.tree == wide.tree
@@ -330,6 +327,9 @@ def test_the_bounds_of_trees() -> None:
             ENGINES[engine].to_engine(record)
         assert found.value.nearest is not None
         assert found.value.nearest.tree == TreeShape(top_k=2, num_nodes=most)
+    undrafted = SpeculativeRecord(method="off", tree=wide.tree)
+    for engine in ("sglang", "openvino", "tensorrt-llm"):
+        assert ENGINES[engine].to_engine(undrafted).record.tree is None
     narrow = replace(EAGLE3, depth=4, tree=TreeShape(top_k=2, num_nodes=3))
     for engine in ("openvino", "tensorrt-llm"):
         with pytest.raises(ExportError, match=r"needs from 4 to \d+ tokens in this tree, not 3"):

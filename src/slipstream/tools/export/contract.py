@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from slipstream.config import reject_unknown
 from slipstream.draft.methods import METHODS, NGRAM, OFF, WITH_MODEL, names_in
 from slipstream.errors import ConfigError
+from slipstream.tools.export.keys import NEUTRAL
 from slipstream.tools.export.reading import SettingSource
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import refuse_method
@@ -72,10 +72,6 @@ class Losses:
             self.lost.setdefault(changed, why)
 
 
-NEUTRAL: Mapping[str, Any] = {"confidence_threshold": 0.0, "schedule": (), "verify": "any"}
-"""What a field of the record is where a form has no place for it; the others are None."""
-
-
 @dataclass(frozen=True)
 class Lack:
     """A field of the record for which an engine's form has no place."""
@@ -87,15 +83,21 @@ class Lack:
     """Methods with which there is a place."""
 
 
-_DRAFTING = METHODS.keys() - {OFF.name}
-NOTHING_DRAFTED = Lack("depth", "nothing is drafted", _DRAFTING)
-NO_MODEL = Lack("model", "this drafter has no model", WITH_MODEL)
-NO_REVISION = Lack("revision", "this drafter has no model", WITH_MODEL)
-NO_THRESHOLD = Lack("confidence_threshold", "{engine} drafts the whole depth always")
-NO_EXIT = Lack("exit_layer", "{engine} has no early exit")
-NO_SUFFIX = Lack("suffix", "{engine} has no suffix drafter")
-NO_LOAD = Lack("schedule", "{engine} drafts the same depth at any load")
-NO_NGRAM = Lack("ngram", "only ngram has it", (NGRAM.name,))
+DRAFTING = METHODS.keys() - {OFF.name}
+_USUAL = {
+    lack.field: lack
+    for lack in (
+        Lack("depth", "nothing is drafted", DRAFTING),
+        Lack("model", "this drafter has no model", WITH_MODEL),
+        Lack("revision", "this drafter has no model", WITH_MODEL),
+        Lack("confidence_threshold", "{engine} drafts the whole depth always"),
+        Lack("exit_layer", "{engine} has no early exit"),
+        Lack("suffix", "{engine} has no suffix drafter"),
+        Lack("schedule", "{engine} drafts the same depth at any load"),
+        Lack("ngram", "only ngram has it", (NGRAM.name,)),
+        Lack("tree", "this drafter proposes chains", WITH_MODEL),
+    )
+}
 
 
 class SettingsFormat(ABC):
@@ -104,8 +106,8 @@ class SettingsFormat(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     """The engine's name in messages."""
-    lacks: ClassVar[tuple[Lack, ...]]
-    """What a form of its has no place for, by the method alone."""
+    lacks: ClassVar[tuple[Lack | str, ...]]
+    """What a form of its has no place for, by the method alone; a field's name stands for the usual reason."""
     versions: ClassVar[tuple[str, ...]]
     """Versions whose settings are known, the newest last; that is the default."""
     default_depths: ClassVar[Mapping[str, int]] = {}
@@ -169,7 +171,8 @@ class SettingsFormat(ABC):
             raise refuse_method(record, self.title, has, self.why_not(record.method, version))
         self.check(record)
         losses = Losses(record)
-        for lack in self.lacks:
+        for each in self.lacks:
+            lack = _USUAL[each] if isinstance(each, str) else each
             if record.method not in lack.kept_by:
                 why = lack.why.format(engine=self.title, method=record.method)
                 losses.change(lack.field, NEUTRAL.get(lack.field), why)
@@ -206,27 +209,6 @@ class SettingsFormat(ABC):
         return ImportedSetting(record, tuple(notes))
 
 
-SAMPLINGS = {"one_hot": "greedy", "sampled": "probabilistic"}
-"""How vLLM and llama.cpp call what a record says of its draft tokens."""
-
-
-def chosen(given: Mapping[str, Any], key: str, names: Mapping[str, str], engine: str) -> str | None:
-    """Our value of a key whose values are named in `names`, ours to theirs; None where it is not given."""
-    value = given.get(key)
-    if value is None:
-        return None
-    reject_unknown([value], names.values(), f"{key} of {engine}")
-    return next(ours for ours, theirs in names.items() if theirs == value)
-
-
-def left_out(
-    given: Mapping[str, Any], used: Collection[str], why: str = "it has no counterpart here"
-) -> list[str]:
-    """A note for each key that is set and not among `used`."""
-    unused = (key for key in sorted(given) if key not in used and given[key] not in (None, False))
-    return [f"{key} is left out: {why}" for key in unused]
-
-
 def changes_the_text(what: str, instead: str = "omit it") -> ConfigError:
     """The error for a setting of another engine under which drafts are accepted where the target does not agree."""
     return ConfigError(
@@ -234,6 +216,6 @@ def changes_the_text(what: str, instead: str = "omit it") -> ConfigError:
     )
 
 
-def check_keys(given: Mapping[str, Any], known: Mapping[str, Any], engine: str) -> None:
-    """Raise `ConfigError` for a key that the engine does not have, with the nearest that it has."""
-    reject_unknown(given, known, f"{engine} key")
+def no_counterpart(what: str, instead: str) -> ConfigError:
+    """The error for a drafter of another engine that nothing here is like."""
+    return ConfigError(f"{what} has no counterpart here; {instead}")

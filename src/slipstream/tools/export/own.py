@@ -11,24 +11,33 @@ from slipstream.draft.methods import AUTO, EAGLE, EAGLE3, HEADS, METHODS, OFF, W
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.tools.export.head_facts import context_length, head_facts
+from slipstream.tools.export.keys import Key, fields_found, written
 from slipstream.tools.export.plans import DEPTH, as_plan, of_plan
-from slipstream.tools.export.record import (
-    NgramLookup,
-    SpeculativeRecord,
-    SuffixLimits,
-    TreeShape,
-)
+from slipstream.tools.export.record import SpeculativeRecord, SuffixLimits, TreeShape
 
-_SUFFIX = {f"suffix_decoding_{field.name}": field.name for field in dataclasses.fields(SuffixLimits)}
 _SAMPLINGS = {"greedy": "one_hot", "probabilistic": "sampled", "coupled": "coupled"}
 _VERIFIERS = {"any": "coupled", "coupled": "coupled", "rejection": "rejection", "block": "block"}
-_USED = frozenset(
-    {
-        *("model", "revision", "quantization", "num_speculative_tokens", "tree_top_k", "num_draft_nodes"),
-        *("tree_choices", "confidence_threshold", "draft_sample_method", "prompt_lookup_min"),
-        *("prompt_lookup_max", "exit_layer", *_SUFFIX),
-    }
+TABLE = (
+    Key("model", "model", methods=WITH_MODEL),
+    Key("revision", "revision", methods=WITH_MODEL),
+    Key("quantization", "quantization"),
+    Key("confidence_threshold", "confidence_threshold"),
+    Key("prompt_lookup_min", "ngram.min"),
+    Key("prompt_lookup_max", "ngram.max"),
+    *(
+        Key(f"suffix_decoding_{limit.name}", f"suffix.{limit.name}")
+        for limit in dataclasses.fields(SuffixLimits)
+    ),
+    Key("exit_layer", "exit_layer"),
 )
+"""Options that are each a field of the record; the shape of a draft and its sampling are not."""
+_ORDER = (
+    *("method", "model", "revision", "quantization", "tree_choices", "num_speculative_tokens"),
+    *("tree_top_k", "num_draft_nodes", "confidence_threshold", "draft_sample_method"),
+    *(key.name for key in TABLE[4:]),
+    "verifier",
+)
+"""In which a configuration is written."""
 
 
 def from_own(
@@ -53,26 +62,18 @@ def from_own(
     unused = sorted(
         name
         for name, value in values.items()
-        if name not in _USED and value != defaults[name] and config.method in _CARRIED
+        if name not in _ORDER and value != defaults[name] and config.method in _CARRIED
     )
-    model = values.get("model") if config.method in WITH_MODEL else None
+    found = fields_found(values, TABLE, config.method)
     record = SpeculativeRecord(
         method=config.method,
         target=target,
-        model=model,
-        revision=values.get("revision") if model else None,
-        quantization=values.get("quantization"),
         depth=_depth(values),
         tree=_tree(values),
         verify=config.verifier,
         draft_sampling=_sampling(config, values),
-        confidence_threshold=values.get("confidence_threshold") or 0.0,
-        exit_layer=values.get("exit_layer"),
-        ngram=_ngram(values),
-        suffix=SuffixLimits(**{name: values[key] for key, name in _SUFFIX.items()})
-        if "suffix_decoding_max_tree_depth" in values
-        else None,
-        **_of_checkpoints(config.method, model, target),
+        **found,
+        **_of_checkpoints(config.method, found.get("model"), target),
     )
     return record, tuple(f"{name} is left out: no other engine has it" for name in unused)
 
@@ -142,12 +143,6 @@ def _sampling(config: SpeculativeConfig, values: Mapping[str, Any]) -> str | Non
     return "one_hot" if values.get("tree_top_k", 1) > 1 else "sampled"
 
 
-def _ngram(values: Mapping[str, Any]) -> NgramLookup | None:
-    if "prompt_lookup_min" not in values:
-        return None
-    return NgramLookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
-
-
 def _of_checkpoints(method: str, model: str | None, target: str | None) -> dict[str, Any]:
     return {
         "head": head_facts(model) if model and method in HEADS else None,
@@ -167,26 +162,15 @@ def to_own(record: SpeculativeRecord) -> tuple[dict[str, Any], tuple[str, ...]]:
         )
     config: dict[str, Any] = {"method": record.method}
     notes: list[str] = []
-    if record.method in WITH_MODEL:
-        config["model"] = record.model
-        if record.revision is not None:
-            config["revision"] = record.revision
     if record.method == OFF.name:
         return config, ()
-    if record.quantization is not None:
-        config["quantization"] = record.quantization
-    config |= _shape(record)
-    if record.ngram is not None:
-        config |= {"prompt_lookup_min": record.ngram.min, "prompt_lookup_max": record.ngram.max}
-    if record.suffix is not None:
-        config |= {key: getattr(record.suffix, name) for key, name in _SUFFIX.items()}
-    if record.exit_layer is not None:
-        config["exit_layer"] = record.exit_layer
+    config |= written(record, TABLE) | _shape(record)
     if record.verify not in ("any", "coupled"):
         config["verifier"] = record.verify
         notes.append(
             f"verifier {record.verify} as in the setting; omit it, and a seed gives the same text always"
         )
+    config = {name: config[name] for name in _ORDER if name in config}
     names = _option_names(config)
     unknown = [key for key in config if key not in names]
     for key in unknown:
@@ -220,8 +204,6 @@ def _shape(record: SpeculativeRecord) -> dict[str, Any]:
         shape |= {"tree_top_k": tree.top_k, "num_draft_nodes": tree.num_nodes}
     elif record.method in (EAGLE.name, EAGLE3.name):  # whose own default is a tree
         shape |= {"tree_top_k": 1, "num_draft_nodes": None}
-    if record.confidence_threshold:
-        shape["confidence_threshold"] = record.confidence_threshold
     if record.draft_sampling is not None:
         theirs = {value: key for key, value in _SAMPLINGS.items()}
         shape["draft_sample_method"] = theirs[record.draft_sampling]

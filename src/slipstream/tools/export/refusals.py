@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from slipstream.draft.methods import METHODS, NGRAM, OFF, SUFFIX
 from slipstream.errors import ConfigError
-from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
+from slipstream.tools.export.record import NgramLookup, SpeculativeRecord, TreeShape
 
 _LOOKUP = NgramLookup(2, 4)
 
@@ -50,6 +50,29 @@ def refuse_tree(record: SpeculativeRecord, engine: str, why: str = "") -> Export
     """The error for a tree where `engine` runs chains; the nearest is a chain of the same depth."""
     nearest = replace(record, tree=None)
     return ExportError(why or f"{engine} checks chains, not trees", nearest, described(nearest))
+
+
+def check_grown_tree(
+    record: SpeculativeRecord, engine: str, most: Callable[[TreeShape, int], int], least: int, fixed: str = ""
+) -> None:
+    """Raise `ExportError` for a tree unless `engine`, which grows its trees itself, grows one of that size.
+
+    `least` and `most` bound its draft tokens, the second one by shape and depth. `fixed` says why it takes no fixed
+    tree.
+    """
+    tree = record.tree
+    assert tree is not None
+    grown = replace(tree, choices=None, top_k=max(2, tree.top_k))
+    limit = most(grown, record.depth or 1)
+    nearest = replace(record, tree=replace(grown, num_nodes=min(max(tree.num_nodes, least), limit)))
+    if nearest.tree == tree:
+        return
+    why = f"{engine} needs from {least} to {limit} tokens in this tree, not {tree.num_nodes}"
+    if tree.choices is not None:
+        why = fixed or f"{engine} grows its trees itself and takes no fixed one"
+    elif not least:
+        why = f"{engine} finds at most {limit} draft tokens in this tree, not {tree.num_nodes}"
+    raise ExportError(why, nearest, described(nearest))
 
 
 def described(record: SpeculativeRecord) -> str:

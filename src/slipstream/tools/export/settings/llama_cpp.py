@@ -24,21 +24,14 @@ from slipstream.draft.methods import (
 )
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    NO_EXIT,
-    NO_LOAD,
-    NO_MODEL,
-    NO_NGRAM,
-    NO_SUFFIX,
-    NOTHING_DRAFTED,
-    SAMPLINGS,
     Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
-    check_keys,
-    left_out,
+    no_counterpart,
 )
+from slipstream.tools.export.keys import SAMPLINGS, Key, check_keys, fields_found, left_out, names_of, written
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
@@ -97,18 +90,34 @@ _NGRAM = (
         for size in ("size-n", "size-m", "min-hits")
     ),
 )
-FLAGS = dict.fromkeys(
-    (
-        *("--spec-type", "--spec-default", "--no-spec-draft-backend-sampling", *SYNTHETIC, *REMOVED),
-        *(f"--spec-draft-{name}" for name in _DRAFT),
-        *(f"--spec-ngram-{name}" for name in _NGRAM),
-    )
+FLAGS = (
+    *("--spec-type", "--spec-default", "--no-spec-draft-backend-sampling", *SYNTHETIC, *REMOVED),
+    *(f"--spec-draft-{name}" for name in _DRAFT),
+    *(f"--spec-ngram-{name}" for name in _NGRAM),
 )
 DEFAULT_DEPTH = 3
 DEFAULT_SIZES = (12, 48)
 """Length of the n-gram that is looked up, and of what is drafted."""
 DEFAULT_MOD = (24, 64)
 """The same of `ngram-mod`."""
+
+SAMPLING = "--spec-draft-sampling"
+TABLE = (
+    Key("--spec-type", "method", names=TYPES),
+    Key("--spec-ngram-simple-size-n", "ngram", None, lambda lookup: lookup.max),
+    Key("--spec-ngram-simple-size-m", "depth", None, methods=(NGRAM.name,)),
+    Key(
+        "--spec-draft-n-max",
+        "depth",
+        whole_number,
+        methods=WITH_MODEL,
+        also=("--draft-max",),
+        default=DEFAULT_DEPTH,
+    ),
+    Key("--spec-draft-p-min", "confidence_threshold", real_number, repr),
+    # EAGLE-3 drafts greedily whatever is said.
+    Key(SAMPLING, "draft_sampling", names=SAMPLINGS, methods=(DRAFT_MODEL.name,)),
+)
 
 
 class LlamaCppSettings(SettingsFormat):
@@ -125,12 +134,12 @@ class LlamaCppSettings(SettingsFormat):
     title = "llama.cpp"
     lacks = (
         Lack("quantization", "a GGUF file has its own format"),
-        *(NO_EXIT, NO_SUFFIX, NO_LOAD),
+        *("exit_layer", "suffix", "schedule"),
         Lack("revision", "{engine} takes a file or the newest of the hub"),
-        NO_MODEL,
+        "model",
         Lack("confidence_threshold", "an n-gram has no probability", WITH_MODEL),
         Lack("tree", "nothing is drafted", WITH_MODEL),
-        *(NOTHING_DRAFTED, NO_NGRAM),
+        *("depth", "ngram"),
     )
 
     def check(self, record: SpeculativeRecord) -> None:
@@ -232,24 +241,12 @@ def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_draft
 
 
 def _words(record: SpeculativeRecord, samples_drafts: bool) -> list[str]:
-    if record.method == OFF.name:
-        return []
-    words = ["--spec-type", TYPES[record.method]]
-    if record.ngram is not None:
-        return [
-            *words,
-            *("--spec-ngram-simple-size-n", str(record.ngram.max)),
-            *("--spec-ngram-simple-size-m", str(record.depth)),
-        ]
-    words += [*_model_words(record.model, draft=True), "--spec-draft-n-max", str(record.depth)]
-    if record.confidence_threshold:
-        words += ["--spec-draft-p-min", repr(record.confidence_threshold)]
-    if record.draft_sampling is not None and samples_drafts:
-        words += [
-            "--spec-draft-sampling",
-            SAMPLINGS[record.draft_sampling],
-        ]
-    return words
+    values = written(record, TABLE)
+    if not samples_drafts:
+        values.pop(SAMPLING, None)
+    words = [word for flag, value in values.items() for word in (flag, str(value))]
+    model = _model_words(record.model, draft=True) if record.method in WITH_MODEL else []
+    return [*words[:2], *model, *words[2:]]
 
 
 def _model_words(model: str | None, draft: bool = False) -> list[str]:
@@ -280,15 +277,14 @@ def _kind(given: Mapping[str, str]) -> str | None:
     if kind.startswith("synth"):
         raise changes_the_text(f"--spec-type {kind} of llama.cpp")
     if kind in ELSEWHERE:
-        raise ConfigError(f"--spec-type {kind} of llama.cpp has no counterpart here; {ELSEWHERE[kind]}")
+        raise no_counterpart(f"--spec-type {kind} of llama.cpp", ELSEWHERE[kind])
     reject_unknown([kind], KINDS, "--spec-type of llama.cpp")
     return kind
 
 
 _USED = frozenset(
     {
-        *("--spec-type", "--spec-default", "--draft-max"),
-        *(f"--spec-draft-{name}" for name in ("model", "hf", "n-max", "p-min", "sampling")),
+        *(*names_of(TABLE), "--spec-default", "--spec-draft-model", "--spec-draft-hf"),
         *(f"--spec-ngram-{name}" for name in _NGRAM if not name.endswith(("min-hits", "n-min"))),
     }
 )
@@ -310,22 +306,13 @@ def _draft(kind: str, given: Mapping[str, str], target: str | None) -> Speculati
     model = given.get("--spec-draft-model", given.get("--spec-draft-hf"))
     if not model:
         raise ConfigError(f"--spec-type {kind} needs a draft: --spec-draft-model FILE")
-    sampling: dict[str | None, str | None] = {None: None, "greedy": "one_hot", "probabilistic": "sampled"}
-    chosen = given.get("--spec-draft-sampling")
-    if chosen not in sampling:
-        raise ConfigError(f"--spec-draft-sampling must be greedy or probabilistic, got {chosen!r}")
-    depth: Any = given.get("--spec-draft-n-max", given.get("--draft-max", DEFAULT_DEPTH))
-    drawn = (
-        sampling[chosen] if method == DRAFT_MODEL.name else None
-    )  # EAGLE-3 drafts greedily whatever is said
+    chosen = given.get(SAMPLING)
+    if chosen not in (None, *SAMPLINGS.values()):
+        raise ConfigError(f"{SAMPLING} must be greedy or probabilistic, got {chosen!r}")
+    found = fields_found(given, TABLE, method)
+    drawn = found.get("draft_sampling") == "sampled"
     return SpeculativeRecord(
-        method=method,
-        target=target,
-        model=model,
-        depth=whole_number(depth, "--spec-draft-n-max"),
-        verify="rejection" if drawn == "sampled" else "any",
-        draft_sampling=drawn,
-        confidence_threshold=real_number(given.get("--spec-draft-p-min", 0.0), "--spec-draft-p-min"),
+        method=method, target=target, model=model, verify="rejection" if drawn else "any", **found
     )
 
 

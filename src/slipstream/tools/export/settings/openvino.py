@@ -13,36 +13,42 @@ from typing import Any, ClassVar
 from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, NGRAM, OFF, OPENVINO, WITH_MODEL, names_in
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    NO_EXIT,
-    NO_LOAD,
-    NO_MODEL,
-    NO_NGRAM,
-    NO_SUFFIX,
-    NOTHING_DRAFTED,
     ExportedFile,
     Form,
     Lack,
     Losses,
     SettingsFormat,
-    check_keys,
 )
+from slipstream.tools.export.keys import Key, check_keys, up_to, written
 from slipstream.tools.export.reading import PythonCall, SettingSource, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord, TreeShape
-from slipstream.tools.export.refusals import ExportError, described, refuse_tree
+from slipstream.tools.export.refusals import check_grown_tree, refuse_tree
 
 PROGRAM = "run_openvino.py"
 FILE = "openvino_genai.json"
 METHODS = names_in(OPENVINO)
 DRAFT_KEY = DRAFT_MODEL.elsewhere[OPENVINO][0]
 """Its keyword of any draft, also of a head."""
-KEYS = dict.fromkeys(
-    (
-        *("model", "device", DRAFT_KEY, "draft_device", "prompt_lookup", "num_assistant_tokens"),
-        *("assistant_confidence_threshold", "max_ngram_size", "branching_factor", "tree_depth", "method"),
-    )
-)
 DEFAULT_DEPTH = 5
 DEFAULT_NGRAM = 3
+_DRAFTED = {DRAFT_MODEL.name: "CPU", EAGLE3.name: "CPU"}
+TABLE = (
+    Key("prompt_lookup", "method", names={NGRAM.name: True}),
+    up_to("max_ngram_size", DEFAULT_NGRAM),
+    Key(DRAFT_KEY, "model", methods=WITH_MODEL),
+    Key("draft_device", "method", names=_DRAFTED),
+    Key("method", "method", names={name: name for name in _DRAFTED}),
+    Key("assistant_confidence_threshold", "confidence_threshold", None),
+    Key("num_assistant_tokens", "depth", None),
+    Key("branching_factor", "tree.top_k", None),
+    Key("tree_depth", "tree", None),
+)
+KEYS = ("model", "device", *(key.name for key in TABLE))
+OPTIONS = (
+    *("num_assistant_tokens", "assistant_confidence_threshold", "max_ngram_size"),
+    *("branching_factor", "tree_depth"),
+)
+"""What is set for each request."""
 
 
 class OpenvinoSettings(SettingsFormat):
@@ -55,19 +61,26 @@ class OpenvinoSettings(SettingsFormat):
     title = "OpenVINO GenAI"
     lacks = (
         Lack("quantization", "weights have the format in which they were exported"),
-        *(NO_EXIT, NO_SUFFIX, NO_LOAD),
+        *("exit_layer", "suffix", "schedule"),
         Lack("revision", "{engine} reads a folder"),
         Lack("verify", "{engine} has one rule; the same distribution"),
         Lack("draft_sampling", "{engine} has no choice of it"),
-        NO_MODEL,
-        Lack("tree", "this drafter proposes chains", WITH_MODEL),
+        "model",
+        "tree",
         Lack("confidence_threshold", "only a draft model has it", (DRAFT_MODEL.name,)),
-        *(NO_NGRAM, NOTHING_DRAFTED),
+        *("ngram", "depth"),
     )
 
     def check(self, record: SpeculativeRecord) -> None:
-        """A dynamic tree is for EAGLE-3, within the bounds that it documents."""
-        _check_tree(record)
+        """A dynamic tree is for EAGLE-3: b²(d - 1) + b >= n >= d, by its documentation.
+
+        `GenerationConfig.validate` of 2026.4 checks the second of them only.
+        """
+        if record.tree is None or record.method in (OFF.name, NGRAM.name):
+            return
+        if record.method != EAGLE3.name:
+            raise refuse_tree(record, self.title, f"{self.title} grows trees for EAGLE-3 only")
+        check_grown_tree(record, self.title, TreeShape.most_nodes, least=record.depth or 1)
 
     def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
         if record.method == NGRAM.name:
@@ -115,61 +128,12 @@ class OpenvinoSettings(SettingsFormat):
         return record, [note] if unsaid else []
 
 
-def tree_fits(top_k: int, depth: int, num_nodes: int) -> bool:
-    """Whether a tree can be drafted: b²(d - 1) + b >= n >= d, by its documentation.
-
-    `GenerationConfig.validate` of 2026.4 checks the second of them only.
-    """
-    return TreeShape(top_k=top_k, num_nodes=num_nodes).most_nodes(depth) >= num_nodes >= depth
-
-
-def _check_tree(record: SpeculativeRecord) -> None:
-    tree = record.tree
-    if tree is None or record.method in (OFF.name, NGRAM.name):
-        return
-    if record.method != EAGLE3.name:
-        raise refuse_tree(record, "OpenVINO GenAI", "OpenVINO GenAI grows trees for EAGLE-3 only")
-    depth = record.depth or 1
-    if tree.choices is None and tree_fits(tree.top_k, depth, tree.num_nodes):
-        return
-    top_k = max(2, tree.top_k)
-    most = replace(tree, choices=None, top_k=top_k).most_nodes(depth)
-    nearest = replace(
-        record, tree=TreeShape(top_k=top_k, num_nodes=min(max(tree.num_nodes, depth), most)), depth=depth
-    )
-    why = (
-        "OpenVINO GenAI grows its trees itself and takes no fixed one"
-        if tree.choices is not None
-        else f"OpenVINO GenAI needs from {depth} to {most} tokens in this tree, not {tree.num_nodes}"
-    )
-    raise ExportError(why, nearest, described(nearest))
-
-
 def _values(record: SpeculativeRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"model": record.target or "MODEL", "device": "CPU"}
-    if record.method == OFF.name:
-        return values
-    if record.method == NGRAM.name:
-        assert record.ngram is not None
-        values |= {"prompt_lookup": True, "max_ngram_size": record.ngram.max}
-    else:
-        values |= {DRAFT_KEY: record.model, "draft_device": "CPU", "method": record.method}
-    if record.confidence_threshold:
-        return values | {"assistant_confidence_threshold": record.confidence_threshold}
-    if record.tree is None:
-        return values | {"num_assistant_tokens": record.depth}
-    return values | {
-        "num_assistant_tokens": record.tree.num_nodes,
-        "branching_factor": record.tree.top_k,
-        "tree_depth": record.depth,
-    }
-
-
-OPTIONS = (
-    *("num_assistant_tokens", "assistant_confidence_threshold", "max_ngram_size"),
-    *("branching_factor", "tree_depth"),
-)
-"""What is set for each request."""
+    values |= written(record, TABLE)
+    if record.tree is not None:
+        values |= {"num_assistant_tokens": record.tree.num_nodes, "tree_depth": record.depth}
+    return values
 
 
 def _program(values: Mapping[str, Any]) -> str:

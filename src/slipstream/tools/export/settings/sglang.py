@@ -24,21 +24,15 @@ from slipstream.draft.methods import (
 )
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    NO_EXIT,
-    NO_MODEL,
-    NO_REVISION,
-    NO_SUFFIX,
-    NO_THRESHOLD,
-    NOTHING_DRAFTED,
     ExportedFile,
     Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
-    check_keys,
-    left_out,
+    no_counterpart,
 )
+from slipstream.tools.export.keys import Key, check_keys, fields_found, left_out, names_of, written
 from slipstream.tools.export.reading import (
     PythonCall,
     SettingSource,
@@ -47,7 +41,7 @@ from slipstream.tools.export.reading import (
     whole_number,
 )
 from slipstream.tools.export.record import ScheduleRange, SpeculativeRecord, TreeShape
-from slipstream.tools.export.refusals import ExportError, described
+from slipstream.tools.export.refusals import ExportError, check_grown_tree, described
 
 ADAPTIVE_FILE = "speculative_adaptive.json"
 ALGORITHMS = names_in(SGLANG)
@@ -60,11 +54,6 @@ ELSEWHERE = {
 }
 """Its algorithms that nothing of ours runs."""
 _PREFIX = "--speculative-"
-USED_FLAGS = (
-    *("algorithm", "draft-model-path", "draft-model", "draft-model-revision", "num-steps", "eagle-topk"),
-    *("num-draft-tokens", "use-rejection-sampling", "use-block-verification", "adaptive", "adaptive-config"),
-    *("accept-threshold-single", "accept-threshold-acc", "ngram-max-bfs-breadth", "ngram-min-bfs-breadth"),
-)
 OTHER_FLAGS = (
     *("draft-load-format", "dflash-block-size", "domino-candidate-pool-size", "dspark-block-size"),
     *("dspark-sps-table-path", "dspark-confidence-sts-path", "dspark-align-verify-tokens-to-graph-tier"),
@@ -74,7 +63,32 @@ OTHER_FLAGS = (
     *("ngram-max-trie-depth", "ngram-capacity", "ngram-external-corpus-path", "ngram-external-sam-budget"),
     "ngram-external-corpus-max-tokens",
 )
-FLAGS = dict.fromkeys(_PREFIX + name for name in (*USED_FLAGS, *OTHER_FLAGS))
+
+
+def _key(name: str, field: str, **options: Any) -> Key:
+    return Key(_PREFIX + name, field, **options)
+
+
+TABLE = (
+    _key("algorithm", "method", names=ALGORITHMS),
+    _key("draft-model-path", "model", methods=WITH_MODEL, also=(_PREFIX + "draft-model",)),
+    _key("draft-model-revision", "revision"),
+    _key("num-steps", "depth", read=None, methods=WITH_MODEL),
+    _key("eagle-topk", "method", names=dict.fromkeys(WITH_MODEL, 1)),
+    _key("num-draft-tokens", "depth", read=None, write=lambda depth: depth + 1),
+    # A breadth of 1 is a chain; its default is a tree.
+    _key("ngram-min-bfs-breadth", "method", names={NGRAM.name: 1}),
+    _key("ngram-max-bfs-breadth", "method", names={NGRAM.name: 1}),
+)
+_SWITCHES = {"rejection": "use-rejection-sampling", "block": "use-block-verification"}
+USED_FLAGS = names_of(TABLE).union(
+    _PREFIX + name
+    for name in (
+        *(*_SWITCHES.values(), "adaptive", "adaptive-config"),
+        *("accept-threshold-single", "accept-threshold-acc"),
+    )
+)
+FLAGS = (*USED_FLAGS, *(_PREFIX + name for name in OTHER_FLAGS))
 _DEFAULT_NGRAM_TOKENS = 12
 """What it checks in a step of NGRAM unless told otherwise, the root included."""
 _DEFAULT_BREADTH = 10
@@ -91,18 +105,19 @@ class SglangSettings(SettingsFormat):
 
     title = "SGLang"
     lacks = (
-        NO_THRESHOLD,
+        "confidence_threshold",
         Lack("quantization", "{engine} quantises a draft by its checkpoint; give one in that format"),
-        *(NO_EXIT, NO_SUFFIX),
+        *("exit_layer", "suffix"),
         Lack("ngram", "SGLang's n-gram drafter matches any length up to its trie's depth"),
-        *(NO_MODEL, NO_REVISION),
+        *("model", "revision"),
         Lack("tree", "SGLang is given a chain of n-grams", WITH_MODEL),
-        NOTHING_DRAFTED,
+        "depth",
     )
 
     def check(self, record: SpeculativeRecord) -> None:
         """It grows its trees itself, as large as EAGLE-2 finds them."""
-        _check_tree(record)
+        if record.tree is not None and record.method not in (OFF.name, NGRAM.name):
+            check_grown_tree(record, self.title, TreeShape.most_nodes, least=0)
 
     def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
         """A schedule needs an EAGLE chain."""
@@ -163,44 +178,11 @@ class SglangSettings(SettingsFormat):
             return None, ()
         algorithm = str(algorithm).upper()
         if algorithm in ELSEWHERE:
-            raise ConfigError(
-                f"SGLang's algorithm {algorithm} has no counterpart here; {ELSEWHERE[algorithm]}"
-            )
+            raise no_counterpart(f"SGLang's algorithm {algorithm}", ELSEWHERE[algorithm])
         reject_unknown([algorithm], ALGORITHMS.values(), "algorithm of SGLang")
         _check_thresholds(given)
-        used = {_PREFIX + flag for flag in USED_FLAGS}
-        notes = left_out(given, used, "it sets loading or speed of SGLang's own parts")
+        notes = left_out(given, USED_FLAGS, "it sets loading or speed of SGLang's own parts")
         return _record(names_from(SGLANG)[algorithm], given, target, source, notes), notes
-
-
-def _check_tree(record: SpeculativeRecord) -> None:
-    tree = record.tree
-    if tree is None:
-        return
-    if record.method == NGRAM.name:
-        return
-    if tree.choices is not None:
-        nearest = replace(record, tree=replace(tree, choices=None, top_k=max(2, tree.top_k)))
-        nearest = replace(nearest, tree=_within(nearest))
-        raise ExportError("SGLang grows its trees itself and takes no fixed one", nearest, described(nearest))
-    if tree.num_nodes > _most_nodes(record):
-        nearest = replace(record, tree=_within(record))
-        raise ExportError(
-            f"SGLang finds at most {_most_nodes(record)} draft tokens in this tree, not {tree.num_nodes}",
-            nearest,
-            described(nearest),
-        )
-
-
-def _most_nodes(record: SpeculativeRecord) -> int:
-    assert record.tree is not None
-    assert record.depth is not None
-    return record.tree.most_nodes(record.depth)
-
-
-def _within(record: SpeculativeRecord) -> TreeShape:
-    assert record.tree is not None
-    return replace(record.tree, num_nodes=min(record.tree.num_nodes, _most_nodes(record)))
 
 
 def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
@@ -240,29 +222,13 @@ def _adapt_schedule(losses: Losses) -> None:
 
 
 def _words(record: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ...]]:
-    if record.method == OFF.name:
-        return [], ()
-    assert record.depth is not None
-    flags: dict[str, Any] = {"algorithm": ALGORITHMS[record.method]}
-    if record.model is not None:
-        flags["draft-model-path"] = record.model
-    if record.revision is not None:
-        flags["draft-model-revision"] = record.revision
-    if record.method == NGRAM.name:
-        # A breadth of 1 is a chain; its default is a tree.
-        flags |= {
-            "num-draft-tokens": record.depth + 1,
-            "ngram-min-bfs-breadth": 1,
-            "ngram-max-bfs-breadth": 1,
-        }
-    else:
-        num_nodes = record.depth if record.tree is None else record.tree.num_nodes
-        top_k = 1 if record.tree is None else record.tree.top_k
-        flags |= {"num-steps": record.depth, "eagle-topk": top_k, "num-draft-tokens": num_nodes + 1}
-    switches = {"rejection": "use-rejection-sampling", "block": "use-block-verification"}
-    words = [word for flag, value in flags.items() for word in (_PREFIX + flag, str(value))]
-    if record.verify in switches:
-        words.append(_PREFIX + switches[record.verify])
+    values = written(record, TABLE)
+    if record.tree is not None:
+        top_k, num_nodes = record.tree.top_k, record.tree.num_nodes
+        values |= {_PREFIX + "eagle-topk": top_k, _PREFIX + "num-draft-tokens": num_nodes + 1}
+    words = [word for flag, value in values.items() for word in (flag, str(value))]
+    if record.verify in _SWITCHES:
+        words.append(_PREFIX + _SWITCHES[record.verify])
     if not record.schedule:
         return words, ()
     words += [_PREFIX + "adaptive", _PREFIX + "adaptive-config", ADAPTIVE_FILE]
@@ -299,16 +265,14 @@ def _record(
     depth, tree = _ngram_shape(given, notes) if method == NGRAM.name else _shape(given, method, notes)
     block = _PREFIX + "use-block-verification" in given
     rejection = _PREFIX + "use-rejection-sampling" in given
-    model = given.get(_PREFIX + "draft-model-path", given.get(_PREFIX + "draft-model"))
     record = SpeculativeRecord(
         method=method,
         target=target,
-        model=None if method == NGRAM.name else model,
-        revision=given.get(_PREFIX + "draft-model-revision"),
         depth=depth,
         tree=tree,
         verify="block" if block else "rejection" if rejection else "any",
         draft_sampling="sampled" if rejection and not block else None,
+        **fields_found(given, TABLE, method),
     )
     if _PREFIX + "adaptive" not in given:
         return record

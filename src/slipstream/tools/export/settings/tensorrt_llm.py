@@ -28,23 +28,19 @@ from slipstream.draft.methods import (
 )
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    NO_EXIT,
-    NO_MODEL,
-    NO_NGRAM,
-    NO_THRESHOLD,
     ExportedFile,
     Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
-    check_keys,
-    left_out,
+    no_counterpart,
 )
 from slipstream.tools.export.head_facts import AuxLayers, HeadFacts
+from slipstream.tools.export.keys import Key, check_keys, fields_found, left_out, names_of, up_to, written
 from slipstream.tools.export.reading import PythonCall, SettingSource, command_flags, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
-from slipstream.tools.export.refusals import ExportError, described, refuse_method, refuse_tree
+from slipstream.tools.export.refusals import check_grown_tree, refuse_method, refuse_tree
 
 FILE = "config.yaml"
 TYPES = names_in(TENSORRT_LLM)
@@ -82,14 +78,34 @@ KEYS = {
     ),
 }
 """Keys by `decoding_type`."""
-_USED = frozenset(
-    {
-        *("decoding_type", "max_draft_len", "max_total_draft_tokens", "speculative_model"),
-        *("speculative_model_dir", "max_concurrency", "draft_len_schedule", "use_rejection_sampling"),
-        *("use_dynamic_tree", "dynamic_tree_max_topK", "max_matching_ngram_size", "eagle3_layers_to_capture"),
-    }
-)
 NO_END = 65_536
+
+
+def _captured_ids(head: HeadFacts) -> list[int] | None:
+    return None if head.aux_layers is None else list(head.aux_layers.as_convention("after_layer").ids)
+
+
+def _lengths(schedule: Sequence[ScheduleRange]) -> dict[int, int]:
+    """Last batch size of a range to its depth. Older versions want a key 1; a last range of 0 needs no key."""
+    lengths = {1: schedule[0].depth}
+    for each in schedule:
+        if each.high is not None or each.depth:
+            lengths[NO_END if each.high is None else each.high] = each.depth
+    return lengths
+
+
+TABLE = (
+    Key("decoding_type", "method", names=TYPES),
+    Key("max_draft_len", "depth", whole_number),
+    Key("speculative_model", "model", methods=WITH_MODEL, also=("speculative_model_dir",)),
+    up_to("max_matching_ngram_size", 2),
+    Key("eagle3_layers_to_capture", "head", None, _captured_ids, methods=(EAGLE3.name,)),
+    Key("use_dynamic_tree", "tree", None, lambda tree: True),
+    Key("dynamic_tree_max_topK", "tree.top_k", None),
+    Key("max_total_draft_tokens", "tree.num_nodes", None),
+    Key("use_rejection_sampling", "verify", None, names={"rejection": True}),
+    Key("draft_len_schedule", "schedule", None, _lengths, also=("max_concurrency",)),
+)
 _NO_OVERLAP = frozenset({DRAFT_MODEL.name, NGRAM.name})
 """Drafters that its documentation runs without the overlap scheduler."""
 
@@ -110,14 +126,14 @@ class TensorrtLlmSettings(SettingsFormat):
 
     title = "TensorRT-LLM"
     lacks = (
-        NO_THRESHOLD,
+        "confidence_threshold",
         Lack("quantization", "{engine} takes a draft's format from its checkpoint"),
-        NO_EXIT,
+        "exit_layer",
         Lack("revision", "{engine} takes a folder or the newest of the hub"),
         Lack("suffix", "SA of {engine} has none of these limits"),
-        NO_MODEL,
-        Lack("tree", "this drafter proposes chains", WITH_MODEL),
-        NO_NGRAM,
+        "model",
+        "tree",
+        "ngram",
     )
 
     def why_not(self, method: str, version: str) -> str:
@@ -125,8 +141,14 @@ class TensorrtLlmSettings(SettingsFormat):
 
     def check(self, record: SpeculativeRecord) -> None:
         """Dynamic trees are for EAGLE-3."""
-        _check_tree(record)
-        _captured(record)
+        if record.tree is not None and record.method != OFF.name:
+            if record.method != EAGLE3.name:
+                raise refuse_tree(record, self.title, f"{self.title} grows trees for EAGLE-3 only")
+            why = "TensorRT-LLM gives up fixed trees in 1.4"
+            check_grown_tree(
+                record, self.title, lambda tree, depth: tree.top_k * depth, record.depth or 1, why
+            )
+        _check_layers(record)
 
     def adapt(self, record: SpeculativeRecord, losses: Losses, version: str) -> None:
         if record.method == NGRAM.name:
@@ -138,7 +160,7 @@ class TensorrtLlmSettings(SettingsFormat):
         _adapt_schedule(record, losses)
 
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
-        config = _config(record, _captured(given))
+        config = _config(record, given)
         command = ("trtllm-serve", given.target or "MODEL")
         if not config:
             return command, ()
@@ -186,12 +208,10 @@ class TensorrtLlmSettings(SettingsFormat):
         kind = str(given.get("decoding_type", ""))
         kind = SYNONYMS.get(kind, kind)
         if kind in ELSEWHERE:
-            raise ConfigError(
-                f"decoding_type {kind} of TensorRT-LLM has no counterpart here; {ELSEWHERE[kind]}"
-            )
+            raise no_counterpart(f"decoding_type {kind} of TensorRT-LLM", ELSEWHERE[kind])
         reject_unknown([kind], KEYS, "decoding_type of TensorRT-LLM")
-        check_keys(given, dict.fromkeys(KEYS[kind]), f"TensorRT-LLM {kind}")
-        notes = left_out(given, _USED)
+        check_keys(given, KEYS[kind], f"TensorRT-LLM {kind}")
+        notes = left_out(given, names_of(TABLE))
         record = _record(kind, given, target)
         if record.head is not None and record.head.aux_layers is not None:
             ids = list(record.head.aux_layers.as_convention("before_layer").ids)
@@ -201,30 +221,11 @@ class TensorrtLlmSettings(SettingsFormat):
         return record, notes
 
 
-def _check_tree(record: SpeculativeRecord) -> None:
-    tree = record.tree
-    if tree is None or record.method == OFF.name:
-        return
-    if record.method != EAGLE3.name:
-        raise refuse_tree(record, "TensorRT-LLM", "TensorRT-LLM grows trees for EAGLE-3 only")
-    depth = record.depth or 1
-    fits = replace(tree, choices=None, top_k=max(2, tree.top_k))
-    fits = replace(fits, num_nodes=min(max(tree.num_nodes, depth), fits.top_k * depth))
-    if fits != tree:
-        nearest = replace(record, tree=fits)
-        why = (
-            "TensorRT-LLM gives up fixed trees in 1.4"
-            if tree.choices is not None
-            else f"TensorRT-LLM needs from {depth} to {fits.top_k * depth} tokens in this tree, not {tree.num_nodes}"
-        )
-        raise ExportError(why, nearest, described(nearest))
-
-
-def _captured(record: SpeculativeRecord) -> list[int] | None:
-    """`eagle3_layers_to_capture`: it takes the layers from here, not from the head, by the layer that wrote."""
+def _check_layers(record: SpeculativeRecord) -> None:
+    """It takes the layers from `eagle3_layers_to_capture`, not from the head, by the layer that wrote."""
     head = record.head
     if record.method != EAGLE3.name or head is None or head.aux_layers is None:
-        return None
+        return
     ids = head.aux_layers.as_convention("after_layer").ids
     if any(layer < 0 for layer in ids):
         why = (
@@ -235,7 +236,6 @@ def _captured(record: SpeculativeRecord) -> list[int] | None:
     if list(ids) != sorted(set(ids)):
         why = f"TensorRT-LLM captures a set of layers in rising order, the head reads {list(head.aux_layers.ids)}"
         raise refuse_method(record, "TensorRT-LLM", TYPES, why)
-    return list(ids)
 
 
 def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
@@ -269,37 +269,10 @@ def _adapt_schedule(record: SpeculativeRecord, losses: Losses) -> None:
         losses.change("depth", first, "max_draft_len is the depth of one running request")
 
 
-def _config(record: SpeculativeRecord, captured: list[int] | None) -> dict[str, Any]:
-    if record.method == OFF.name:
-        return {}
-    config: dict[str, Any] = {"decoding_type": TYPES[record.method], "max_draft_len": record.depth}
-    if record.model is not None:
-        config["speculative_model"] = record.model
-    if record.ngram is not None:
-        config["max_matching_ngram_size"] = record.ngram.max
-    if captured is not None:
-        config["eagle3_layers_to_capture"] = captured
-    if record.tree is not None:
-        config |= {
-            "use_dynamic_tree": True,
-            "dynamic_tree_max_topK": record.tree.top_k,
-            "max_total_draft_tokens": record.tree.num_nodes,
-        }
-    if record.verify == "rejection":
-        config["use_rejection_sampling"] = True
-    if record.schedule:
-        config["draft_len_schedule"] = _lengths(record.schedule)
-    whole: dict[str, Any] = {"speculative_config": config}
+def _config(record: SpeculativeRecord, given: SpeculativeRecord) -> dict[str, Any]:
+    config = written(replace(record, head=given.head), TABLE)
+    whole: dict[str, Any] = {"speculative_config": config} if config else {}
     return whole | ({"disable_overlap_scheduler": True} if record.method in _NO_OVERLAP else {})
-
-
-def _lengths(schedule: tuple[ScheduleRange, ...]) -> dict[int, int]:
-    """Last batch size of a range to its depth. Older versions want a key 1; a last range of 0 needs no key."""
-    lengths = {1: schedule[0].depth}
-    for each in schedule:
-        if each.high is not None or each.depth:
-            lengths[NO_END if each.high is None else each.high] = each.depth
-    return lengths
 
 
 def _from_mapping(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
@@ -325,24 +298,19 @@ def _from_calls(calls: tuple[PythonCall, ...], where: str) -> tuple[Mapping[str,
 
 def _record(kind: str, given: Mapping[str, Any], target: str | None) -> SpeculativeRecord:
     method = names_from(TENSORRT_LLM)[kind]
-    depth = given.get("max_draft_len")
-    if depth is None:
+    if given.get("max_draft_len") is None:
         raise ConfigError("TensorRT-LLM needs max_draft_len, the number of draft tokens")
-    depth = whole_number(depth, "max_draft_len")
-    rejection = bool(given.get("use_rejection_sampling"))
-    model = given.get("speculative_model", given.get("speculative_model_dir"))
-    tree = _tree(given, depth)
+    found = fields_found(given, TABLE, method)
+    rejection, tree = bool(given.get("use_rejection_sampling")), _tree(given, found["depth"])
     return SpeculativeRecord(
         method=method,
         target=target,
-        model=model if method in (DRAFT_MODEL.name, EAGLE3.name) else None,
-        depth=depth,
         tree=tree,
         verify="rejection" if rejection else "any",
         draft_sampling="sampled" if rejection and tree is None else None,
-        ngram=_ngram(given) if method == NGRAM.name else None,
-        schedule=_schedule(given, depth),
+        schedule=_schedule(given, found["depth"]),
         head=_head(given) if method == EAGLE3.name else None,
+        **found,
     )
 
 
@@ -378,10 +346,6 @@ def _paths(choices: Any) -> tuple[tuple[int, ...], ...]:
             f"eagle_choices must be a list of paths such as [[0], [1], [0, 0]], got {choices!r}"
         )
     return tuple(tuple(whole_number(rank, "eagle_choices") for rank in path) for path in choices)
-
-
-def _ngram(given: Mapping[str, Any]) -> NgramLookup:
-    return NgramLookup(1, whole_number(given.get("max_matching_ngram_size", 2), "max_matching_ngram_size"))
 
 
 def _schedule(given: Mapping[str, Any], depth: int) -> tuple[ScheduleRange, ...]:

@@ -23,18 +23,14 @@ from slipstream.draft.methods import (
 )
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    NO_MODEL,
-    NO_NGRAM,
-    NO_SUFFIX,
-    NOTHING_DRAFTED,
     ExportedFile,
     Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
-    check_keys,
 )
+from slipstream.tools.export.keys import Key, check_keys, fields_found, up_to, written
 from slipstream.tools.export.reading import UNKNOWN, PythonCall, SettingSource, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
@@ -44,13 +40,6 @@ PROGRAM = "run_transformers.py"
 METHODS = names_in(TRANSFORMERS)
 DRAFT_KEYS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 """Keys of the draft's generation configuration."""
-KEYS = dict.fromkeys(
-    (
-        *("model", "assistant_model", "assistant_tokenizer", "do_sample", "prompt_lookup_num_tokens"),
-        *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
-        *("speculation_type", "use_mtp", "assistant_ensemble_weight", "is_assistant", *DRAFT_KEYS),
-    )
-)
 REFUSED = {
     "use_mtp": "train an EAGLE-3 head for the model",
     "speculation_type": "convert or train an EAGLE-3 head",
@@ -61,6 +50,29 @@ DEFAULT_DEPTH = 20
 DEFAULT_THRESHOLD = 0.4
 """Below which probability of a draft token it ends a draft, unless told otherwise."""
 DEFAULT_NGRAM = 2
+_DRAFTS = (*DRAFT_MODELS, LAYER_SKIP.name)
+TABLE = (
+    Key("prompt_lookup_num_tokens", "depth", whole_number, methods=(NGRAM.name,)),
+    up_to("max_matching_ngram_size", DEFAULT_NGRAM),
+    Key("assistant_early_exit", "exit_layer", whole_number, methods=(LAYER_SKIP.name,)),
+    Key("assistant_model", "model", methods=DRAFT_MODELS),
+    # Which of the two runs depends on whether text is sampled.
+    Key("assistant_tokenizer", "model", None, methods=(TLI.name, SLEM.name)),
+    Key("do_sample", "method", names={TLI.name: True, SLEM.name: False}),
+    Key("num_assistant_tokens", "depth", whole_number, methods=_DRAFTS, default=DEFAULT_DEPTH),
+    Key("num_assistant_tokens_schedule", "method", names=dict.fromkeys(_DRAFTS, "constant")),
+    Key(
+        "assistant_confidence_threshold",
+        "confidence_threshold",
+        real_number,
+        methods=_DRAFTS,
+        default=DEFAULT_THRESHOLD,
+    ),
+)
+KEYS = (
+    *("model", "assistant_lookbehind", "target_lookbehind", "speculation_type", "use_mtp"),
+    *("assistant_ensemble_weight", "is_assistant", *(key.name for key in TABLE)),
+)
 
 
 class TransformersSettings(SettingsFormat):
@@ -73,16 +85,16 @@ class TransformersSettings(SettingsFormat):
     title = "Transformers"
     lacks = (
         Lack("quantization", "{engine} quantises a draft when it is loaded; see from_pretrained"),
-        NO_SUFFIX,
+        "suffix",
         Lack("schedule", "{engine} runs one request at a time"),
         Lack("verify", "{engine} has one rule; the same distribution"),
         Lack("revision", "from_pretrained takes it; it is not part of generate"),
         Lack("draft_sampling", "drafts are sampled where do_sample is set, else greedy"),
-        NO_MODEL,
-        Lack("confidence_threshold", "an n-gram has no probability", (*DRAFT_MODELS, LAYER_SKIP.name)),
+        "model",
+        Lack("confidence_threshold", "an n-gram has no probability", _DRAFTS),
         Lack("exit_layer", "only layer_skip has it", (LAYER_SKIP.name,)),
-        Lack("tree", "this drafter proposes chains", (*DRAFT_MODELS, LAYER_SKIP.name)),
-        *(NO_NGRAM, NOTHING_DRAFTED),
+        Lack("tree", "this drafter proposes chains", _DRAFTS),
+        *("ngram", "depth"),
     )
 
     def check(self, record: SpeculativeRecord) -> None:
@@ -167,26 +179,10 @@ def _threshold_notes(given: Mapping[str, Any]) -> list[str]:
 
 def _values(record: SpeculativeRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"model": record.target or "MODEL"}
-    if record.method == OFF.name:
-        return values
-    if record.method == NGRAM.name:
-        assert record.ngram is not None
-        return values | {
-            "prompt_lookup_num_tokens": record.depth,
-            "max_matching_ngram_size": record.ngram.max,
-        }
-    if record.method == LAYER_SKIP.name:
-        values["assistant_early_exit"] = record.exit_layer
-    else:
-        values["assistant_model"] = record.model
-    if record.method in (TLI.name, SLEM.name):  # which of the two runs depends on whether text is sampled
-        values |= {"assistant_tokenizer": record.model, "do_sample": record.method == TLI.name}
-    return values | {
-        "num_assistant_tokens": record.depth,
-        "num_assistant_tokens_schedule": "constant",
-        # Without it a threshold of 0.4 that adapts itself ends the drafts.
-        "assistant_confidence_threshold": record.confidence_threshold,
-    }
+    values |= written(record, TABLE)
+    if record.method in _DRAFTS:  # without it a threshold of 0.4 that adapts itself ends the drafts
+        values["assistant_confidence_threshold"] = record.confidence_threshold
+    return values
 
 
 def _program(values: Mapping[str, Any]) -> str:
@@ -258,36 +254,24 @@ def _loaded(value: Any) -> Any:
 
 
 def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
-    target = given.get("model")
-    depth = whole_number(given.get("num_assistant_tokens", DEFAULT_DEPTH), "num_assistant_tokens")
-    threshold = real_number(
-        given.get("assistant_confidence_threshold", DEFAULT_THRESHOLD), "assistant_confidence_threshold"
-    )
-    if (number := given.get("prompt_lookup_num_tokens")) is not None:
-        longest = whole_number(given.get("max_matching_ngram_size", DEFAULT_NGRAM), "max_matching_ngram_size")
-        return SpeculativeRecord(
-            method=NGRAM.name,
-            target=target,
-            depth=whole_number(number, "prompt_lookup_num_tokens"),
-            ngram=NgramLookup(1, longest),
-        )
-    if (layers := given.get("assistant_early_exit")) is not None:
-        return SpeculativeRecord(
-            method=LAYER_SKIP.name,
-            target=target,
-            depth=depth,
-            exit_layer=whole_number(layers, "assistant_early_exit"),
-            confidence_threshold=threshold,
-        )
+    method = _method(given)
+    for name, read in (
+        ("num_assistant_tokens", whole_number),
+        ("assistant_confidence_threshold", real_number),
+    ):
+        if name in given:  # refused also where nothing reads it
+            read(given[name], name)
+    found = {} if method == OFF.name else fields_found(given, TABLE, method)
+    return SpeculativeRecord(method=method, target=given.get("model"), **found)
+
+
+def _method(given: Mapping[str, Any]) -> str:
+    if given.get("prompt_lookup_num_tokens") is not None:
+        return NGRAM.name
+    if given.get("assistant_early_exit") is not None:
+        return LAYER_SKIP.name
     if not given.get("assistant_model"):
-        return SpeculativeRecord(method=OFF.name, target=target)
-    method = DRAFT_MODEL.name
-    if given.get("assistant_tokenizer"):
-        method = TLI.name if given.get("do_sample") else SLEM.name
-    return SpeculativeRecord(
-        method=method,
-        target=target,
-        model=given["assistant_model"],
-        depth=depth,
-        confidence_threshold=threshold,
-    )
+        return OFF.name
+    if not given.get("assistant_tokenizer"):
+        return DRAFT_MODEL.name
+    return TLI.name if given.get("do_sample") else SLEM.name

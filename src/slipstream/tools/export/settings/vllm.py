@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
@@ -18,26 +18,21 @@ from slipstream.draft.methods import (
     SUFFIX,
     TLI,
     VLLM,
+    WITH_MODEL,
     names_in,
 )
 from slipstream.errors import ConfigError
 from slipstream.tools.export.contract import (
-    NO_EXIT,
-    NO_MODEL,
-    NO_REVISION,
-    NO_THRESHOLD,
-    NOTHING_DRAFTED,
-    SAMPLINGS,
+    DRAFTING,
     ExportedFile,
     Form,
     Lack,
     Losses,
     SettingsFormat,
     changes_the_text,
-    check_keys,
-    chosen,
-    left_out,
+    no_counterpart,
 )
+from slipstream.tools.export.keys import SAMPLINGS, Key, check_keys, fields_found, left_out, names_of, written
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, SuffixLimits
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
@@ -54,12 +49,6 @@ ELSEWHERE = frozenset({*METHODS_ELSEWHERE, "dflash2", "lilicorr", "xpress"})
 NO_END = 65_536
 """Where it writes the end of a range that has none: more requests than any server runs at once."""
 
-_SUFFIX = {f"suffix_decoding_{field.name}": field.name for field in fields(SuffixLimits)}
-USED_KEYS = (
-    *("method", "model", "num_speculative_tokens", "revision", "use_heterogeneous_vocab"),
-    *("prompt_lookup_min", "prompt_lookup_max", "num_speculative_tokens_per_batch_size"),
-    *("rejection_sample_method", "draft_sample_method", *_SUFFIX),
-)
 SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 """Flags of single keys, to those keys."""
 SPEED_KEYS = (
@@ -73,11 +62,54 @@ REFUSED_KEYS = {
     "parallel_drafting": "draft models and heads draft token by token here; see medusa for heads in parallel",
     "tensor_parallel_size": "vLLM refuses it too; draft_tensor_parallel_size was meant",
 }
-_RULES = {"rejection": "standard", "block": "block"}
 LOSSY_RULES = ("fly", "synthetic")
 """Its ways of accepting draft tokens that the target would not have drawn."""
 LOSSY_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
-_KEYS = frozenset({*USED_KEYS, *SPEED_KEYS, *REFUSED_KEYS, *LOSSY_KEYS})
+
+
+def _schedule(entries: Any, key: str) -> tuple[ScheduleRange, ...]:
+    if not isinstance(entries, list) or not all(isinstance(entry, list | tuple) for entry in entries):
+        raise ConfigError(f"{key} must be a list such as [[1, 8, 4], [9, 64, 0]], got {entries!r}")
+    for entry in entries:
+        if len(entry) != 3:
+            raise ConfigError(
+                f"{key}: {list(entry)} is not [first, last, draft tokens]; ranges of contexts cannot be imported"
+            )
+    return tuple(ScheduleRange(*(whole_number(each, key) for each in entry)) for entry in entries)
+
+
+def _ranges(schedule: Sequence[ScheduleRange]) -> list[list[int]]:
+    return [
+        [each.low, max(each.low, NO_END) if each.high is None else each.high, each.depth] for each in schedule
+    ]
+
+
+_RULES = {"rejection": "standard", "block": "block"}
+_SUFFIX = [
+    Key(
+        f"suffix_decoding_{limit.name}",
+        f"suffix.{limit.name}",
+        real_number if isinstance(limit.default, float) else whole_number,
+        methods=(SUFFIX.name,),
+        default=limit.default,
+    )
+    for limit in fields(SuffixLimits)
+]
+TABLE = (
+    # The method is always written: without it vLLM goes by substrings of the model's path.
+    Key("method", "method", names=names_in(VLLM)),
+    Key("model", "model", methods=WITH_MODEL),
+    Key("revision", "revision"),
+    Key("num_speculative_tokens", "depth", whole_number),
+    Key("use_heterogeneous_vocab", "method", names={TLI.name: True}),
+    Key("prompt_lookup_min", "ngram.min", whole_number, methods=(NGRAM.name,)),
+    Key("prompt_lookup_max", "ngram.max", whole_number, methods=(NGRAM.name,)),
+    *_SUFFIX,
+    Key("draft_sample_method", "draft_sampling", names=SAMPLINGS),
+    Key("rejection_sample_method", "verify", names=_RULES),
+    Key("num_speculative_tokens_per_batch_size", "schedule", _schedule, _ranges),
+)
+_KEYS = frozenset({*names_of(TABLE), *SPEED_KEYS, *REFUSED_KEYS, *LOSSY_KEYS})
 _NEW_KEYS = (
     *("draft_lm_head_quantization", "xpress_topc", "disable_lookahead_block_hashes"),
     *("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
@@ -95,12 +127,12 @@ class VllmSettings(SettingsFormat):
 
     title = "vLLM"
     lacks = (
-        NO_THRESHOLD,
+        "confidence_threshold",
         Lack("quantization", "{engine} quantises a draft by its checkpoint; give one in that format"),
-        NO_EXIT,
+        "exit_layer",
         Lack("suffix", "its defaults are written for suffix only", (SUFFIX.name,)),
         Lack("ngram", "its defaults are written for ngram only", (NGRAM.name,)),
-        *(NO_MODEL, NO_REVISION, NOTHING_DRAFTED, replace(NOTHING_DRAFTED, field="schedule")),
+        *("model", "revision", "depth", Lack("schedule", "nothing is drafted", DRAFTING)),
         Lack("draft_sampling", "{engine} drafts greedily with {method}", _MAY_SAMPLE),
     )
 
@@ -134,7 +166,7 @@ class VllmSettings(SettingsFormat):
             )
 
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
-        config = _config(record)
+        config = written(record, TABLE)
         command = ["vllm", "serve", record.target or "MODEL"]
         if not config:
             return command, ()
@@ -181,11 +213,11 @@ class VllmSettings(SettingsFormat):
         self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
     ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
         _check_lossless(given)
-        check_keys(given, dict.fromkeys(KEYS[version]), f"vLLM {version} speculative_config")
+        check_keys(given, KEYS[version], f"vLLM {version} speculative_config")
         for key, why in REFUSED_KEYS.items():
             if given.get(key) not in (None, False):
                 raise ConfigError(f"{key} of vLLM cannot be imported: {why}")
-        notes = left_out(given, USED_KEYS, "it sets loading or speed of vLLM's own parts")
+        notes = left_out(given, names_of(TABLE), "it sets loading or speed of vLLM's own parts")
         return _record(given, target, version), notes
 
 
@@ -194,35 +226,6 @@ def _check_head(record: SpeculativeRecord) -> None:
     if record.method == EAGLE3.name and head is not None and head.output == "shared":
         why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
         raise refuse_method(record, "vLLM", METHODS["0.32"], why)
-
-
-def _config(record: SpeculativeRecord) -> dict[str, Any]:
-    """The mapping for a record that the engine can express."""
-    if record.method == OFF.name:
-        return {}
-    # The method is always written: without it vLLM goes by substrings of the model's path.
-    config: dict[str, Any] = {"method": names_in(VLLM)[record.method]}
-    if record.model is not None:
-        config["model"] = record.model
-    if record.revision is not None:
-        config["revision"] = record.revision
-    config["num_speculative_tokens"] = record.depth
-    if record.method == TLI.name:
-        config["use_heterogeneous_vocab"] = True
-    if record.ngram is not None:
-        config |= {"prompt_lookup_min": record.ngram.min, "prompt_lookup_max": record.ngram.max}
-    if record.suffix is not None:
-        config |= {key: getattr(record.suffix, name) for key, name in _SUFFIX.items()}
-    if record.draft_sampling is not None:
-        config["draft_sample_method"] = SAMPLINGS[record.draft_sampling]
-    if record.verify != "any":
-        config["rejection_sample_method"] = _RULES[record.verify]
-    if record.schedule:
-        config["num_speculative_tokens_per_batch_size"] = [
-            [each.low, max(each.low, NO_END) if each.high is None else each.high, each.depth]
-            for each in record.schedule
-        ]
-    return config
 
 
 def _found(source: SettingSource) -> tuple[str | None, Mapping[str, Any] | None]:
@@ -308,20 +311,12 @@ def _object(value: Any, source: SettingSource) -> Mapping[str, Any] | None:
 
 def _record(given: Mapping[str, Any], target: str | None, version: str) -> SpeculativeRecord:
     method = _method(given, version)
-    depth = given.get("num_speculative_tokens")
-    model = given.get("model")
-    return SpeculativeRecord(
-        method=method,
-        target=target,
-        model=None if method in (NGRAM.name, SUFFIX.name) else model,
-        revision=given.get("revision"),
-        depth=None if depth is None else whole_number(depth, "num_speculative_tokens"),
-        verify=chosen(given, "rejection_sample_method", _RULES, f"vLLM {version}") or "any",
-        draft_sampling=chosen(given, "draft_sample_method", SAMPLINGS, "vLLM"),
-        schedule=_schedule(given.get("num_speculative_tokens_per_batch_size")),
-        ngram=_ngram(given) if method == NGRAM.name else None,
-        suffix=_suffix(given) if method == SUFFIX.name else None,
-    )
+    if (rule := given.get("rejection_sample_method")) is not None:
+        reject_unknown([rule], _RULES.values(), f"rejection_sample_method of vLLM {version}")
+    # Both lengths are 5 where neither is given, and equal where one is.
+    low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    given = {**given, "prompt_lookup_min": low or high or 5, "prompt_lookup_max": high or low or 5}
+    return SpeculativeRecord(method=method, target=target, **fields_found(given, TABLE, method, "vLLM"))
 
 
 def _method(given: Mapping[str, Any], version: str) -> str:
@@ -332,7 +327,7 @@ def _method(given: Mapping[str, Any], version: str) -> str:
     if method in ELSEWHERE or method.endswith("_mtp"):
         known = "mtp" if method.endswith("_mtp") else method
         instead = METHODS_ELSEWHERE.get(known, "convert or train an EAGLE-3 head")
-        raise ConfigError(f"vLLM's method {method!r} has no counterpart here; {instead}")
+        raise no_counterpart(f"vLLM's method {method!r}", instead)
     reject_unknown([method], set(METHODS[version].values()), f"method of vLLM {version}")
     return TLI.name if given.get("use_heterogeneous_vocab") is True else method
 
@@ -345,38 +340,3 @@ def _check_lossless(given: Mapping[str, Any]) -> None:
     for key in LOSSY_KEYS:
         if given.get(key) is not None:
             raise changes_the_text(f"{key} of vLLM")
-
-
-def _ngram(given: Mapping[str, Any]) -> NgramLookup:
-    """Both are 5 where neither is given, and equal where one is."""
-    low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-    low, high = low or high or 5, high or low or 5
-    return NgramLookup(whole_number(low, "prompt_lookup_min"), whole_number(high, "prompt_lookup_max"))
-
-
-def _suffix(given: Mapping[str, Any]) -> SuffixLimits:
-    limits = {name: given[key] for key, name in _SUFFIX.items() if given.get(key) is not None}
-    for name, value in limits.items():
-        read = real_number if name in ("max_spec_factor", "min_token_prob") else whole_number
-        limits[name] = read(value, f"suffix_decoding_{name}")
-    return replace(SuffixLimits(), **limits)
-
-
-def _schedule(entries: Any) -> tuple[ScheduleRange, ...]:
-    if entries is None:
-        return ()
-    if not isinstance(entries, list) or not all(isinstance(entry, list | tuple) for entry in entries):
-        raise ConfigError(
-            f"num_speculative_tokens_per_batch_size must be a list such as [[1, 8, 4], [9, 64, 0]], got {entries!r}"
-        )
-    ranges = []
-    for entry in entries:
-        if len(entry) != 3:
-            raise ConfigError(
-                f"num_speculative_tokens_per_batch_size: {list(entry)} is not [first, last, draft tokens]; ranges of "
-                "contexts cannot be imported"
-            )
-        ranges.append(
-            ScheduleRange(*(whole_number(each, "num_speculative_tokens_per_batch_size") for each in entry))
-        )
-    return tuple(ranges)
