@@ -30,7 +30,6 @@ from benchmarks.harness.kept import Kept
 from benchmarks.harness.processes import Server, answer_of
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, sample_prompts
-from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
 from slipstream.tools.export import ENGINES, SpeculativeRecord
 from slipstream.tools.export.contract import ExportedSetting
@@ -74,7 +73,6 @@ def main() -> None:
         "depth": NUM_TOKENS,
         "num_tokens": sum(request["lengths"]),
     }
-    origin = provenance()
     cells = earlier(settings, [engine for engine, (program, _) in programs.items() if program is not None])
     for engine, (program, run) in programs.items():
         for method, model in DRAFTS.items():
@@ -82,7 +80,7 @@ def main() -> None:
                 continue
             record = SpeculativeRecord(method=method, target=EMBEDDED_TARGET, model=model, depth=NUM_TOKENS)
             there = kept.cell(f"{engine} {method}", partial(theirs, engine, program, run, record, request))
-            cell = {"engine": engine, "method": method, "commit": origin["commit"]}
+            cell = {"engine": engine, "method": method, "commit": kept.origin["commit"]}
             if "answers" in there:
                 begun = [num for _, num, _ in there["answers"]]
                 here = kept.cell(f"ours for {engine} {method}", partial(ours, record, request, begun))
@@ -90,7 +88,7 @@ def main() -> None:
             else:
                 cells.append({**cell, **there})
             print(json.dumps(cells[-1]), flush=True)
-    kept.finish({"provenance": origin, **settings, "cells": cells}, page)
+    kept.finish({**settings, "cells": cells}, page)
 
 
 def earlier(settings: dict[str, Any], measured: list[str]) -> list[dict[str, Any]]:

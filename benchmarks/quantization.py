@@ -6,7 +6,7 @@ Text: the messages of bundled held-out prompts, as the chat template writes them
 behind one another in sequences of --packed tokens, where the cache is long. Every token is predicted through the
 engine's own cache: keys and values are rounded when they are written, and rows attend to what was rounded. Weights that
 are calibrated (`slipstream quantize`) are so on the prompts behind those that are scored, never on the same. Writes
-docs/benchmarks/quantization.json and the table beside it.
+docs/benchmarks/quantization.json, the table beside it and formats.svg, quality against the time of a pass.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.harness.command import DOCS, command, names
 from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.page import machine, table
+from benchmarks.harness.pictures import drawing
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import CausalLM, RowGroup, load_model, load_plain, load_tokenizer
 from slipstream.models.cpu.native import instructions
-from slipstream.profiling.provenance import provenance
 from slipstream.text.prompts import encode_chat
 from slipstream.tools.quantize.calibration import round_layers
 from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
@@ -51,6 +52,10 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 CALIBRATED = {f"{name} calibrated": name for name in ("int4", "int4_g64", "int4_g128")}
 """Formats of saved checkpoints, and what `slipstream quantize` is asked for."""
 CACHES = ("float32", "bfloat16", "float16", "int8")
+KINDS = ("conversations", "packed")
+"""Texts alone, and behind one another."""
+STORED = "bfloat16"
+"""What checkpoints hold: kept so, nothing is rounded, and nothing lost."""
 EXACT = ("float32", "float32")
 """What the others are compared with."""
 
@@ -63,7 +68,8 @@ def main() -> int:
     parser.add_argument("--weights", type=names([*WEIGHTS, *CALIBRATED]), default=[*WEIGHTS, *CALIBRATED])
     parser.add_argument("--caches", type=names(CACHES), default=list(CACHES))
     options = parser.parse_args()
-    kept = Kept(RESULT, {"prompts": options.prompts, "packed": options.packed})
+    sizes = {"prompts": options.prompts, "packed": options.packed}
+    kept = Kept(RESULT, sizes, instructions=instructions())
     pairs = [EXACT, *itertools.product(options.weights, options.caches)]
     try:
         rows = [
@@ -77,9 +83,8 @@ def main() -> int:
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result = {"provenance": {**provenance(), "instructions": instructions()}, "rows": rows}
-    kept.finish(result, table)
-    print(table(result))
+    kept.finish({"rows": rows}, page, draw)
+    print(RESULT.with_suffix(".md").read_text(encoding="utf-8"))
     return 0
 
 
@@ -207,7 +212,21 @@ def score(lm: CausalLM, exact: CausalLM, texts: Sequence[list[int]]) -> Score:
     return total
 
 
-def table(result: dict[str, Any]) -> str:
+def _row(row: dict[str, Any]) -> list[str]:
+    figures = [
+        figure
+        for kind in KINDS
+        for figure in (
+            f"{row[kind]['perplexity']:.4f}",
+            f"{row[kind]['ratio']:.5f}",
+            f"{row[kind]['kl']:.5f}",
+            f"{row[kind]['argmax_equal']:.2%}",
+        )
+    ]
+    return [row["model"], row["weights"], row["cache"], *figures]
+
+
+def page(result: dict[str, Any]) -> str:
     """The page of a result: one row a pair of types."""
     about = result["provenance"]
     lines = [
@@ -222,26 +241,64 @@ def table(result: dict[str, Any]) -> str:
         "Calibrated weights are `slipstream quantize`'s, made on prompts that are not scored. Where groups do not",
         "divide a layer's inputs, the numbers alone are scored, with rows that are not rounded.",
         "",
-        f"{about['cpu']} ({about['instructions']}), {about['date']}, commit {(about['commit'] or 'unknown')[:12]}.",
+        f"{machine(about)}.",
         "",
-        "| model | weights | cache | conversations | ratio | KL | same choice | packed | ratio | KL | same choice |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *table(
+            (
+                "model",
+                "weights",
+                "cache",
+                *(f for kind in KINDS for f in (kind, "ratio", "KL", "same choice")),
+            ),
+            map(_row, result["rows"]),
+        ),
     ]
-    for row in result["rows"]:
-        figures = [
-            figure
-            for kind in ("conversations", "packed")
-            for figure in (
-                f"{row[kind]['perplexity']:.4f}",
-                f"{row[kind]['ratio']:.5f}",
-                f"{row[kind]['kl']:.5f}",
-                f"{row[kind]['argmax_equal']:.2%}",
-            )
-        ]
-        lines.append(f"| {' | '.join([row['model'], row['weights'], row['cache'], *figures])} |")
     first = result["rows"][0]
     counts = f"{first['conversations']['tokens']:,} and {first['packed']['tokens']:,}"
     return "\n".join([*lines, "", f"Predicted tokens: {counts}.", ""])
+
+
+class Point(NamedTuple):
+    """One weight format in the picture."""
+
+    name: str
+    step_ms: float
+    lost: float
+    """Perplexity over float32's, in percent."""
+
+
+def points(quality: dict[str, Any], speed: dict[str, Any]) -> list[Point]:
+    """The formats that both results have, fastest first. A calibrated format's pass is that of the same format."""
+    shortest = min(row["context"] for row in speed["rows"])
+    times = {row["weights"]: row["step_ms"] for row in speed["rows"] if row["context"] == shortest}
+    caches = {row["cache"] for row in quality["rows"]}
+    shown = "float32" if "float32" in caches else min(caches)
+    found = [
+        Point(row["weights"], times[plain], 100 * (row["conversations"]["ratio"] - 1))
+        for row in quality["rows"]
+        if row["cache"] == shown and (plain := CALIBRATED.get(row["weights"], row["weights"])) in times
+    ]
+    if STORED in times and STORED not in {point.name for point in found}:
+        found.append(Point(f"{STORED}, as stored", times[STORED], 0.0))
+    return sorted(dict.fromkeys(found), key=lambda point: (point.step_ms, point.lost))
+
+
+def draw(quality: dict[str, Any], beside: Path) -> None:
+    """A point a format, down and left is better: formats.svg, where `benchmarks.step_cost --contexts` was measured."""
+    costs = beside.with_name("context_cost.json")
+    if not costs.is_file():
+        return
+    speed = json.loads(costs.read_text(encoding="utf-8"))
+    with drawing(beside.with_name("formats.svg"), 6.4, 3.6) as figure:
+        axes = figure.subplots()
+        for name, step_ms, lost in points(quality, speed):
+            axes.plot(step_ms, lost, "o", color="#1a7f37" if name in CALIBRATED else "#57606a")
+            axes.annotate(name, (step_ms, lost), xytext=(6, 4), textcoords="offset points", fontsize=9)
+        axes.set_xlabel(f"ms a token, one row ({speed['rows'][0]['model']})")
+        axes.set_ylabel("perplexity over float32 (%)")
+        axes.set_xlim(left=0)
+        axes.margins(x=0.2, y=0.15)
+        axes.grid(alpha=0.3)
 
 
 if __name__ == "__main__":

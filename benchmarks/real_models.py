@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.command import DOCS, command, names
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.processes import Worker, WorkerRefused
 from benchmarks.peers import machine
@@ -35,7 +35,6 @@ from recipes.real_models import GEMMA3, SMOLLM2, fetch
 from slipstream.errors import SlipstreamError
 from slipstream.models import load_tokenizer
 from slipstream.models.cpu.native import instructions
-from slipstream.profiling.provenance import provenance
 from slipstream.text.jsonl import read_rows
 from slipstream.text.prompts import encode_chat
 
@@ -237,7 +236,7 @@ def environments(text: str) -> dict[str, Path]:
 def arguments(given: Seq[str] | None) -> argparse.Namespace:
     parser = command(__doc__, RESULT)
     parser.add_argument("--prompts", type=Path, required=True, help="MT-bench's questions, JSON lines")
-    parser.add_argument("--models", default=",".join(MODELS), help="smollm2, gemma3 or both, with a comma")
+    parser.add_argument("--models", type=names(MODELS), default=list(MODELS), help="with a comma")
     parser.add_argument("--ways", help="only these, such as slipstream/off,openvino/off")
     parser.add_argument("--environments", type=environments, default={}, help="PEER=FOLDER,…")
     parser.add_argument("--eagle3", type=Path, help="an EAGLE-3 head for SmolLM2")
@@ -246,11 +245,7 @@ def arguments(given: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(given)
-    options.models = options.models.split(",")
-    if unknown := set(options.models) - set(MODELS):
-        parser.error(f"--models: {sorted(unknown)[0]!r} is none of {', '.join(MODELS)}")
-    return options
+    return parser.parse_args(given)
 
 
 def ways_of(name: str, options: argparse.Namespace) -> list[Way]:
@@ -270,7 +265,12 @@ def main(given: Seq[str] | None = None) -> int:
         if share > machine.BUSY_SHARE:
             say(f"the machine is BUSY ({share:.2f} cores in use): these figures will not be right")
         settings = {name: value for name, value in vars(options).items() if name not in ("output", "prompts")}
-        kept = Kept(options.output, {**settings, "num_prompts": len(asked)})
+        about = {
+            "threads": options.threads,
+            "instructions": instructions(),
+            "cores_in_use_before": round(share, 3),
+        }
+        kept = Kept(options.output, {**settings, "num_prompts": len(asked)}, **about)
         models = {
             name: measure(name, ways_of(name, options), asked, options, kept) for name in options.models
         }
@@ -278,11 +278,6 @@ def main(given: Seq[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     result = {
-        "provenance": {
-            **provenance(num_threads=options.threads),
-            "instructions": instructions(),
-            "cores_in_use_before": round(share, 3),
-        },
         "max_tokens": options.max_tokens,
         "rounds": options.rounds,
         "num_prompts": len(asked),

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.page import refusals, wrapped
+from benchmarks.harness.page import machine, refusals, table, wrapped
 from benchmarks.harness.pictures import drawing
 from benchmarks.peers.figures import Ratio, over_tasks, paired_ratios
 from benchmarks.peers.results import Sample
@@ -60,8 +60,8 @@ def page(result: dict[str, Any], raw: Path) -> str:
         "otherwise, so its greedy text turns off at the first near-tie; one that returns no token ids is not compared. "
         "*First token* is from the call to the first token that the caller has, the prompt included.",
         "",
-        f"{origin['cpu']}, {origin['instructions']}, {origin['threads']} threads, {origin['date']}, commit "
-        f"{str(origin['commit'])[:12]}. Other programs used {origin['cores_in_use_before']:.2f} cores as it began.",
+        f"{machine(origin)}, {origin['threads']} threads. "
+        f"Other programs used {origin['cores_in_use_before']:.2f} cores as it began.",
         "",
         f"![Tokens a second by engine and drafter]({raw.with_suffix('.svg').name})",
     ]
@@ -81,27 +81,23 @@ def _of_model(name: str, model: dict[str, Any]) -> list[str]:
     refused = [(way, about["refused"]) for way, about in model["about"].items() if "refused" in about]
     if OFF not in found:
         return [*lines, refusals(refused)]
-    lines += [
-        "| way | tokens/s, median | over Slipstream's off | tokens a pass | first token | texts as off |"
-    ]
-    lines += ["|---|---|---|---|---|---|"]
-    lines += [_row(model, way, rows, found[OFF]) for way, rows in found.items()]
+    head = (
+        *("way", "tokens/s, median", "over Slipstream's off"),
+        *("tokens a pass", "first token", "texts as off"),
+    )
+    lines += table(head, (_row(model, way, rows, found[OFF]) for way, rows in found.items()))
     others = [way for way in found if way != OFF]
     lines += ["", "By category, over Slipstream's off:", ""]
-    lines += ["| | " + " | ".join(others) + " |", "|---|" + "---|" * len(others)]
     ratios = {way: paired_ratios(found[way], found[OFF]) for way in others}
-    for category in sorted({row.task for row in found[OFF]}):
-        cells = [
-            _mean({category: ratios[way][category]}) if category in ratios[way] else "" for way in others
-        ]
-        lines.append(f"| {category} | " + " | ".join(cells) + " |")
-    lines += ["", _versions(model)]
+    categories = sorted({row.task for row in found[OFF]})
+    rows = [[each, *(_mean({each: ratios[way].get(each, [])}) for way in others)] for each in categories]
+    lines += [*table(["", *others], rows), "", _versions(model)]
     if refused:
         lines += ["", refusals(refused)]
     return lines
 
 
-def _row(model: dict[str, Any], way: str, rows: Seq[Sample], off: Seq[Sample]) -> str:
+def _row(model: dict[str, Any], way: str, rows: Seq[Sample], off: Seq[Sample]) -> tuple[object, ...]:
     ratio: Ratio | str | None = over_tasks(paired_ratios(rows, off)) if way != OFF else "1"
     mine = [row for row in model["samples"] if row["way"] == way and row["token_ids"]]
     steps = sum(row["num_steps"] or 0 for row in mine)
@@ -113,11 +109,11 @@ def _row(model: dict[str, Any], way: str, rows: Seq[Sample], off: Seq[Sample]) -
     equal = sum(row.token_ids == expected.get(row.cell) for row in rows)
     texts = f"{equal} of {len(rows)}" if told else "not compared"
     speed = statistics.median(row.tokens_per_s for row in rows)
-    return f"| {way} | {speed:.1f} | {ratio} | {tokens_a_pass} | {first} | {texts} |"
+    return way, f"{speed:.1f}", ratio, tokens_a_pass, first, texts
 
 
 def _mean(ratios: dict[str, list[float]]) -> str:
-    ratio = over_tasks(ratios)
+    ratio = over_tasks({task: values for task, values in ratios.items() if values})
     return "" if ratio is None else f"{ratio.value:.2f}"
 
 

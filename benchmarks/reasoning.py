@@ -25,11 +25,11 @@ from scipy.stats import binomtest
 from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.models import expanded
+from benchmarks.harness.rounds import turns
 from benchmarks.reasoning_page import draw, page
 from recipes.reasoning_pair.problems import QUESTION, SEPARATOR, THINK_END, Problem, held_out_problems
 from slipstream import LLM, SamplingParams
 from slipstream.engine.outputs import RequestOutput
-from slipstream.profiling.provenance import provenance
 from slipstream.stats.paired import PairedAccuracy
 
 RESULT = DOCS / "reasoning.json"
@@ -155,9 +155,8 @@ def answered(engines: Engines, way: Way, problems: Seq[Problem]) -> dict[str, An
 
 def timed(engines: Engines, all_ways: Seq[Way], problem: Problem, turn: int) -> dict[str, float]:
     """Seconds of one problem by way, each alone, beginning with another way at each turn."""
-    begin = turn % len(all_ways)
     times: dict[str, float] = {}
-    for way in [*all_ways[begin:], *all_ways[:begin]]:
+    for way in turns(all_ways, turn):
         [output] = engines.answer(way, [problem])
         times[way.name] = output.metrics.total_s
     return times
@@ -232,9 +231,7 @@ def main() -> None:
     lossless = [way.name for way in all_ways if way.kind == "lossless"]
     fastest = min(lossless, key=lambda name: sum(each[name] for each in times)) if times else lossless[0]
     rows = [row_of(way, cells, times, fastest, options.problems) for way in all_ways]
-    result = {
-        "provenance": provenance(), "settings": settings, "fastest_lossless": fastest, "bar": BAR, "rows": rows
-    }  # fmt: skip
+    result = {"settings": settings, "fastest_lossless": fastest, "bar": BAR, "rows": rows}
     kept.finish(result | {"cells": cells, "times": times}, partial(page, raw=options.output), draw)
     for row in rows:
         speed = f", {row['over_lossless']['ratio']:.2f} times lossless" if times else ""

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.page import machine, table
 from benchmarks.harness.pictures import drawing
 
 SIGNIFICANT = 0.05
@@ -46,7 +47,7 @@ def page(result: dict[str, Any], raw: Path) -> str:
         "*both* drafts up to four tokens beside the steps. Target and draft were taught to word their steps",
         "differently, which is our choice and decides how well lossless speculation does.",
         "",
-        f"{origin['cpu']}, {origin['date']}, commit {str(origin['commit'])[:12]}.",
+        f"{machine(origin)}.",
         "",
         "![Accuracy against speed](" + raw.with_suffix(".svg").name + ")",
         "",
@@ -81,21 +82,28 @@ def _verdict(result: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: Seq[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| way | right | interval | lost, won | below | bound | tokens | passes | kept steps | speed | interval |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+    head = (
+        *("way", "right", "interval", "lost, won", "below", "bound"),
+        *("tokens", "passes", "kept steps", "speed", "interval"),
+    )
+    return table(head, map(_row, rows))
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    speed = row.get("over_lossless")
+    return [
+        row["name"],
+        f"{row['accuracy']:.1%}",
+        f"{row['accuracy_low']:.1%} to {row['accuracy_high']:.1%}",
+        f"{row['lost']}, {row['won']}",
+        f"{row['p_lower']:.3f}",
+        f"{100 * row['least_difference']:+.1f} points",
+        f"{row['tokens']:.0f}",
+        f"{row['passes']:.0f}",
+        f"{row['kept_share']:.0%}" if row["judge"] else "",
+        "" if speed is None else f"{speed['ratio']:.2f}",
+        "" if speed is None else f"{speed['low']:.2f} to {speed['high']:.2f}",
     ]
-    for row in rows:
-        speed = row.get("over_lossless")
-        ratio = "" if speed is None else f"{speed['ratio']:.2f}"
-        span = "" if speed is None else f"{speed['low']:.2f} to {speed['high']:.2f}"
-        kept = f"{row['kept_share']:.0%}" if row["judge"] else ""
-        lines.append(
-            f"| {row['name']} | {row['accuracy']:.1%} | {row['accuracy_low']:.1%} to {row['accuracy_high']:.1%} "
-            f"| {row['lost']}, {row['won']} | {row['p_lower']:.3f} | {100 * row['least_difference']:+.1f} points "
-            f"| {row['tokens']:.0f} | {row['passes']:.0f} | {kept} | {ratio} | {span} |"
-        )
-    return lines
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.command import DOCS, command, names
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.models import expanded
+from benchmarks.harness.page import machine, table
 from benchmarks.harness.processes import answer_of
 from recipes.real_models import GEMMA3, SMOLLM2, fetch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ModelError
-from slipstream.profiling.provenance import provenance
 
 MODELS = {
     "embedded": "the embedded target, float16",
@@ -39,7 +39,10 @@ MODELS = {
 }
 LARGE_PARAMETERS = 2**29
 PHASES = ("interpreter", "import", "read", "check", "pack", "load_other", "first_token")
-KINDS = ("first", "second")
+HEAD = (
+    *("model", "engine", "start", "whole (least to greatest)"),
+    *("interpreter", "import", "read", "check", "pack", "load", "first token"),
+)
 
 SLIPSTREAM = """
 import functools, json, os, sys, time
@@ -104,25 +107,25 @@ os._exit(0)
 
 def main() -> None:
     options = parse()
-    names = [name.strip() for name in options.models.split(",")]
-    if unknown := sorted(set(names) - set(MODELS)):
-        raise SystemExit(f"there is no model {unknown[0]!r}; choose among {', '.join(MODELS)}")
-    settings = {"repeats": options.repeats, "models": names, "peer": options.xllamacpp_python is not None}
+    settings = {
+        "repeats": options.repeats,
+        "models": options.models,
+        "peer": options.xllamacpp_python is not None,
+    }
     kept = Kept(options.output, settings)
     with tempfile.TemporaryDirectory() as scratch:
-        places = {name: place_of(name, Path(scratch)) for name in names}
+        places = {name: place_of(name, Path(scratch)) for name in options.models}
         cells = []
-        for cell in plan(names, options):
+        for cell in plan(options):
             measure = partial(start, cell, places, options, Path(scratch))
             cells.append({**cell, **kept.cell(cell_name(cell), measure)})
-    result = {"provenance": provenance(), "settings": settings, "starts": cells, "summary": summary(cells)}
-    kept.finish(result, page)
+    kept.finish({"settings": settings, "starts": cells, "summary": summary(cells)}, page)
 
 
 def parse() -> argparse.Namespace:
     parser = command(__doc__, DOCS / "start.json")
     parser.add_argument("--repeats", type=int, default=7, help="second starts of each model; 2 first ones")
-    parser.add_argument("--models", default=",".join(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--models", type=names(MODELS), default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--xllamacpp-python", help="Python of an environment with xllamacpp")
     return parser.parse_args()
 
@@ -140,13 +143,13 @@ def place_of(name: str, scratch: Path) -> str:
         raise SystemExit(f"{error}; leave {name} out of --models") from None
 
 
-def plan(names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def plan(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The starts in the order in which they are made: engines and models interleaved, first starts in front."""
     for number in range(min(2, options.repeats)):
-        for name in names:
+        for name in options.models:
             yield {"model": name, "engine": "slipstream", "kind": "first", "number": number}
     for number in range(options.repeats):
-        for name in names:
+        for name in options.models:
             yield {"model": name, "engine": "slipstream", "kind": "second", "number": number}
             if options.xllamacpp_python is not None and name in ("smollm2", "gemma3"):
                 yield {"model": name, "engine": "llama.cpp", "kind": "second", "number": number}
@@ -214,6 +217,18 @@ def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def _row(row: dict[str, Any]) -> list[str]:
+    named = [MODELS[row["model"]], row["engine"], row["kind"]]
+    if "phases" not in row:
+        return [*named, f"failed: {row['failed']}", *("" for _ in PHASES)]
+    whole = f"{row['median_s']:.2f} ({row['least_s']:.2f} to {row['greatest_s']:.2f})"
+    return [
+        *named,
+        whole,
+        *(f"{row['phases'][name]:.2f}" if name in row["phases"] else "–" for name in PHASES),
+    ]
+
+
 def page(result: dict[str, Any]) -> str:
     """The Markdown page of a result."""
     origin = result["provenance"]
@@ -224,22 +239,9 @@ def page(result: dict[str, Any]) -> str:
         "the load. A first start has nothing that Slipstream keeps between starts, a second one has it; the model's",
         "file is in the system's cache in both. llama.cpp reads the same GGUF files, by `xllamacpp`.",
         "",
-        "| model | engine | start | whole (least to greatest) | interpreter | import | read | check | pack | load "
-        "| first token |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["summary"]:
-        named = f"| {MODELS[row['model']]} | {row['engine']} | {row['kind']} |"
-        if "phases" not in row:
-            lines.append(f"{named} failed: {row['failed']} |" + " |" * 7)
-            continue
-        whole = f"{row['median_s']:.2f} ({row['least_s']:.2f} to {row['greatest_s']:.2f})"
-        parts = [f"{row['phases'][name]:.2f}" if name in row["phases"] else "–" for name in PHASES]
-        lines.append(f"{named} {whole} | {' | '.join(parts)} |")
-    lines += [
+        *table(HEAD, map(_row, result["summary"])),
         "",
-        f"{origin['cpu']}, {origin['num_cores']} cores, {origin['date']}, commit {(origin['commit'] or '–')[:8]}, "
-        f"Python {origin['python']}, torch {origin['versions']['torch']}, "
+        f"{machine(origin)}, Python {origin['python']}, torch {origin['versions']['torch']}, "
         f"transformers {origin['versions']['transformers']}. Written by",
         "`python -m benchmarks.start`; every start is in [start.json](start.json).",
     ]

@@ -35,7 +35,6 @@ from slipstream.models.cpu.threads import operators
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.profiling.pass_times import Survey
 from slipstream.profiling.pass_times import measure as profile
-from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "step_cost.json"
 CONTEXT_RESULT = RESULT.with_name("context_cost.json")
@@ -67,7 +66,7 @@ def main() -> None:
         for model in models
         for quantization in (None, "int8")
     ]
-    kept.finish({"provenance": provenance(), "rows": rows})
+    kept.finish({"rows": rows})
     for row in rows:
         print(
             f"{row['model']} {row['quantization'] or 'float32'}: step {row['step_ms']:.3f} ms, of it the pass "
@@ -78,9 +77,8 @@ def main() -> None:
 
 def measure_contexts(options: argparse.Namespace) -> None:
     """Every model, weight format and cache type; the models must allow so long texts."""
-    kept = Kept(
-        CONTEXT_RESULT, {"threads": options.threads, "contexts": options.contexts, "budget": options.budget}
-    )
+    settings = {name: getattr(options, name) for name in ("threads", "contexts", "budget")}
+    kept = Kept(CONTEXT_RESULT, settings, instructions=instructions())
     rows = [
         row
         for model in options.models or [EMBEDDED_TARGET]
@@ -91,7 +89,7 @@ def measure_contexts(options: argparse.Namespace) -> None:
             partial(pass_costs, model, weights, cache, options.contexts, options.budget),
         )
     ]
-    kept.finish({"provenance": {**provenance(), "instructions": instructions()}, "rows": rows})
+    kept.finish({"rows": rows})
     for row in rows:
         costs = ", ".join(f"v({rows}) {cost:.2f}" for rows, cost in row["verify_cost"].items())
         print(

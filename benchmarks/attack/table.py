@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.harness import page
+
 _MIB = 2**20
 _COLUMNS = (
     "longest delay of a small request, s",
@@ -21,15 +23,14 @@ _EXTRA = ("header_mib_taken", "num_connections", "still_open_after_40_s", "cache
 
 def table(after: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
     """A row for each scenario; with `before`, each cell holds both figures."""
-    head = ["attack", *_COLUMNS]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    rows = []
     for name, figures in after.items():
         cells = _cells(figures)
         if before is not None:
             earlier = _cells(before[name]) if name in before else ["not run"] * len(cells)
             cells = [f"{a} → {b}" for a, b in zip(earlier, cells, strict=True)]
-        lines.append(f"| {' | '.join([figures['what'], *cells])} |")
-    return "\n".join(lines)
+        rows.append([figures["what"], *cells])
+    return "\n".join(page.table(["attack", *_COLUMNS], rows))
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:

@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.audit.detection import Found, by_reference, by_samples, by_seeds, by_usage
 from benchmarks.audit.faults import FAULTS, HONEST, HONEST_CLASSICAL, HONEST_SEEDED, Answered, Fault
 from benchmarks.audit.honest import reference_audits, samples_audits
-from benchmarks.audit.page import write_page
+from benchmarks.audit.page import page
 from benchmarks.audit.reference import Reference
 from benchmarks.audit.service import GREEDY, NUCLEUS, PLAIN, Service, chunks, prompts
 from benchmarks.audit.verb import Auditor, trials
 from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept, say, write_result
-from slipstream.profiling.provenance import commit, provenance
+from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
 RESULT = DOCS / "audit_power.json"
@@ -160,25 +159,6 @@ def _alarms(audits: list[Found]) -> dict[str, Any]:
     return {"num_audits": len(audits), "num_false_alarms": len(alarms), "signs": alarms}
 
 
-class Cells(Protocol):
-    """Where finished cells are looked up, and missing ones measured."""
-
-    def cell(self, name: str, measure: Callable[[], Any]) -> Any: ...
-
-
-class Measured:
-    """The cells of a part as they were measured, at whatever commit; None for those that were not."""
-
-    def __init__(self, file: Path) -> None:
-        """`file` is the partial one that `Kept` wrote."""
-        kept = json.loads(file.read_text())
-        self.settings = kept["settings"]
-        self._cells = kept["cells"]
-
-    def cell(self, name: str, _measure: Callable[[], Any]) -> Any:
-        return self._cells.get(name)
-
-
 def kinds_of(fault: Fault) -> list[str]:
     """The audits of a fault that need no second sample."""
     if fault.usage:
@@ -186,13 +166,13 @@ def kinds_of(fault: Fault) -> list[str]:
     return [SEEDS, REFERENCE] if fault.seeds else [REFERENCE]
 
 
-def measure_faults(options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
+def measure_faults(options: argparse.Namespace, kept: Kept, bench: Bench) -> dict[str, Any]:
     """Through the statistics, answers from the engine."""
     kinds = [(fault, kind) for fault in FAULTS for kind in kinds_of(fault) if (fault.name, kind) not in SLOW]
     return _audits(kinds, options.audits, kept, bench)
 
 
-def measure_slow(_options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
+def measure_slow(_options: argparse.Namespace, kept: Kept, bench: Bench) -> dict[str, Any]:
     """The same for what takes long, once."""
     return _audits(
         [(fault, kind) for fault in FAULTS for kind in kinds_of(fault) if (fault.name, kind) in SLOW],
@@ -202,7 +182,7 @@ def measure_slow(_options: argparse.Namespace, kept: Cells, bench: Bench) -> dic
     )
 
 
-def _audits(kinds: Seq[tuple[Fault, str]], num_audits: int, kept: Cells, bench: Bench) -> dict[str, Any]:
+def _audits(kinds: Seq[tuple[Fault, str]], num_audits: int, kept: Kept, bench: Bench) -> dict[str, Any]:
     """By fault and kind, those audits that there are."""
     found: dict[str, dict[str, list[Any]]] = {}
     for fault, kind in kinds:
@@ -215,7 +195,7 @@ def _audits(kinds: Seq[tuple[Fault, str]], num_audits: int, kept: Cells, bench: 
     return found
 
 
-def measure_samples(options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
+def measure_samples(options: argparse.Namespace, kept: Kept, bench: Bench) -> dict[str, Any]:
     """The same from samples alone."""
     return {
         name: [
@@ -227,7 +207,7 @@ def measure_samples(options: argparse.Namespace, kept: Cells, bench: Bench) -> d
     }
 
 
-def measure_honest(options: argparse.Namespace, kept: Cells, bench: Bench) -> dict[str, Any]:
+def measure_honest(options: argparse.Namespace, kept: Kept, bench: Bench) -> dict[str, Any]:
     """The same, without a fault."""
     pools: dict[str, list[Any]] = {}
     for side in HONEST_POOLS:
@@ -243,14 +223,14 @@ def measure_honest(options: argparse.Namespace, kept: Cells, bench: Bench) -> di
     return {name: each for name, each in {SEEDS: coupled, **(drawn or {})}.items() if each is not None}
 
 
-def measure_verb(_options: argparse.Namespace, kept: Cells, _bench: Bench) -> list[Any]:
+def measure_verb(_options: argparse.Namespace, kept: Kept, _bench: Bench) -> list[Any]:
     """Through the command's own code, over HTTP."""
     auditor = Auditor()
     found = {trial.name: kept.cell(trial.name, partial(auditor.run, trial)) for trial in trials(FAULTS)}
     return [each for each in found.values() if each is not None]
 
 
-PARTS: dict[str, tuple[Callable[[argparse.Namespace, Cells, Bench], Any], Seq[str]]] = {
+PARTS: dict[str, tuple[Callable[[argparse.Namespace, Kept, Bench], Any], Seq[str]]] = {
     "faults": (measure_faults, ()),
     "samples": (measure_samples, ()),
     "honest": (measure_honest, ("honest",)),
@@ -273,12 +253,9 @@ def _kept(options: argparse.Namespace, part: str) -> Path:
 def measure(options: argparse.Namespace, part: str, bench: Bench) -> dict[str, Any]:
     """A part's cells, and where they were measured."""
     run, needed = PARTS[part]
-    file = part_file(options, part)
-    if options.merge:
-        found = Measured(_kept(options, part))
-        return {"commit": found.settings["commit"], "cells": run(options, found, bench)}
-    kept = Kept(file, {name: getattr(options, name) for name in needed})
-    return {"commit": commit(), "cells": run(options, kept, bench)}
+    settings = {name: getattr(options, name) for name in needed}
+    kept = Kept(part_file(options, part), settings, merge=options.merge)
+    return {"commit": kept.origin["commit"], "cells": run(options, kept, bench)}
 
 
 def _missing(found: dict[str, Any], num_audits: int) -> list[str]:
@@ -333,8 +310,7 @@ def main() -> None:
         "commits": {part: each["commit"] for part, each in found.items()},
         **{part: each["cells"] for part, each in found.items()},
     }
-    write_result(options.output, result)
-    write_page(result, options.output.with_suffix(".md"))
+    write_result(options.output, result, page)
     for part in [] if options.merge else PARTS:
         _kept(options, part).unlink(missing_ok=True)
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 KINDS = ("shared seeds", "reference", "samples alone", "usage")
-
-
-def write_page(result: Mapping[str, Any], path: Path) -> None:
-    """Write the Markdown page of `result`."""
-    path.write_text(page(result), encoding="utf-8")
 
 
 def page(result: Mapping[str, Any]) -> str:

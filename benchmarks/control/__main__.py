@@ -39,8 +39,8 @@ from benchmarks.control.traffic import (
 )
 from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.rounds import quartiles, turns
 from slipstream.engine.engine import Engine
-from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
 
 MIXED = "mixed"
@@ -90,7 +90,6 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
     every = [question for asked in by_task.values() for question in asked]
     random.Random(0).shuffle(every)
     result: dict[str, Any] = {
-        "provenance": provenance(),
         "name": name,
         "quick": options.quick,
         "bar": target.bar,
@@ -157,10 +156,9 @@ def measure_cell(
         """Tokens a second of a round in which the settings take turns."""
         nonlocal differ
         batch = [asked[(turn * number + i) % len(asked)] for i in range(number)]
-        names = list(settings)
-        names = names[turn % len(names) :] + names[: turn % len(names)]
         runs: dict[str, Run] = {
-            name: closed_loop(engines, settings[name], batch, concurrency, params) for name in names
+            name: closed_loop(engines, settings[name], batch, concurrency, params)
+            for name in turns(settings, turn)
         }
         differ += sum(run.answers != runs["off"].answers for run in runs.values())
         return {name: run.tokens_per_s for name, run in runs.items()}
@@ -177,14 +175,14 @@ def measure_cell(
         "tokens_per_s": {
             name: round(statistics.median(rate[name] for rate in rates), 1) for name in compared
         },
-        "auto_over_best": quartiles([rate["auto"] / rate[best] for rate in rates]),
-        "auto_over_off": quartiles([rate["auto"] / rate["off"] for rate in rates]),
+        "auto_over_best": spread([rate["auto"] / rate[best] for rate in rates]),
+        "auto_over_off": spread([rate["auto"] / rate["off"] for rate in rates]),
         "runs_with_other_texts": differ,
     }
 
 
-def quartiles(values: Seq[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+def spread(values: Seq[float]) -> dict[str, float]:
+    low, median, high = quartiles(values)
     return {"median": round(median, 3), "q1": round(low, 3), "q3": round(high, 3)}
 
 

@@ -21,15 +21,14 @@ from typing import Any
 
 from benchmarks.deploy.fleet import ROOM, greedy, relayed
 from benchmarks.deploy.local_replicas import LocalReplicas
-from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.deploy.page import FOLDER, finish
 from benchmarks.harness.command import add_settings, command
-from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.kept import Kept
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.profiling.provenance import provenance
 
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 160, 32, 8
 REPORT_S = 10.0
@@ -185,11 +184,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     for num, cache_mib in itertools.product(options.replicas, options.cache_mib):
         name = f"{num} replicas, {cache_mib} MiB each"
         cells[name] = kept.cell(name, partial(compare, num, cache_mib, traffic))
-    kept.finish({"provenance": provenance(), "traffic": asdict(traffic), "cells": cells})
-    for name, cell in cells.items():
-        say(f"{name}: {cell['share_of_one_cache']:.3f} of what one cache finds; {cell}")
-    if options.output.parent == FOLDER:
-        write_page()
+    finish(kept, {"traffic": asdict(traffic), "cells": cells})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy.stats import bootstrap
-
 from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.harness.models import expanded
 from slipstream import SamplingParams
@@ -92,12 +89,3 @@ def prompts(number: int, num_tokens: int, rng: random.Random) -> list[list[int]]
 def greedy(num_tokens: int) -> SamplingParams:
     """Answers of one length each."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=1)
-
-
-def median(values: Seq[float]) -> dict[str, float]:
-    """The median with its 95 % interval by bootstrap."""
-    found = bootstrap(
-        [values], np.median, method="percentile", rng=np.random.default_rng(1), n_resamples=2000
-    )
-    low, high = found.confidence_interval
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high), "num": len(values)}

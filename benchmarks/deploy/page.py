@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.harness.command import DOCS
+from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.page import machine
 
 FOLDER = DOCS
 RESULTS = ("soak", "routing", "scaling", "affinity", "simulation")
@@ -21,6 +23,15 @@ Result = Mapping[str, Any]
 def write_page() -> None:
     """Renew the page from the results of this checkout."""
     (FOLDER / "deploy.md").write_text(page(read_results()), encoding="utf-8")
+
+
+def finish(kept: Kept, result: Result) -> None:
+    """Write the result and, where it is this checkout's, the page; say what the cells came to."""
+    kept.finish(result)
+    for name, cell in result["cells"].items():
+        say(f"{name}: {cell}")
+    if kept.result.parent == FOLDER:
+        write_page()
 
 
 def read_results() -> dict[str, Result]:
@@ -53,11 +64,6 @@ def _filled(text: str) -> str:
         )
         + "\n"
     )
-
-
-def _machine(result: Result) -> str:
-    origin = result["provenance"]
-    return f"{origin['cpu']}, {origin['num_cores']} cores, {origin['date']}, commit {(origin['commit'] or '')[:12]}"
 
 
 def _model(result: Result) -> str:
@@ -95,7 +101,7 @@ on talking, a third SIGTERM, at which it drains. Each stream is compared with wh
 log-probabilities, ends and counts.
 
 With {requests:,} requests and {disruptions} disruptions each time ([figures](deploy_soak.json);
-{_machine(result)}):
+{machine(result["provenance"])}):
 
 | replicas | equal to the lone run | lost, ended twice, errors | moves | requests moved more than once |
 |---|---|---|---|---|
@@ -128,7 +134,7 @@ move, and the whole output on top. Bar: {ADDED_BAR_MS:g} ms at the median, here 
             met = _met(cell["stream_added_ms"]["median"] <= ADDED_BAR_MS)
             rows.append(f"| {streams} | {share} | {' | '.join(added)} | {met} |")
         text += f"""
-{_model(result)} ({_machine(result)}; [figures](deploy_routing.json)), medians in ms, with their 95 %
+{_model(result)} ({machine(result["provenance"])}; [figures](deploy_routing.json)), medians in ms, with their 95 %
 intervals:
 
 | streams at once | pairs with equal tokens | added to the first token | to a later token | to the stream | bar |
@@ -158,7 +164,7 @@ replica has a core of its own. Bar: {SCALING_BAR:g} times, where cores allow.
         ratio = cell["two_over_one"]
         front = "of its own" if cell["front_has_a_core"] else "of none: it takes its time from the replicas"
         text += f"""
-{_model(result)} ({_machine(result)}; [figures](deploy_scaling.json)), {cell["rounds"]} rounds of
+{_model(result)} ({machine(result["provenance"])}; [figures](deploy_scaling.json)), {cell["rounds"]} rounds of
 {cell["requests"]} requests: {cell["one_tokens_per_s"]["median"]:.0f} tokens/s with one,
 {cell["two_tokens_per_s"]["median"]:.0f} with two: {_interval(ratio, 2)} times, {_met(ratio["median"] >= SCALING_BAR)}.
 The front has a core {front}.
@@ -187,7 +193,7 @@ it found in its cache. Bar: {SHARE_BAR:g} of what the one finds. It measures no 
         text += f"""
 The embedded target, {requests:,} turns of {traffic["tenants"] * traffic["conversations"]} conversations of
 {traffic["tenants"]} tenants, {traffic["streams"]} at once
-({_machine(result)}; [figures](deploy_affinity.json)):
+({machine(result["provenance"])}; [figures](deploy_affinity.json)):
 
 | replicas | tokens that all caches hold | found of prompts' tokens | by one cache | share of it | equal answers | bar |
 |---|---|---|---|---|---|---|

@@ -21,23 +21,22 @@ from typing import Any
 from benchmarks.deploy.fleet import (
     add_model_arguments,
     greedy,
-    median,
     model_settings,
     pinned_replicas,
     prompts,
     relayed,
     target,
 )
-from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.deploy.page import FOLDER, finish
 from benchmarks.harness.command import command
 from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.rounds import median, turns
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.connection import ReplicaConnection
 from slipstream.deploy.protocol import AttemptUpdate, BeginRequest, ReplicaMessage
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.profiling.provenance import provenance
 from slipstream.serve.process.answers import AnswerUpdate, params_out
 
 NUM_TOKENS = 32
@@ -134,8 +133,7 @@ async def one_round(
             streams = [direct.stream(*each) for each in zip(asked, tenants, strict=True)]
         return await asyncio.gather(*streams)
 
-    order = (True, False) if number % 2 else (False, True)
-    found = {is_routed: await run(is_routed) for is_routed in order}
+    found = {is_routed: await run(is_routed) for is_routed in turns((False, True), number)}
     return list(zip(found[False], found[True], strict=True))
 
 
@@ -173,11 +171,7 @@ def main() -> None:
             )
             for num in options.streams
         }
-    kept.finish({"provenance": provenance(), **settings, "cells": cells})
-    for name, cell in cells.items():
-        say(f"{name} streams: {cell}")
-    if options.output.parent == FOLDER:
-        write_page()
+    finish(kept, {**settings, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from benchmarks.deploy.fleet import (
     ROOM,
     add_model_arguments,
     greedy,
-    median,
     model_settings,
     pinned_replicas,
     prompts,
@@ -33,12 +32,12 @@ from benchmarks.deploy.local_replicas import LocalReplicas
 from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.harness.command import command
 from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.rounds import median, turns
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy.relay import Address
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.profiling.provenance import provenance
 
 NUM_TOKENS = 64
 PROMPT_TOKENS = 64
@@ -79,7 +78,7 @@ async def measure(num_rounds: int, model: str, options: dict[str, Any], kept: Ke
     ):
         for round_ in [-1, *left] if left else []:
             speeds = {}
-            for num in (1, 2) if round_ % 2 else (2, 1):
+            for num in turns((1, 2), round_):
                 asked = prompts(NUM_REQUESTS, PROMPT_TOKENS, random.Random(f"{num} {round_}"))
                 routed = RoutedEngine(alone if num == 1 else both, tokenizer)
                 speeds[num] = await tokens_per_s(routed, asked, f"{num} {round_}")
@@ -108,7 +107,7 @@ def main() -> None:
     kept = Kept(options.output, settings)
     with target(options.expand) as model:
         cell = kept.cell("two over one", lambda: asyncio.run(measure(options.rounds, model, engine, kept)))
-    kept.finish({"provenance": provenance(), **settings, "cell": cell})
+    kept.finish({**settings, "cell": cell})
     say(f"two over one: {cell}")
     if options.output.parent == FOLDER:
         write_page()

@@ -26,6 +26,7 @@ from benchmarks.deploy.page import FOLDER, write_page
 from benchmarks.harness.command import command
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.pictures import drawing
+from benchmarks.harness.rounds import tail
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
 from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
@@ -34,7 +35,6 @@ from slipstream.deploy.prefixes import FleetPrefixes
 from slipstream.deploy.router import Router
 from slipstream.deploy.work import Work
 from slipstream.errors import OverloadedError
-from slipstream.profiling.provenance import provenance
 
 PRINT = Fingerprint("model", "bits")
 BLOCK_TOKENS = 32
@@ -382,9 +382,7 @@ class Simulation:
     def _result(self, wall_s: float) -> dict[str, Any]:
         told, counts = self.told, self.router.counts
         waits = np.array(told.waits_s or [0.0])
-        pauses = np.array(told.pauses_s or [0.0])
-        submit = np.array(self.submit_s)
-        peaks, spreads = (np.array(values) for values in zip(*self.imbalances, strict=True))
+        peaks, spreads = zip(*self.imbalances, strict=True)
         lost = self.num_arrived - told.answered - told.refused - told.failed
         return {
             "world": asdict(self.world),
@@ -403,21 +401,15 @@ class Simulation:
             "share_of_one_cache": counts.known_blocks / self.big_blocks if self.big_blocks else 0.0,
             "hit_share": counts.known_blocks / max(counts.prompt_blocks, 1),
             "one_cache_hit_share": self.big_blocks / max(self.all_blocks, 1),
-            "load_max_over_mean": {"median": float(np.median(peaks)), "p99": float(np.quantile(peaks, 0.99))},
-            "load_std_over_mean": {
-                "median": float(np.median(spreads)),
-                "p99": float(np.quantile(spreads, 0.99)),
-            },
+            "load_max_over_mean": tail(peaks),
+            "load_std_over_mean": tail(spreads),
             "wait_s": {
                 "mean": float(waits.mean()),
                 "p99": float(np.quantile(waits, 0.99)),
                 "max": float(waits.max()),
             },
-            "pause_s": {"median": float(np.median(pauses)), "p99": float(np.quantile(pauses, 0.99))},
-            "submit_us": {
-                "median": 1e6 * float(np.median(submit)),
-                "p99": 1e6 * float(np.quantile(submit, 0.99)),
-            },
+            "pause_s": tail(told.pauses_s or [0.0]),
+            "submit_us": tail(self.submit_s, 1e6),
             "faults": self.router.integrity(),
         }
 
@@ -476,8 +468,7 @@ def main() -> None:
         return
     kept = Kept(options.output, {name: asdict(world) for name, world in worlds.items()})
     cells = {name: kept.cell(name, partial(simulate, world)) for name, world in worlds.items()}
-    result = {"provenance": provenance(), "cells": cells}
-    kept.finish(result, draw=lambda written, file: draw(written["cells"], file))
+    kept.finish({"cells": cells}, draw=lambda written, file: draw(written["cells"], file))
     if options.output.parent == FOLDER:
         write_page()
     say(f"the million: {json.dumps({k: v for k, v in cells['million'].items() if k != 'world'}, indent=1)}")

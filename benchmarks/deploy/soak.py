@@ -19,14 +19,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from benchmarks.deploy.fleet import relayed
 from benchmarks.deploy.local_replicas import LocalReplicas
-from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.deploy.page import FOLDER, finish
 from benchmarks.deploy.requests import ROOM, Case, cases, differences
 from benchmarks.harness.command import command
 from benchmarks.harness.kept import Kept, say
+from benchmarks.harness.rounds import tail
 from slipstream import RequestOptions
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.deploy.config import RouterConfig
@@ -35,7 +34,6 @@ from slipstream.deploy.router import Router
 from slipstream.engine.outputs import Update
 from slipstream.errors import SlipstreamError
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.profiling.provenance import provenance
 
 HANG_TIMEOUT_S = 2.0
 NUM_AT_ONCE = 16
@@ -103,7 +101,6 @@ async def soak(all_cases: list[Case], num_replicas: int, num_disruptions: int, s
 
 def told(ledger: Ledger, num_cases: int) -> dict[str, Any]:
     """What the result says of the ledger."""
-    gaps = np.array(ledger.gaps_s)
     return {
         "equal": ledger.equal,
         "differing": ledger.differing[:20],
@@ -112,7 +109,7 @@ def told(ledger: Ledger, num_cases: int) -> dict[str, Any]:
         "ended_twice": sum(number > 1 for number in ledger.ends.values()),
         "disruptions": dict(ledger.disruptions),
         "moves_of_a_request": {str(moves): number for moves, number in sorted(ledger.moves.items())},
-        "longest_gap_s": {"median": float(np.median(gaps)), "p99": float(np.quantile(gaps, 0.99))},
+        "longest_gap_s": tail(ledger.gaps_s),
     }
 
 
@@ -191,11 +188,7 @@ def main() -> None:
             return asyncio.run(soak(all_cases, num, options.disruptions, seed=num))
 
         cells[f"{num} replicas"] = kept.cell(f"{num} replicas", measure)
-    kept.finish({"provenance": provenance(), "cells": cells})
-    if options.output.parent == FOLDER:
-        write_page()
-    for name, cell in cells.items():
-        say(f"{name}: {cell}")
+    finish(kept, {"cells": cells})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks.drafters import acceptance, page, plots, speed
 from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
 from benchmarks.harness.command import DOCS, command
 from benchmarks.harness.kept import Kept
+from benchmarks.harness.page import write_between
 from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "drafters.json"
@@ -72,8 +73,7 @@ def main() -> None:
         return
     kept.finish(results)
     if "page" in asked:
-        before, _, rest = PAGE.read_text().partition(page.BEGIN)
-        PAGE.write_text(before + page.measured(results) + rest.partition(page.END)[2])
+        write_between(PAGE, page.BEGIN, page.END, page.measured(results))
         plots.draw(results, RESULT.parent)
 
 

@@ -28,14 +28,14 @@ def measured(results: Mapping[str, Any]) -> str:
     """All tables, between the two marks."""
     acceptance, speeds = results["acceptance"], results["speed"]
     tasks = sorted({row["task"] for row in acceptance["rows"]})
-    parts = [BEGIN, "", *_costs(results), ""]
+    parts = ["", *_costs(results), ""]
     for speed in speeds:
         parts += [f"### Speed: {speed['model']}", "", *_speeds(speed), ""]
     for temperature in sorted({row["temperature"] for row in acceptance["rows"]}):
         title = "greedy" if temperature == 0 else f"temperature {temperature}"
         parts += [f"### Acceptance: {title}", "", *_acceptance(acceptance["rows"], temperature, tasks), ""]
     parts += ["### One over another, in τ", "", *_ratios(acceptance["rows"], tasks), ""]
-    return "\n".join([*parts, END])
+    return "\n".join(parts)
 
 
 def _costs(results: Mapping[str, Any]) -> list[str]:

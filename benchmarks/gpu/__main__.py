@@ -25,10 +25,9 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.gpu import page
-from benchmarks.harness.command import DOCS, ROOT, command
+from benchmarks.harness.command import DOCS, ROOT, command, names
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.models import expanded
-from slipstream.profiling.provenance import provenance
 
 SECTIONS = ("device", "tests", "speed", "step", "transfers")
 NO_DEVICE = "no CUDA device; this agenda needs one"
@@ -37,13 +36,11 @@ NO_DEVICE = "no CUDA device; this agenda needs one"
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer cells, fewer repeats; needs --output")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}")
+    some = f"some of {', '.join(SECTIONS)}"
+    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS), help=some)
     parser.add_argument("--output", type=Path, help="folder for gpu.json and gpu.md")
     options = parser.parse_args()
-    sections = options.sections.split(",")
-    unknown = [name for name in sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"unknown section {unknown[0]!r}; sections are {', '.join(SECTIONS)}")
+    sections = options.sections
     if options.output is None and (options.quick or set(sections) != set(SECTIONS)):
         parser.error("--quick and --sections need --output FOLDER; the page is of one whole run")
     if not torch.cuda.is_available():
@@ -66,8 +63,9 @@ def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
     """The result, written to `file`; cells of a run that was stopped are not measured again."""
     from benchmarks.gpu import device, speed, step
 
-    kept = Kept(file, {"quick": quick, "sections": sections, "device": torch.cuda.get_device_name()})
-    result: dict[str, Any] = {"provenance": _provenance(), "quick": quick}
+    settings = {"quick": quick, "sections": sections, "device": torch.cuda.get_device_name()}
+    kept = Kept(file, settings, driver=device.driver(), cuda=torch.version.cuda)
+    result: dict[str, Any] = {"provenance": kept.origin, "quick": quick}
     result["device"] = kept.cell("device", lambda: {**device.facts(), **device.rates()})
     if "tests" in sections:
         result["tests"] = kept.cell("tests", run_tests)
@@ -118,12 +116,6 @@ def _targets(larger: Callable[[], str], quick: bool) -> list[tuple[str, str, Cal
     """Name, dtype and where the checkpoint is, None being the embedded one."""
     embedded = [("embedded target", dtype, lambda: None) for dtype in ("float16", "bfloat16", "float32")]
     return [("cost-expanded to 1G", "bfloat16", larger), *embedded[: 1 if quick else None]]
-
-
-def _provenance() -> dict[str, Any]:
-    from benchmarks.gpu.device import driver
-
-    return {**provenance(), "driver": driver(), "cuda": torch.version.cuda}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.page import table, wrapped
+from benchmarks.harness.page import table, wrapped, write_between
 
 BEGIN = "<!-- measured: python -m benchmarks.gpu -->"
 END = "<!-- end of what was measured -->"
@@ -15,9 +15,9 @@ END = "<!-- end of what was measured -->"
 
 def write(result: dict[str, Any], file: Path) -> None:
     """Replace what stands between the marks; a page that is not there gets a title and the tables."""
-    page = file.read_text(encoding="utf-8") if file.exists() else f"# On a GPU\n\n{BEGIN}\n{END}\n"
-    before, _, rest = page.partition(BEGIN)
-    file.write_text(f"{before}{BEGIN}\n{tables(result)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    if not file.exists():
+        file.write_text(f"# On a GPU\n\n{BEGIN}\n{END}\n", encoding="utf-8")
+    write_between(file, BEGIN, END, tables(result))
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from benchmarks.handoff.steps import (
     wait_for,
 )
 from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.kept import say, write_result
 from slipstream.profiling.provenance import provenance, without_folders
 
 RESULT = DOCS / "handoff.json"
@@ -54,12 +54,11 @@ def main() -> None:
         vllm = write_command(options.environment.resolve(), Path(folder))
         result = {"provenance": provenance(), **run(vllm, Path(folder), options.quick, options.answers)}
     result["remark"] = f"{options.remark} ".lstrip()
-    text = without_folders(json.dumps(result, indent=1, ensure_ascii=False)) + "\n"
+    text = without_folders(json.dumps(result, indent=1, ensure_ascii=False))
     if options.quick:
         print(text)
     else:
-        RESULT.write_text(text, encoding="utf-8")
-        RESULT.with_suffix(".md").write_text(page(json.loads(text)), encoding="utf-8")
+        write_result(RESULT, json.loads(text), page)
 
 
 def run(command: Path, folder: Path, quick: bool, answers: int) -> dict[str, Any]:
@@ -138,10 +137,6 @@ def shown(data: dict[str, Any]) -> dict[str, Any]:
 def version(command: Path) -> str:
     done = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True)
     return done.stdout.split()[-1]
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.profiling.provenance import commit
+from slipstream.profiling.provenance import provenance
 
 Page = Callable[[Any], str]
 Draw = Callable[[Any, Path], None]
@@ -22,23 +22,32 @@ Draw = Callable[[Any, Path], None]
 class Kept:
     """The cells of one result file."""
 
-    def __init__(self, result: Path, settings: Mapping[str, Any]) -> None:
-        """`settings` are all that the cells depend on; they must be plain values."""
+    def __init__(
+        self, result: Path, settings: Mapping[str, Any], *, merge: bool = False, **about: Any
+    ) -> None:
+        """`settings` are all that the cells depend on; they must be plain values. `about` goes into the provenance.
+
+        With `merge` nothing is measured: cells that were kept, at whatever commit, count, and others are None.
+        """
         self.result = result
         self.partial = result.with_suffix(".partial.json")
-        self._settings = json.loads(json.dumps({**settings, "commit": commit()}, default=str))
+        self.origin = {**provenance(), **about}
+        self._merge = merge
+        self._settings = json.loads(json.dumps({**settings, "commit": self.origin["commit"]}, default=str))
         self._cells: dict[str, Any] = {}
         if self.partial.exists():
             before = json.loads(self.partial.read_text())
-            if before["settings"] == self._settings:
+            if merge:
+                self.origin["commit"] = before["settings"]["commit"]
+            if merge or before["settings"] == self._settings:
                 self._cells = before["cells"]
                 say(f"goes on from {len(self._cells)} cells in {self.partial.name}")
 
     def cell(self, name: str, measure: Callable[[], Any]) -> Any:
         """What `measure` returns, as JSON gives it back; or what it returned before the run was stopped."""
-        if name in self._cells:
-            say(f"{name}: kept")
-            return self._cells[name]
+        if self._merge or name in self._cells:
+            say(f"{name}: {'kept' if name in self._cells else 'not measured'}")
+            return self._cells.get(name)
         say(f"{name} …")
         started_s = time.monotonic()
         value = self.put(name, measure())
@@ -60,8 +69,8 @@ class Kept:
         return self._cells[name]
 
     def finish(self, result: Mapping[str, Any], page: Page | None = None, draw: Draw | None = None) -> None:
-        """Write the whole result; the cells are in it and need not be kept any more."""
-        write_result(self.result, result, page, draw)
+        """Write the whole result and its provenance; the cells are in it and need not be kept any more."""
+        write_result(self.result, {"provenance": self.origin, **result}, page, draw)
         self.partial.unlink(missing_ok=True)
         say(f"wrote {self.result.name}")
 

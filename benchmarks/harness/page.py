@@ -1,10 +1,25 @@
-"""What the pages of results have in common: tables, wrapped prose, and the table of refusals."""
+"""What the pages of results have in common: where they were measured, tables, marked parts, wrapped prose, refusals."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+
+def machine(origin: Mapping[str, Any]) -> str:
+    """Where and when the provenance `origin` says that a result was measured."""
+    commit = str(origin["commit"] or "unknown")[:12]
+    cpu = origin["cpu"] + (f" ({origin['instructions']})" if "instructions" in origin else "")
+    return f"{cpu}, {origin['num_cores']} cores, {origin['date']}, commit {commit}"
+
+
+def write_between(file: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between the marks `begin` and `end` of a page that people wrote."""
+    before, _, rest = file.read_text(encoding="utf-8").partition(begin)
+    file.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def table(head: Seq[str], rows: Iterable[Iterable[object]]) -> list[str]:

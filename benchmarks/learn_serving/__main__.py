@@ -62,9 +62,8 @@ def main() -> None:
         say(f"{name} …")
         measured = {"provenance": provenance(), "settings": settings, **_in_a_place(measures[name])}
         found = {**_read(result), name: measured}
-        write_result(result, {one: found[one] for one in PARTS if one in found})
-        if not options.quick:
-            result.with_suffix(".md").write_text(page(found), encoding="utf-8")
+        there = {one: found[one] for one in PARTS if one in found}
+        write_result(result, there, None if options.quick else page)
     print(page(_read(result)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,8 @@ import numpy as np
 import psutil
 
 from benchmarks.harness.kept import say
+from benchmarks.harness.processes import cpu_s
+from benchmarks.harness.rounds import quartiles, turns
 from benchmarks.learn_serving.drafts import make_base
 from benchmarks.learn_serving.server import LearningServer, ServerOptions
 from benchmarks.learn_serving.traffic import answer, answer_all, asked, open_client
@@ -107,14 +108,14 @@ def _round(
 ) -> dict[str, Any]:
     """The same requests at the same instants, with learning and without, in an order that changes."""
     cell: dict[str, Any] = {}
-    for way in ("on", "off") if seed % 2 else ("off", "on"):
+    for way in turns(("off", "on"), seed):
         if way == "off":
             with _Stopped(learner):
                 found = asyncio.run(_window(off, rate, seconds, seed))
         else:
-            before_s = _cpu_s(learner)
+            before_s = cpu_s(learner)
             found = asyncio.run(_window(on, rate, seconds, seed))
-            cell["learner_cpu_s"] = round(_cpu_s(learner) - before_s, 2)
+            cell["learner_cpu_s"] = round(cpu_s(learner) - before_s, 2)
         cell[way] = [round(one, 5) for one in found]
     cell["p95"] = {way: round(float(np.quantile(cell[way], 0.95)), 4) for way in ("on", "off")}
     cell["ratio"] = round(cell["p95"]["on"] / cell["p95"]["off"], 4)
@@ -125,12 +126,12 @@ def _round(
 async def _full(server: LearningServer, learner: psutil.Process) -> dict[str, float]:
     """What the learner takes while all places are taken; its first two seconds, until it has seen that, apart."""
     num, marks = 0, [(0.0, 0.0)]
-    began_s, before_s = time.monotonic(), _cpu_s(learner)
+    began_s, before_s = time.monotonic(), cpu_s(learner)
 
     def count(_: object) -> None:
         nonlocal num
         num += 1
-        marks.append((time.monotonic() - began_s, _cpu_s(learner) - before_s))
+        marks.append((time.monotonic() - began_s, cpu_s(learner) - before_s))
 
     async with open_client(server.url) as client:
         with suppress(TimeoutError):
@@ -145,22 +146,17 @@ async def _full(server: LearningServer, learner: psutil.Process) -> dict[str, fl
     }
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 def _together(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """The rounds' ratios, and the ratio of all requests' 95th percentiles."""
     ratios = [cell["ratio"] for cell in cells]
     pooled = {
         way: float(np.quantile(np.concatenate([cell[way] for cell in cells]), 0.95)) for way in ("on", "off")
     }
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    low, middle, high = quartiles(ratios)
     return {
         "requests": sum(len(cell["on"]) for cell in cells),
         "p95_s": {way: round(value, 4) for way, value in pooled.items()},
         "p95_ratio": round(pooled["on"] / pooled["off"], 4),
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "ratio_median": round(middle, 4),
+        "ratio_quartiles": [round(low, 4), round(high, 4)],
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.harness.page import machine
+
 INTRODUCTION = """\
 # While the drafter learns
 
@@ -22,12 +24,8 @@ def page(result: Mapping[str, Any]) -> str:
     found = [INTRODUCTION]
     for name, write in sections.items():
         if name in result:
-            found.append("\n".join([*write(result[name]), "", _origin(result[name]["provenance"]), ""]))
+            found.append("\n".join([*write(result[name]), "", f"{machine(result[name]['provenance'])}.", ""]))
     return "\n".join(found)
-
-
-def _origin(about: Mapping[str, Any]) -> str:
-    return f"{about['cpu']}, {about['num_cores']} cores, {about['date']}, commit {str(about['commit'])[:12]}."
 
 
 def _answers(part: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,6 @@ from benchmarks.harness.command import DOCS, add_settings, command
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.models import expanded
 from benchmarks.overhead.rounds import Plan, facts, measure
-from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "overhead.json"
 BARS = {"the embedded pair's target": 0.05}
@@ -52,8 +51,7 @@ def main() -> None:
 
 def run(plan: Plan, output: Path) -> None:
     """Measure what the plan says and keep it in `output`."""
-    origin = provenance()
-    kept = Kept(output, {**facts(plan)})
+    kept = Kept(output, facts(plan))
     cells = [kept.cell(spec, partial(measure, plan, spec)) for spec in plan.specs]
     bar = BARS.get(facts(plan)["model"], BAR)
     servers = [(cell["spec"], server) for cell in cells for server in cell["servers"]]
@@ -65,8 +63,7 @@ def run(plan: Plan, output: Path) -> None:
             f"tokens/s (together, 95 %: {interval}), CPU µs a token {server['cpu_us_per_token']}, "
             f"gaps in ms {server['gap_ms']}"
         )
-    result = {"provenance": origin, "plan": facts(plan), "bar": bar, "results": cells}
-    kept.finish(result)
+    kept.finish({"plan": facts(plan), "bar": bar, "results": cells})
     sys.exit(1 if any(server["texts_that_differ"] for _, server in servers) else 0)
 
 

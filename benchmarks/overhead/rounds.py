@@ -15,6 +15,7 @@ import psutil
 
 from benchmarks.harness.kept import say
 from benchmarks.harness.processes import SLIPSTREAM, Server, Worker, cpu_s
+from benchmarks.harness.rounds import turns
 from slipstream.assets import sample_prompts
 from slipstream.serve.process.spawn import WORKER
 from slipstream.tools.bench.statistics import PairedTimes, speedup_interval
@@ -90,8 +91,7 @@ def measure(plan: Plan, spec: str) -> dict[str, Any]:
             say(f"  round {turn + 1} of {WARM_UP + plan.rounds}")
             asked = {"streams": plan.streams, "bodies": _bodies(plan, rows, turn)}
             sides: dict[int, Side] = {}
-            order = [-1, *range(len(servers))]
-            for which in order[turn % len(order) :] + order[: turn % len(order)]:
+            for which in turns([-1, *range(len(servers))], turn):
                 if which < 0:
                     sides[which] = _alone_round(alone, asked)
                 else:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.page import refusals, wrapped
+from benchmarks.harness.page import refusals, table, wrapped
 from benchmarks.peers.catalog import OURS, PRECISIONS
 from benchmarks.peers.cells import (
     Cells,
@@ -171,19 +171,22 @@ def _bars(cells: Sequence[Cells]) -> str:
         "Paired ratios, text by text, with Student's 95 % intervals. Each side takes its fastest mode of those that "
         "the row allows; peers in bfloat16 also compute in it, which the float32 arithmetic of ours does not.",
         "",
-        "| what | model | prompt | ours | against | bar | reached | pairs | yes or no |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *table(
+            ("what", "model", "prompt", "ours", "against", "bar", "reached", "pairs", "yes or no"),
+            (
+                row
+                for bar in BARS
+                for of_model in cells
+                for task in of_model.tasks
+                if not condition_of(task) and (not bar.lengths or length_of(task) in bar.lengths)
+                for row in _bar_rows(bar, of_model, task)
+            ),
+        ),
     ]
-    for bar in BARS:
-        for of_model in cells:
-            for task in of_model.tasks:
-                if condition_of(task) or (bar.lengths and length_of(task) not in bar.lengths):
-                    continue
-                lines += _bar_line(bar, of_model, task)
     return "\n".join([*lines, ""])
 
 
-def _bar_line(bar: Bar, cells: Cells, task: str) -> list[str]:
+def _bar_rows(bar: Bar, cells: Cells, task: str) -> list[list[object]]:
     ours, theirs = (cells.fastest(side, task, bar.speed) for side in (bar.ours, bar.theirs))
     if ours is None or theirs is None:
         return []
@@ -191,8 +194,8 @@ def _bar_line(bar: Bar, cells: Cells, task: str) -> list[str]:
     if ratio is None:
         return []
     verdict = "yes" if ratio.value >= bar.least else "**no**"
-    row = [bar.what, cells.name, task, label(ours), label(theirs), f"≥ {bar.least}", str(ratio)]
-    return [f"| {' | '.join([*row, str(ratio.num_pairs), verdict])} |"]
+    named = [bar.what, cells.name, task, label(ours), label(theirs)]
+    return [[*named, f"≥ {bar.least}", ratio, ratio.num_pairs, verdict]]
 
 
 def _table(cells: Cells, what: str, speed: Speed, form: str, *, spread: bool = True) -> str:
@@ -200,15 +203,12 @@ def _table(cells: Cells, what: str, speed: Speed, form: str, *, spread: bool = T
     tasks = [task for task in cells.tasks if not condition_of(task)]
     if not tasks:
         return ""
-    lines = [
-        f"| {what} | {' | '.join(f'{length_of(task):,}' for task in tasks)} |",
-        f"|---|{'---|' * len(tasks)}",
-    ]
-    for mode in cells.modes:
-        figures = [_figure(cells.values(task, mode, speed), form, spread=spread) for task in tasks]
-        if any(figures):
-            lines.append(f"| {label(mode)} | {' | '.join(figures)} |")
-    return "\n".join([*lines, ""])
+    rows = (
+        [label(mode), *(_figure(cells.values(task, mode, speed), form, spread=spread) for task in tasks)]
+        for mode in cells.modes
+    )
+    head = [what, *(f"{length_of(task):,}" for task in tasks)]
+    return "\n".join([*table(head, (row for row in rows if any(row[1:]))), ""])
 
 
 def _figure(values: Sequence[float], form: str, *, spread: bool) -> str:
@@ -222,7 +222,7 @@ def _figure(values: Sequence[float], form: str, *, spread: bool) -> str:
 
 def _texts(cells: Cells) -> str:
     """Whether our texts are those of the same weights and cache without speculation, and 16-bit ones float32's."""
-    lines = []
+    rows = []
     for mode in cells.modes:
         definition = cells.definition(mode)
         reference = _reference(cells, definition)
@@ -234,10 +234,8 @@ def _texts(cells: Cells) -> str:
         ]
         equal, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
         if total:
-            lines.append(f"| {label(mode)} | {label(reference)} | {equal} of {total} |")
-    return (
-        "\n".join(["| texts of | equal to those of | equal |", "|---|---|---|", *lines, ""]) if lines else ""
-    )
+            rows.append((label(mode), label(reference), f"{equal} of {total}"))
+    return "\n".join([*table(("texts of", "equal to those of", "equal"), rows), ""]) if rows else ""
 
 
 def _reference(cells: Cells, definition: dict[str, Any]) -> str | None:
@@ -257,7 +255,7 @@ def _reference(cells: Cells, definition: dict[str, Any]) -> str | None:
 def _beside(cells: Cells) -> str:
     """Each of our modes over the peers' same kind at the same bits: alone, and with what else was beside it."""
     lengths = sorted({length_of(task) for task in cells.tasks if condition_of(task)})
-    lines = []
+    rows = []
     for length in lengths:
         tasks = [task for task in cells.tasks if length_of(task) == length]
         for mode in cells.modes:
@@ -274,15 +272,16 @@ def _beside(cells: Cells) -> str:
                 times = [
                     _figure(cells.values(task, each, step_ms), ".1f", spread=False) for each in (mode, other)
                 ]
-                row = [f"{length:,}", label(mode), label(other), condition_of(task) or "alone", *times]
-                lines.append(f"| {' | '.join([*row, *map(str, ratios)])} |")
-    if not lines:
+                beside = condition_of(task) or "alone"
+                rows.append([f"{length:,}", label(mode), label(other), beside, *times, *ratios])
+    if not rows:
         return ""
-    heading = (
-        "| prompt | ours | against | beside | our ms a token | theirs | prompt, ours over theirs | decode |"
+    head = (
+        *("prompt", "ours", "against", "beside"),
+        *("our ms a token", "theirs", "prompt, ours over theirs", "decode"),
     )
     about = (
         "With neighbours and under a quota. A neighbour computes without end at the same priority; a quota is imposed "
         "when the models are loaded."
     )
-    return "\n".join([about, "", heading, "|---|---|---|---|---|---|---|---|", *lines, ""])
+    return "\n".join([about, "", *table(head, rows), ""])

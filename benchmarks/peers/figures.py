@@ -100,14 +100,6 @@ def task_mean(samples: Iterable[Sample]) -> float:
     return geometric_mean(geometric_mean(values) for values in by_task.values())
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile; of one value, that value."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
-
-
 def equal_texts(ours: Iterable[Sample], reference: Iterable[Sample]) -> tuple[int, int]:
     """Prompts whose output token ids are those of the reference in every round, and prompts compared."""
     expected = {(s.model, s.task, s.index): s.token_ids for s in reference}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from benchmarks.harness.page import refusals, row, table, wrapped
+from benchmarks.harness.rounds import quartiles
 from benchmarks.peers.catalog import NAMES, OURS, PEERS
 from benchmarks.peers.figures import (
     Ratio,
@@ -17,7 +18,6 @@ from benchmarks.peers.figures import (
     equal_texts,
     over_tasks,
     paired_ratios,
-    quartiles,
     task_mean,
 )
 from benchmarks.peers.markdown import versions
@@ -256,8 +256,7 @@ def _bars(models: list[ModelResults]) -> str:
         "mode of a task is chosen and scored on the same samples, which favours the side with more modes by a few "
         "percent: the rows that name one mode each do not have this.",
         "",
-        "| what | model | against | bar | reached | yes or no |",
-        "|---|---|---|---|---|---|",
+        *table(("what", "model", "against", "bar", "reached", "yes or no"), ()),
     ]
     for bar in BARS:
         for name in bar.models:
@@ -292,11 +291,11 @@ def _int8_texts(model: ModelResults) -> list[str]:
 
 def _speeds(model: ModelResults, results: Results) -> str:
     bandwidth = results.sessions[-1]["read_bandwidth_bytes_per_s"] if results.sessions else None
-    lines = [
-        "| mode | tokens/s, mean over tasks | median | quartiles | after the first token | texts equal to its off | "
-        "weights read | over the roofline | peak memory | load |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = (
+        *("mode", "tokens/s, mean over tasks", "median", "quartiles", "after the first token"),
+        *("texts equal to its off", "weights read", "over the roofline", "peak memory", "load"),
+    )
+    rows = []
     for key in _in_order(model):
         samples = model.single[key]
         low, median, high = quartiles([sample.tokens_per_s for sample in samples])
@@ -314,7 +313,7 @@ def _speeds(model: ModelResults, results: Results) -> str:
         if off is not None and off != key:
             equal, total = equal_texts(samples, model.single[off])
             same = f"{equal} of {total}"
-        cells = [
+        cells = (
             _label(key),
             f"{task_mean(samples):.1f}",
             f"{median:.1f}",
@@ -324,9 +323,10 @@ def _speeds(model: ModelResults, results: Results) -> str:
             *roofline,
             f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB" if entry.get("peak_memory_bytes") else "",
             f"{entry['load_s']:.1f} s",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
+        )
+        rows.append(cells)
+    lines = [
+        *table(head, rows),
         "",
         "*Weights read* is the size of the weights times steps a second, with speculation off; *over the roofline* is "
         "the measured bandwidth of one large sum over it: 1.00 would be the fastest that this memory allows, and a "

@@ -150,6 +150,6 @@ def test_commands_name_no_more_of_a_path_than_a_reader_can_use() -> None:
     assert command(["/opt/slipstream/cli/__main__.py", "a b"]) == "slipstream 'a b'"
     told = command([str(ROOT / "benchmarks/control/__main__.py"), "--rounds", "3"])
     assert told == "python -m benchmarks.control --rounds 3"
-    told = command([str(ROOT / "benchmarks/families.py"), "--only", "opt"])
-    assert told == "python -m benchmarks.families --only opt"
+    told = command([str(ROOT / "benchmarks/start.py"), "--models", "1g"])
+    assert told == "python -m benchmarks.start --models 1g"
     assert command(["/elsewhere/run.py"]) == "python run.py"

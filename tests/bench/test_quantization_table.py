@@ -40,7 +40,6 @@ def test_every_pair_is_compared_with_float32(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(quantization, "scored", scored)
     monkeypatch.setattr(quantization, "RESULT", tmp_path / "quantization.json")
-    monkeypatch.setattr(quantization, "provenance", lambda: {"cpu": "a CPU", "date": "today", "commit": None})
     monkeypatch.setattr(sys, "argv", ["quantization", "m", "--weights", "float32,int8", "--caches", "int8"])
     assert quantization.main() == 0
     rows = json.loads((tmp_path / "quantization.json").read_text())["rows"]
@@ -97,3 +96,33 @@ def test_calibration_never_sees_what_is_scored(monkeypatch: pytest.MonkeyPatch) 
     assert rows == sample_prompts()[340:]
     with pytest.raises(SystemExit, match="fewer --prompts"), quantization.saved("", "int4 calibrated", 350):
         pass
+
+
+def quality(weights: str, cache: str, ratio: float) -> dict[str, Any]:
+    return {"weights": weights, "cache": cache, "conversations": {"ratio": ratio}}
+
+
+def test_points_pair_quality_with_the_pass_at_the_shortest_context(tmp_path: Path) -> None:
+    speeds = [("int8", 128, 12.0), ("int8", 1536, 20.0), ("int4", 128, 8.0), ("bfloat16", 128, 18.0)]
+    losses = {
+        "rows": [
+            quality("int8", "float32", 1.001),
+            quality("int8", "int8", 1.5),
+            quality("int4", "float32", 1.02),
+            quality("int4 calibrated", "float32", 1.01),
+            quality("int4_g64", "float32", 1.03),
+        ]
+    }
+    passes = [{"model": "m", "weights": name, "context": n, "step_ms": ms} for name, n, ms in speeds]
+    found = quantization.points(losses, {"rows": passes})
+    assert [(point.name, point.step_ms, round(point.lost, 6)) for point in found] == [
+        ("int4 calibrated", 8.0, 1.0),
+        ("int4", 8.0, 2.0),
+        ("int8", 12.0, 0.1),
+        ("bfloat16, as stored", 18.0, 0.0),
+    ]
+    quantization.draw(losses, tmp_path / "quantization.svg")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "context_cost.json").write_text(json.dumps({"rows": passes}))
+    quantization.draw(losses, tmp_path / "quantization.svg")
+    assert "<svg" in (tmp_path / "formats.svg").read_text()

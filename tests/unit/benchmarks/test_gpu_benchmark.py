@@ -41,7 +41,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--sections", "speeed", "--output", "x"], "unknown section 'speeed'"),
+        (["--sections", "speeed", "--output", "x"], "unknown 'speeed'; there are device, tests"),
         (["--quick"], "need --output FOLDER"),
         (["--sections", "step"], "need --output FOLDER"),
     ],

@@ -37,7 +37,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captu
     assert second.cell("a, 1 at once", never) == {"ratio": [1.5, 2]}
     assert second.cell("b, 1 at once", lambda: 7) == 7
     second.finish({"cells": [1, 2]})
-    assert json.loads(result.read_text()) == {"cells": [1, 2]}
+    written = json.loads(result.read_text())
+    assert (written.pop("provenance")["commit"], written) == (second.origin["commit"], {"cells": [1, 2]})
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
     told = capsys.readouterr().err.splitlines()
     assert told[:2] == ["goes on from 1 cells in result.partial.json", "a, 1 at once: kept"]
@@ -50,11 +51,19 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
     assert other.cell("a", lambda: 2) == other.get("a") == 2
 
 
+def test_cells_of_other_commits_are_merged_and_missing_ones_are_none(tmp_path: Path) -> None:
+    first = Kept(tmp_path / "result.json", {"rounds": 3})
+    first.put("a", 1)
+    merged = Kept(tmp_path / "result.json", {"rounds": 4}, merge=True)
+    assert (merged.cell("a", never), merged.cell("b", never)) == (1, None)
+    assert merged.origin["commit"] == first.origin["commit"]
+
+
 @pytest.mark.parametrize(
     "name",
     [
         *("control/__main__", "drafters/__main__", "gpu/__main__", "overhead/__main__"),
-        *("families", "quantization", "step_cost"),
+        *("quantization", "step_cost"),
     ],
 )
 def test_no_long_benchmark_writes_its_result_at_the_end_alone(name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.rounds import quartiles
 from benchmarks.peers import page, picture, report
 from benchmarks.peers.figures import (
     best_by_task,
@@ -15,7 +16,6 @@ from benchmarks.peers.figures import (
     geometric_mean,
     over_tasks,
     paired_ratios,
-    quartiles,
     task_mean,
 )
 from benchmarks.peers.results import BATCH, Results, Sample, load
