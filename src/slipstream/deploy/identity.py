@@ -27,7 +27,7 @@ def fingerprint_of(engine: Engine) -> Fingerprint:
         "fast_prompts": model.fast_prompts,
         "max_model_len": engine.max_model_len,
     }
-    if model.kernels != "decoder" or model.fast_prompts:
+    if not model.is_fused or model.fast_prompts:
         processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         on_cpu = model.device.type == "cpu"
         about |= {

@@ -82,6 +82,14 @@ class CausalLM(ModelIdentity):
         return self.executor.kernels
 
     @property
+    def is_fused(self) -> bool:
+        return self.executor.is_fused
+
+    @property
+    def is_native(self) -> bool:
+        return self.executor.is_native
+
+    @property
     def num_parameters(self) -> int:
         return self._num_parameters
 

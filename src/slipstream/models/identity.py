@@ -43,7 +43,17 @@ class ModelIdentity(ABC):
     @property
     @abstractmethod
     def kernels(self) -> str:
-        """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
+        """What computes, in a word for people; see `Executor.kernels`."""
+
+    @property
+    @abstractmethod
+    def is_fused(self) -> bool:
+        """Whether whole passes are computed in the CPU kernels."""
+
+    @property
+    @abstractmethod
+    def is_native(self) -> bool:
+        """Whether the CPU kernels compute the linear layers, if not whole passes."""
 
     @property
     @abstractmethod
@@ -93,7 +103,7 @@ class ModelIdentity(ABC):
         """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
         held = self.stored_as or self.weight_format.name
         weights = "" if held == UNCHANGED else f"{held} weights, "
-        kernels = "PyTorch's kernels" if self.kernels == "torch" else f"own kernels ({instructions()})"
+        kernels = f"own kernels ({instructions()})" if self.is_native else "PyTorch's kernels"
         prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
         return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{prompts}"
 

@@ -26,7 +26,8 @@ from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
-from slipstream.models.executor.registry import check_executor
+from slipstream.models.executor.base import kernels_label
+from slipstream.models.executor.registry import EXECUTORS, check_executor
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity
@@ -99,9 +100,15 @@ class ModelOutline(ModelIdentity):
 
     @property
     def kernels(self) -> str:
-        if not self.native or not self.packs or self.weight_format.kernel is None:
-            return "torch"
-        return "decoder" if self.backend.executor == "cpu_kernels" else "native"
+        return kernels_label(self.is_fused, self.is_native)
+
+    @cached_property
+    def is_fused(self) -> bool:
+        return self.is_native and EXECUTORS.load(self.backend.executor).is_fused
+
+    @property
+    def is_native(self) -> bool:
+        return self.native and self.packs and self.weight_format.kernel is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -120,7 +127,7 @@ class ModelOutline(ModelIdentity):
     @property
     def rounds_to_16_bits(self) -> bool:
         """Whether a 16-bit `dtype` says how its weights are kept, and not what computes."""
-        return self.kernels != "torch" and has_only_plain_matrices(self.model)
+        return self.is_native and has_only_plain_matrices(self.model)
 
     @property
     def has_experts(self) -> bool:
@@ -144,10 +151,10 @@ class ModelOutline(ModelIdentity):
         parameters = {id(weight): weight for weight in self.model.parameters()}
         table = getattr(self.model.get_input_embeddings(), "weight", None)
         packed = {id(linear.weight) for group in groups for linear in group if isinstance(linear, nn.Linear)}
-        if self.kernels != "torch":
+        if self.is_native:
             packed |= {id(linear.bias) for group in groups for linear in group if linear.bias is not None}
         # The decoder reads a tied embedding out of the packed output layer; in other models the table stays.
-        read_out = self.kernels == "decoder" and id(table) in packed
+        read_out = self.is_fused and id(table) in packed
         packed |= {id(parameter) for parts in self._experts for parameter in parts.parameters}
         sizes = [self._group_bytes(group) for group in groups]
         if self.weight_format.kernel is not None:
@@ -163,13 +170,13 @@ class ModelOutline(ModelIdentity):
             else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
-            adapter_bytes=held_adapter_bytes(self.model, self.kernels, self._layer_parts),
+            adapter_bytes=held_adapter_bytes(self.model, self.is_native, self._layer_parts),
         )
 
     def _packed_table_bytes(self) -> int:
         """Return the bytes of an embedding that the file holds quantised, where it is kept beside the output layer."""
         table = self.model.get_input_embeddings()
-        if not isinstance(table, StoredEmbedding) or self.kernels != "decoder":
+        if not isinstance(table, StoredEmbedding) or not self.is_fused:
             return 0
         is_head = table.linear is self.model.get_output_embeddings()
         return 0 if is_head else sum(self._group_bytes([table.linear]))
@@ -191,7 +198,7 @@ class ModelOutline(ModelIdentity):
         PyTorch's formats are packed whole, out of float32.
         """
         fmt, groups = self.weight_format, self._groups
-        if self.kernels == "torch" or fmt.kernel is None:
+        if not self.is_native or fmt.kernel is None:
             plain = (linear for group in groups for linear in group if isinstance(linear, nn.Linear))
             widest = max((linear.weight.numel() for linear in plain), default=0)
             return round(widest * (torch.float32.itemsize + fmt.bytes_per_weight))
@@ -205,7 +212,7 @@ class ModelOutline(ModelIdentity):
 
     def _itemsize(self, weight: Tensor) -> int:
         """Bytes of a number of this weight once it is read, and experts that are not packed are widened."""
-        is_kept = weight.ndim < 3 or self.kernels == "decoder"
+        is_kept = weight.ndim < 3 or self.is_fused
         return (self.matrix_dtype if is_kept and id(weight) in self._matrices else self.dtype).itemsize
 
     @cached_property
@@ -220,7 +227,7 @@ class ModelOutline(ModelIdentity):
     @cached_property
     def _layer_parts(self) -> list[LayerParts]:
         """Return the parts of all layers, where the decoder packs them."""
-        if not self.packs or self.kernels != "decoder":
+        if not self.packs or not self.is_fused:
             return []
         family = find_family(self.model)
         assert family is not None
@@ -231,7 +238,7 @@ class ModelOutline(ModelIdentity):
         """The layers that are packed (see `models.linear.packing`), together where the decoder stacks them."""
         if not self.packs:
             return []
-        if self.kernels != "decoder":
+        if not self.is_fused:
             linears = (part for part in self.model.modules() if isinstance(part, nn.Linear | GroupedLinear))
             return [[part] for part in linears if type(part) is nn.Linear or isinstance(part, GroupedLinear)]
         family = find_family(self.model)
@@ -250,9 +257,9 @@ class ModelOutline(ModelIdentity):
         biased = any(linear.bias is not None for linear in group)
         grouped = [linear for linear in group if isinstance(linear, GroupedLinear)]
         kernel = common_kernel(grouped) if grouped else fmt.kernel
-        if grouped and self.kernels == "torch":
+        if grouped and not self.is_native:
             return 0, 0, 0  # they stay in the file, and their pages come and go
-        if self.kernels == "torch" or kernel is None:
+        if not self.is_native or kernel is None:
             weights = round(inputs * outputs * fmt.bytes_per_weight)
             return weights, round(outputs * fmt.bytes_per_output), 0
         key = (kernel.kind, kernel.group, inputs, outputs)
@@ -309,9 +316,9 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         stored_as=seen.stored_as,
         fast_prompts=options.fast_prompts,
     )
-    fused = outline.kernels == "decoder"
     if options.fast_prompts:
-        check_fast_prompts(outline.device, outline.kernels != "torch", outline.weight_type)
-        check_model(outline.family, outline.weight_type, fused, outline.has_experts)
-    kept_in = resolve_cache_dtype(options.kv_cache_dtype, dtype, seen.stored_dtype, seen.dtype, fused)
+        check_fast_prompts(outline.device, outline.is_native, outline.weight_type)
+        check_model(outline.family, outline.weight_type, outline.is_fused, outline.has_experts)
+    asked, widens = options.kv_cache_dtype, outline.is_fused
+    kept_in = resolve_cache_dtype(asked, dtype, seen.stored_dtype, seen.dtype, widens)
     return replace(outline, cache_dtype=kept_in)

@@ -25,15 +25,15 @@ def planned_adapter(path: str, revision: str | None, lora: str | None) -> str | 
         return chosen_adapter(path, revision, lora)
 
 
-def held_adapter_bytes(model: Any, kernels: str, layers: Sequence[LayerParts]) -> int:
+def held_adapter_bytes(model: Any, is_native: bool, layers: Sequence[LayerParts]) -> int:
     """What the changes of quantised layers take: packed with these, or as they are read where PyTorch computes.
 
-    `layers` are those of a model that the decoder computes.
+    `layers` are those of a model of which whole passes are computed in the kernels; `is_native` is the model's.
     """
-    if kernels == "torch":
+    if not is_native:
         changes = [layer.change for layer in quantised_layers(model)]
         return sum(change.nbytes for change in changes if change is not None)
-    if kernels == "decoder":
+    if layers:
         family = find_family(model)
         assert family is not None
         stacks: list[tuple[Sequence[nn.Module], bool]] = [([family.part(model, family.head)], False)]

@@ -236,7 +236,7 @@ def _other_drafters(planner: Planner) -> Iterator[PlanChange]:
 def _caches(planner: Planner) -> Iterator[PlanChange]:
     """Narrower keys and values, where the kernels read them as they are: 16 bits of the checkpoint's kind, and 8."""
     target = planner.target
-    if target.kernels != "decoder":  # others copy what they read, widened
+    if not target.is_fused:  # others copy what they read, widened
         return
     short = torch.bfloat16 if target.stored_dtype == torch.bfloat16 else torch.float16
     for dtype, error in ((short, CACHE_ERRORS[short]), (torch.int8, CACHE_ERRORS[torch.int8])):

@@ -71,7 +71,7 @@ class PassSizes:
         widest = max(model.shapes, key=LayerShape.elements)
         hidden = int(config.hidden_size)
         num_experts, num_chosen = _experts_of(config)
-        is_mixture = num_experts > 0 and model.kernels == "decoder"
+        is_mixture = num_experts > 0 and model.is_fused
         return cls(
             hidden=hidden,
             intermediate=_expert_width(config) if is_mixture else _intermediate(config, hidden),
@@ -80,7 +80,7 @@ class PassSizes:
             head_dim=max(widest.key_dim, widest.value_dim),
             vocab=model.vocab_size,
             itemsize=model.dtype.itemsize,
-            fused=model.kernels == "decoder",
+            fused=model.is_fused,
             quantised=model.rounds_rows,
             fast=model.fast_prompts,
             num_rotaries=_num_rotaries(config),

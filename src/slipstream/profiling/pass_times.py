@@ -88,7 +88,7 @@ def profile_key(model: ModelIdentity) -> ProfileKey:
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         quantization=None if model.weight_format.name == UNCHANGED else model.weight_format.name,
-        kernels=model.kernels if model.kernels == "torch" else f"{model.kernels} {fingerprint()}",
+        kernels=f"{model.kernels} {fingerprint()}" if model.is_native else model.kernels,
         attention=f"{backend.__module__}:{backend.__qualname__}",
         slipstream=__version__,
         torch=str(torch.__version__),

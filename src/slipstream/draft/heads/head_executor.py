@@ -160,9 +160,8 @@ class EagerHeads(HeadsExecutor):
 
 def pack_beside(head: nn.Module, target: CausalLM, fmt: WeightFormat) -> None:
     """Pack the linear layers of a head for the kernels that its target's are packed for."""
-    native = target.kernels != "torch"
-    if native or fmt.name != UNCHANGED:
-        pack_linears(head, fmt, native)
+    if target.is_native or fmt.name != UNCHANGED:
+        pack_linears(head, fmt, target.is_native)
 
 
 def _bytes_of(head: nn.Module) -> int:

@@ -47,6 +47,11 @@ class ReadWeights:
     """Bytes of everything that is read, norms and biases included."""
 
 
+def kernels_label(is_fused: bool, is_native: bool) -> str:
+    """`decoder` for whole passes in our kernels, `native` for linear layers in them, `torch` for neither."""
+    return "decoder" if is_fused else "native" if is_native else "torch"
+
+
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
     """A Transformers model that was tried out, and how it is to be run."""
@@ -87,6 +92,8 @@ class Executor(ABC):
     """Whether a pass reads a cache that is narrower than its rows without a widened copy of it."""
     computes_fast_rows: ClassVar[bool] = False
     """Whether it can compute rows as `fast_prompts` says."""
+    is_fused: ClassVar[bool] = False
+    """Whether it computes whole passes in the CPU kernels."""
     has_experts: bool = False
     """Whether its layers send rows to experts that it knows of."""
 
@@ -107,9 +114,14 @@ class Executor(ABC):
         return None
 
     @property
-    @abstractmethod
+    def is_native(self) -> bool:
+        """Whether the CPU kernels compute its linear layers, if not whole passes."""
+        return self.is_fused
+
+    @property
     def kernels(self) -> str:
-        """What computes: `decoder` for whole passes in our kernels, `native` for linear layers in them, `torch`."""
+        """What computes, in a word for people."""
+        return kernels_label(self.is_fused, self.is_native)
 
     @property
     def num_operator_threads(self) -> int:

@@ -43,7 +43,7 @@ class CpuKernels(PackedModel, Executor):
     name: ClassVar[str] = "cpu_kernels"
     widens_entries: ClassVar[bool] = True
     computes_fast_rows: ClassVar[bool] = True
-    kernels = "decoder"
+    is_fused: ClassVar[bool] = True
     num_operator_threads = 1
     _head: PackedWeight
 

@@ -47,8 +47,8 @@ class EagerExecutor(Executor):
             )
 
     @property
-    def kernels(self) -> str:
-        return "native" if any(isinstance(part, NativeLinear) for part in self.model.modules()) else "torch"
+    def is_native(self) -> bool:
+        return any(isinstance(part, NativeLinear) for part in self.model.modules())
 
     @property
     def reads(self) -> ReadWeights:
