@@ -17,16 +17,13 @@ class EchoDrafter(Drafter):
 
     Options = EchoOptions
 
-    def max_nodes(self):
-        return self.options.num_speculative_tokens
-
     def propose(self, sequences, budgets):
         pairs = zip(sequences, budgets, strict=True)
         return [self._after(sequence.token_ids, budget) for sequence, budget in pairs]
 
     def _after(self, text, budget):
         earlier = [i for i in range(len(text) - 1) if text[i] == text[-1]]
-        length = min(budget, self.max_nodes())
+        length = min(budget, self.traits.max_nodes)
         return Proposal.chain(text[earlier[-1] + 1 :][:length]) if earlier and length > 0 else EMPTY_PROPOSAL
 
 

@@ -160,7 +160,7 @@ def test_an_engine_runs_the_verifier(install: Install, prompts: list[str], plain
     name = install("verifier")
     llm = LLM(speculative_config={**TREE, "verifier": name}, attention_backend="packed")
     assert texts(llm, prompts) == plain
-    assert ProposalKind.COUPLED not in llm.engine.drafter.kinds_made()
+    assert ProposalKind.COUPLED not in llm.engine.drafter.traits.kinds
     [output] = llm.generate(prompts[:1], SamplingParams(temperature=0.8, max_tokens=16, seed=1))
     assert output.metrics.num_accepted_tokens > 0
     assert not output.outputs[0].reproducible

@@ -114,8 +114,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     per_token = plain.model.kv_bytes_per_token
     if spec is not None:
         drafter = LLM(speculative_config=spec, kv_cache_bytes=64 * 2**20, kv_cache_dtype=cache).engine.drafter
-        per_token += drafter.kv_bytes_per_token()
-        per_token += len(drafter.feature_layers()) * plain.model.hidden_size * plain.model.dtype.itemsize
+        per_token += drafter.traits.kv_bytes_per_token
+        per_token += len(drafter.traits.feature_layers) * plain.model.hidden_size * plain.model.dtype.itemsize
     return LLM(
         speculative_config=spec,
         kv_cache_bytes=NUM_SLOTS * per_token,

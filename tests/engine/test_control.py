@@ -20,6 +20,7 @@ from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
 from slipstream.draft.guarded.guard import FIRST_PAUSE_S
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError, RequestError
 from slipstream.testing.stub_drafters import OracleOptions
 from tests.kit.engines import MakeLLM
@@ -35,6 +36,7 @@ class HangingDrafter(Drafter):
     """Never answers from its third call on, unless the test is over."""
 
     Options = OracleOptions
+    traits = DrafterTraits(max_nodes=2)
 
     def __init__(self, options: Any, context: Any) -> None:
         super().__init__(options, context)
@@ -45,9 +47,6 @@ class HangingDrafter(Drafter):
         if self.calls >= 3:
             release_all.wait(250)
         return [Proposal.chain([7] * min(budget, 2)) for budget in budgets]
-
-    def max_nodes(self) -> int:
-        return 2
 
 
 class BusyDrafter(HangingDrafter):
@@ -79,13 +78,10 @@ what_to_say: list[str] = []
 class GarbageDrafter(HangingDrafter):
     """Says what it is told to."""
 
-    kinds = frozenset(ProposalKind)
+    traits = DrafterTraits(max_nodes=2, kinds=frozenset(ProposalKind))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         return [GARBAGE[what_to_say[0]]] * len(sequences)
-
-    def max_nodes(self) -> int:
-        return 2
 
 
 class RaisesOnceDrafter(HangingDrafter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -42,7 +43,8 @@ def test_a_long_prompt_beside_short_ones(
     long, growing = text[:400], text[: limit - 20]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     llm = make_llm(spec, max_num_batched_tokens=4096)
-    monkeypatch.setattr(drafter_of(llm), "context_length", limit)
+    drafter = drafter_of(llm)
+    monkeypatch.setattr(drafter, "traits", dataclasses.replace(drafter.traits, context_length=limit))
     alone = [llm.generate(prompt, params)[0] for prompt in short]
     llm.reset_caches()
     lengths: dict[str, list[tuple[int, int]]] = {}

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.proposal import ROOT, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
+from slipstream.draft.base import DraftContext
 from slipstream.engine.outputs import CompletionOutput, RequestOutput
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions
 from tests.kit.engines import ORACLE, MakeLLM
@@ -32,6 +33,10 @@ class MixedTreeDrafter(OracleDrafter):
     """Random trees of any size and shape, through which the truth runs some way."""
 
     Options = MixedTreeOptions
+
+    def __init__(self, options: MixedTreeOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
 
     def _propose(self, sequence: Sequence, budget: int) -> Proposal:
         start = len(sequence.token_ids)
@@ -50,10 +55,6 @@ class MixedTreeDrafter(OracleDrafter):
                 parents.append(parent)
                 depths.append(depth)
         return Proposal(tuple(token_ids), tuple(parents))
-
-    def max_nodes(self) -> int:
-        num_draft_nodes: int = self.options.num_draft_nodes
-        return num_draft_nodes
 
 
 Log = dict[tuple[str, int], list[tuple[int, Proposal]]]

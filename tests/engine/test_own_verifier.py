@@ -46,7 +46,7 @@ def test_an_engine_goes_by_what_the_verifier_can_do(make_llm: MakeLLM) -> None:
     assert own.reproducible
     assert len(own.metrics.acceptance_histogram) == 2, "it accepts one draft token at most"
     assert own.metrics.num_accepted_tokens > 0
-    assert llm.engine.drafter.kinds_made() == {ProposalKind.ONE_HOT}, "the draft suits the verifier"
+    assert llm.engine.drafter.traits.kinds == {ProposalKind.ONE_HOT}, "the draft suits the verifier"
     sampled = llm.generate(prompt, SamplingParams(temperature=0.8, max_tokens=24, seed=3))[0].outputs[0]
     assert not sampled.reproducible
     assert llm.engine.drafting.num_failures == 0

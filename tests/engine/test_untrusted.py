@@ -14,6 +14,7 @@ from slipstream.core.metrics.step import StepReport
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
 from slipstream.testing.stub_drafters import OracleOptions
 from tests.kit.engines import MakeLLM
@@ -28,6 +29,7 @@ class ScribblingDrafter(Drafter):
     """Hangs in its sixth call; when it wakes it writes over all that it ever got hold of."""
 
     Options = OracleOptions
+    traits = DrafterTraits(max_nodes=2, feature_layers=(1,))
 
     def __init__(self, options: Any, context: Any) -> None:
         super().__init__(options, context)
@@ -36,14 +38,8 @@ class ScribblingDrafter(Drafter):
         self.observations: list[Observation] = []
         self.proposals: list[tuple[list[int], list[int]]] = []
 
-    def feature_layers(self) -> Seq[int]:
-        return (1,)
-
     def attach(self, cache: KVCache) -> None:
         self.cache = cache
-
-    def max_nodes(self) -> int:
-        return 2
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         self.sequences += sequences

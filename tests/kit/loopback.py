@@ -84,7 +84,7 @@ class LoopbackDrafter(RemoteDrafter):
     def __init__(self, options: LoopbackOptions, context: DraftContext) -> None:
         inside = replace(context, verifier=ANY_VERIFIER, target=None)
         self.inner: Drafter = create_drafter(SpeculativeConfig.from_mapping(options.draft), inside)
-        kinds = self.inner.kinds_made()
+        kinds = self.inner.traits.kinds
         self.drafting = AheadDrafting(
             self.inner,
             vocab_size=context.vocab_size,
@@ -95,29 +95,22 @@ class LoopbackDrafter(RemoteDrafter):
         )
         self._kind = next(iter(kinds))
         super().__init__(options, context)
+        self.traits = replace(self.traits, kv_bytes_per_token=self.inner.traits.kv_bytes_per_token)
+
+    @property
+    def parts(self) -> list[Drafter]:
+        """The served drafter: it is in this process."""
+        return [self.inner]
 
     def _make_links(self) -> list[Link]:
         return [LoopbackLink(self.drafting, self._kind, self.options.num_speculative_tokens)]
-
-    def kv_bytes_per_token(self) -> int:
-        """The served drafter's: it is in this process."""
-        return self.inner.kv_bytes_per_token()
 
     def allocate(self, num_tokens: int) -> None:
         """As for the served drafter, with room for what it drafts ahead."""
         self.inner.allocate(num_tokens + 64 * self.context.engine_config.max_num_seqs)
 
-    def memory_bytes(self) -> int:
-        return self.inner.memory_bytes()
-
-    def reset(self) -> None:
-        self.inner.reset()
-
     def num_held(self) -> int:
-        return max(super().num_held(), self.inner.num_held(), len(self.drafting))
-
-    def integrity(self) -> list[str]:
-        return [*super().integrity(), *self.inner.integrity()]
+        return max(super().num_held(), len(self.drafting))
 
 
 class FaultyLink(LoopbackLink):

@@ -88,8 +88,8 @@ def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
     held, draft = engine.memory_plan, planner(spec).draft
     assert held.num_slots == plan.num_slots
     assert held.kv_bytes_per_token == plan.kv_bytes_per_token
-    assert draft.max_nodes == engine.drafter.max_nodes()
-    assert len(draft.feature_layers) == len(engine.drafter.feature_layers())
+    assert draft.max_nodes == engine.drafter.traits.max_nodes
+    assert len(draft.feature_layers) == len(engine.drafter.traits.feature_layers)
     own = draft.head_bytes + sum(model.held.total_bytes for model in draft.models)
     assert own == pytest.approx(held.draft_bytes, rel=0.02, abs=1000)
     sizes = {part.name: part.num_bytes for part in plan.parts}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.core.proposal import Proposal, ProposalKind, VerifierTraits
+from slipstream.core.proposal import Proposal, VerifierTraits
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.traits import DrafterTraits
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +124,8 @@ class Drafter(ABC):
     `sequence.id`; a sequence that it has not seen before may already be long. Nothing that a drafter proposes can
     change the text, only how fast it comes.
 
-    What is not abstract has a default that suits a drafter without memory, weights or draft model.
+    What is not abstract has a default that suits a drafter without memory, weights or draft model. What a drafter is,
+    its `traits` say.
     """
 
     summary: ClassVar[str] = ""
@@ -133,24 +135,9 @@ class Drafter(ABC):
     called `num_speculative_tokens`; see `configured_depth`."""
     spec: ClassVar[MethodSpec | None] = None
     """What is known of the method of a package; a built-in one's is in `slipstream.draft.methods`."""
-    kinds: ClassVar[frozenset[ProposalKind]] = frozenset({ProposalKind.ONE_HOT})
-    """The proposal kinds that this drafter may return."""
-    looks_up: ClassVar[bool] = False
-    """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
-    to see whether it would have been accepted."""
-    guards_itself: ClassVar[bool] = False
-    """True for a group that holds each of its drafters to the time that a call may take."""
-    observes_all: ClassVar[bool] = True
-    """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
-    reads_text_only: ClassVar[bool] = False
-    """True for a drafter with a model or tables of its own that needs nothing of the target but the committed tokens:
-    no logits, hidden states, weights or cache. It can draft in another process (`slipstream draft-worker`), where
-    `Observation.logits` has no rows that mean anything."""
-    has_own_model: ClassVar[bool] = False
-    """True for one that loads a model to its context's device and reads nothing of the target but the text, so that it
-    can draft on another device (`draft_device`)."""
-    context_length: int | None = None
-    """The longest text, in tokens, for which it can draft; None for any."""
+    traits: DrafterTraits = DrafterTraits()
+    """Of the class, what holds whatever its options are: `kinds`, `reads_text_only` and `has_own_model` are read before
+    one is made. Of a drafter, from its constructor on, what holds as it is configured."""
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -185,16 +172,34 @@ class Drafter(ABC):
         depth: int | None = getattr(options, "num_speculative_tokens", None)
         return depth
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises `TypeError` for a class that declares a trait as an attribute or a method of its own."""
+        super().__init_subclass__(**kwargs)
+        if retired := [name for name in vars(cls) if name in _TRAITS]:
+            raise TypeError(
+                f"drafter {cls.__name__} declares {', '.join(retired)} itself, which nothing reads; it belongs in its "
+                "traits: a class attribute traits = DrafterTraits(...) for what holds whatever the options are, and "
+                "in the constructor, after super().__init__(options, context), self.traits = "
+                "dataclasses.replace(self.traits, ...) for the rest (slipstream.draft.traits)"
+            )
+
     def __init__(self, options: Any, context: DraftContext) -> None:
+        """Where the class does not say `max_nodes`, it is what `configured_depth` says; a subclass may replace it."""
         self.options = options
         self.context = context
+        most = self.traits.max_nodes or self.configured_depth(options) or 0
+        self.traits = replace(self.traits, max_nodes=most)
+        self._tables: list[dict[int, Any]] = []
 
-    def remembers(self) -> bool:
-        """True where what it proposes for a request may depend on other requests' texts or on what they accepted.
+    def by_sequence(self) -> dict[int, Any]:
+        """A new table of state by sequence id. `release` drops a sequence's entry, and `num_held` counts entries."""
+        self._tables.append({})
+        return self._tables[-1]
 
-        The classical verifiers then draw other random numbers for each request, so a seed alone does not repeat a text.
-        """
-        return False
+    @property
+    def parts(self) -> Seq[Drafter]:
+        """The drafters inside this one. They get memory and are reset with it, and what they hold is its own."""
+        return ()
 
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -209,26 +214,14 @@ class Drafter(ABC):
         inner drafter before each of its passes. What is proposed need not be checked: other tokens may be.
         """
 
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        """The proposal kinds that this drafter may return as it is configured; some of `kinds`."""
-        return self.kinds
-
-    @abstractmethod
-    def max_nodes(self) -> int:
-        """The most nodes that one proposal can have; the engine never asks for more."""
-
-    def chain_length(self) -> int | None:
-        """The longest proposal, for a drafter that answers a budget of n with n tokens in a row, each at the cost of
-        one more level. None for trees, lookups and all that take the same time whatever the budget."""
-        return None
-
     def observe(self, observations: Seq[Observation]) -> None:
         """Learn the verdicts of a step; sequences for which nothing was proposed are among them."""
         return
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence; unknown ones are ignored."""
-        return
+        for table in self._tables:
+            table.pop(sequence.id, None)
 
     def rewind(self, sequence: Sequence) -> None:
         """Forget what is known of tokens that were taken back: `token_ids` ends earlier than at the last call.
@@ -240,7 +233,8 @@ class Drafter(ABC):
 
     def reset(self) -> None:
         """Forget all that was kept from finished sequences, as a new drafter would be."""
-        return
+        for part in self.parts:
+            part.reset()
 
     def version_of(self, sequence: Sequence) -> str:
         """The version of its weights that drafts for a sequence; empty where there is but one."""
@@ -251,38 +245,24 @@ class Drafter(ABC):
         """How often drafters inside this one have been retired for a sequence that they failed."""
         return 0
 
-    def ends_early(self) -> bool:
-        """True where a chain may end before its budget because the drafter lacks confidence in what follows: it has a
-        `confidence_threshold`."""
-        return False
-
     def worker_stats(self) -> Seq[WorkerStats]:
         """The state of every draft worker that it gets drafts from; none for drafters of this process."""
-        return ()
+        return [stats for part in self.parts for stats in part.worker_stats()]
 
     def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
         """The draft model that was loaded as this says, for another drafter to compute with too; None without one.
         `DraftModelDrafter` says what the tuple holds."""
-        return None
+        lent = (part.lend(loaded_as) for part in self.parts)
+        return next((model for model in lent if model is not None), None)
 
     def drafting_model(self) -> CausalLM | None:
         """The language model that drafts; None for lookups, heads and all others without one."""
         return None
 
     def drafting_models(self) -> Seq[CausalLM]:
-        """Every language model that drafts: of a group, all members'."""
-        model = self.drafting_model()
-        return [] if model is None else [model]
-
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token costs this drafter; 0 when it keeps none."""
-        return 0
-
-    def feature_layers(self) -> Seq[int]:
-        """Hidden states of the target that this drafter reads: 0 is the embedding, i what layer i puts out, and the
-        number of layers what the final norm puts out. The engine keeps them beside the keys and values of every
-        computed token; `KVCache.features` reads them, side by side in this order."""
-        return ()
+        """Every language model that drafts, those of its `parts` included."""
+        own = [] if (model := self.drafting_model()) is None else [model]
+        return own + [each for part in self.parts for each in part.drafting_models() if each not in own]
 
     def attach(self, cache: KVCache) -> None:
         """Get the target's cache; called once, after `allocate`.
@@ -294,16 +274,21 @@ class Drafter(ABC):
 
     def allocate(self, num_tokens: int) -> None:
         """Make room for the keys and values of `num_tokens` tokens in all; called once, before any proposal."""
-        return
+        for part in self.parts:
+            part.allocate(num_tokens)
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds now: weights, keys and values, tables."""
-        return 0
+        return sum(part.memory_bytes() for part in self.parts)
 
     def num_held(self) -> int:
         """Sequences for which state is kept; 0 once all have been released."""
-        return 0
+        return max([*map(len, self._tables), *(part.num_held() for part in self.parts)], default=0)
 
     def integrity(self) -> list[str]:
         """Violated invariants of the drafter's own state, a sentence each; tests call it after every scenario."""
-        return []
+        return [fault for part in self.parts for fault in part.integrity()]
+
+
+_TRAITS = frozenset({field.name for field in fields(DrafterTraits)} | {"kinds_made"})
+"""What a drafter once said in attributes and methods of these names."""

@@ -23,7 +23,3 @@ class OffDrafter(Drafter):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The empty proposal for each sequence."""
         return [EMPTY_PROPOSAL] * len(sequences)
-
-    def max_nodes(self) -> int:
-        """0."""
-        return 0

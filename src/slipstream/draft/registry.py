@@ -50,8 +50,8 @@ def validate(config: SpeculativeConfig, verifier: VerifierTraits | None = None) 
     cls = _drafter_class(config.method)
     if not dataclasses.is_dataclass(getattr(cls, "Options", None)):
         raise ConfigError(f"drafter {config.method!r} has no dataclass Options; see its base class")
-    if verifier is not None and not cls.kinds & verifier.kinds:
-        kinds = " or ".join(sorted(cls.kinds))
+    if verifier is not None and not cls.traits.kinds & verifier.kinds:
+        kinds = " or ".join(sorted(cls.traits.kinds))
         raise ConfigError(
             f"verifier {verifier.name!r} cannot judge {kinds} proposals, and drafter {config.method!r} "
             f"makes no others; use verifier 'coupled'"
@@ -112,7 +112,7 @@ def _help(name: str, cls: type[Drafter]) -> str:
 
 def _check_device(config: SpeculativeConfig, cls: type[Drafter]) -> None:
     """Raise `ConfigError` where a drafter cannot run on another device than its target."""
-    if not cls.has_own_model:
+    if not cls.traits.has_own_model:
         raise ConfigError(
             f"drafter {config.method!r} cannot have a draft_device: it has no model of its own, or reads more of its "
             f"target than the text; draft_model, self, tli and slem can"

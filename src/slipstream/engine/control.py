@@ -34,18 +34,18 @@ def create_policy(speculative: SpeculativeConfig, drafter: Drafter, model: Causa
             fixed = FixedPlan(rules, traits)
             return Policy(traits, adaptive=False, probe_share=share, pass_s=_unmeasured_s, fixed=fixed)
         return Policy(traits, adaptive=True, probe_share=share, pass_s=_pass_s(model))
-    if not share or drafter.max_nodes() == 0:
+    if not share or drafter.traits.max_nodes == 0:
         return None
     traits = [_traits(speculative.method, drafter)]
     return Policy(traits, adaptive=False, probe_share=share, pass_s=_unmeasured_s)
 
 
 def _traits(name: str, drafter: Drafter) -> PolicyDrafter:
-    length = drafter.chain_length()
-    depth = drafter.max_nodes() if length is None else length
+    traits = drafter.traits
+    depth = traits.max_nodes if traits.chain_length is None else traits.chain_length
     # Whether a lookup's proposal is used depends on its length, which must not be what a random draw came to.
-    draws = bool(drafter.kinds_made() - {ProposalKind.ONE_HOT, ProposalKind.COUPLED})
-    return PolicyDrafter(name, depth, length is not None, drafter.looks_up and not draws)
+    draws = bool(traits.kinds - {ProposalKind.ONE_HOT, ProposalKind.COUPLED})
+    return PolicyDrafter(name, depth, traits.chain_length is not None, traits.looks_up and not draws)
 
 
 def _unmeasured_s(rows: float) -> float:

@@ -77,12 +77,12 @@ class Drafting:
         """Drafts of lookups that were not checked, until the text has grown past them: whose, the lookup, what it
         proposed, and the length of the text then."""
         self._num_steps = self._num_prompt_rows = 0
-        self._everything = Choice(0, drafter.max_nodes())
-        self._most = [guard.drafter.max_nodes() for guard in self.guards]
-        self._is_chain = [guard.drafter.chain_length() is not None for guard in self.guards]
+        self._everything = Choice(0, drafter.traits.max_nodes)
+        self._most = [guard.drafter.traits.max_nodes for guard in self.guards]
+        self._is_chain = [guard.drafter.traits.chain_length is not None for guard in self.guards]
         self._learns = [type(guard.drafter).observe is not Drafter.observe for guard in self.guards]
         self._listens = any(
-            learns and guard.drafter.observes_all
+            learns and guard.drafter.traits.observes_all
             for learns, guard in zip(self._learns, self.guards, strict=True)
         )
         """Whether some drafter learns from sequences that it was not asked for."""
@@ -314,7 +314,7 @@ class Drafting:
                 [
                     _own_share(item, seen) if item.drafter == number else text_of(seen)
                     for item, seen in zip(items, verdicts, strict=True)
-                    if item.drafter == number or guard.drafter.observes_all
+                    if item.drafter == number or guard.drafter.traits.observes_all
                 ]
             )
 
@@ -333,7 +333,7 @@ class Drafting:
             depth = own.proposal.depth
             if choice.drafter == item.drafter and depth < choice.depth:
                 # A chain that ends early lacks the confidence to go on: no better than a rejected token.
-                depth += self.guards[item.drafter].drafter.ends_early()
+                depth += self.guards[item.drafter].drafter.traits.ends_early
             cut = sequence.finished and item.was_cut  # what follows was not looked at
             request.num_reached = min(own.num_accepted + (not cut), depth)
         if request.lookup not in (NOBODY, request.drafter) and len(item.found):
@@ -407,7 +407,7 @@ class Drafting:
         if self.policy is not None:
             return control_report(self.policy, failures, retired)
         alone = MethodReport(self.names[0], None, (), 0, failures[0], retired[0])
-        methods = (alone,) if guards[0].drafter.max_nodes() else ()
+        methods = (alone,) if guards[0].drafter.traits.max_nodes else ()
         return ControlReport(False, bool(methods) and not retired[0], False, None, None, 0.0, methods, (), ())
 
     def num_held(self) -> int:

@@ -73,7 +73,7 @@ class Engine:
     @property
     def drafts(self) -> bool:
         """Whether its drafter can propose anything."""
-        return self.drafter.max_nodes() > 0
+        return self.drafter.traits.max_nodes > 0
 
     @property
     def draft_methods(self) -> list[str]:

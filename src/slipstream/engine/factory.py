@@ -99,7 +99,7 @@ def create_engine(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 num_tokens_limit=plan.max_model_len,
-                max_draft_tokens=drafter.max_nodes(),
+                max_draft_tokens=drafter.traits.max_nodes,
             ),
             drafting=drafting,
             runner=runner,
@@ -162,15 +162,15 @@ def _planned(
         config,
         model,
         sum(each.memory_bytes() for each in drafters),
-        sum(each.kv_bytes_per_token() for each in drafters)
+        sum(each.traits.kv_bytes_per_token for each in drafters)
         + _feature_width(model, drafter) * model.dtype.itemsize,
-        drafter.max_nodes(),
+        drafter.traits.max_nodes,
     )
     drafting: Seq[CausalLM] = [each for one in drafters for each in one.drafting_models()]
     models = {id(each): each for each in (model, *drafting)}  # one that several use counts once
     _, options = validate(speculative)
     plan = with_passes(
-        plan, config, list(models.values()), drafter.max_nodes(), partial(drafter.table_bytes, options)
+        plan, config, list(models.values()), drafter.traits.max_nodes, partial(drafter.table_bytes, options)
     )
     logger.info("memory: %s", plan)
     return plan
@@ -182,9 +182,9 @@ def _runner(config: EngineConfig, model: CausalLM, drafter: Drafter, plan: Memor
         prefix_caching=config.enable_prefix_caching,
         feature_width=_feature_width(model, drafter),
     )
-    return ModelRunner(model, cache, drafter.feature_layers())
+    return ModelRunner(model, cache, drafter.traits.feature_layers)
 
 
 def _feature_width(model: CausalLM, drafter: Drafter) -> int:
     """Numbers of the target's hidden states that are kept for each token."""
-    return len(drafter.feature_layers()) * model.hidden_size
+    return len(drafter.traits.feature_layers) * model.hidden_size

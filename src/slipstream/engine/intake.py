@@ -54,7 +54,7 @@ class Intake:
     def reproduces(self, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> bool:
         """Whether the same seed gives the same answer to such a request again, whatever is drafted for it."""
         return reproduces(
-            self._served.verifier.reproducible, self._served.drafter.max_nodes() > 0, params, options
+            self._served.verifier.reproducible, self._served.drafter.traits.max_nodes > 0, params, options
         )
 
     def admit(
@@ -131,7 +131,7 @@ class Intake:
             sequence.num_fast_tokens = served.model.num_fast_tokens(sequence.num_prompt_tokens)
             sequence.metrics.reproducible = self.reproduces(params, options)
             if options.max_draft_tokens != 0 and (
-                served.drafter.remembers()
+                served.drafter.traits.remembers
                 or served.drafting.policy is not None
                 or sequence.expected is not None
             ):

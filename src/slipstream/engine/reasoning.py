@@ -81,7 +81,7 @@ class StepSpeculation(StepExtension):
         """
         self.config = config
         self.writer: Drafter = create_drafter(config.writer(speculative), context)
-        if not self.writer.reads_text_only:
+        if not self.writer.traits.reads_text_only:
             raise ConfigError(
                 f"reasoning method {config.method!r} reads more of the target than the text; use draft_model"
             )

@@ -75,7 +75,7 @@ class Planner:
     @property
     def draft_model(self) -> ModelOutline | None:
         """The model that the drafter would load and draft with; None for lookups, heads and groups."""
-        return self.draft.models[0] if self._drafter.has_own_model else None
+        return self.draft.models[0] if self._drafter.traits.has_own_model else None
 
     @property
     def max_context(self) -> int:

@@ -90,9 +90,9 @@ class Stage:
         self.drafter = drafter
         self.scene = scene
         self.live: dict[int, Sequence] = {}
-        self.max_nodes = self.call("max_nodes")
+        self.max_nodes = drafter.traits.max_nodes
         is_count = isinstance(self.max_nodes, int) and self.max_nodes >= 0
-        require(is_count, f"max_nodes() returned {self.max_nodes!r}")
+        require(is_count, f"traits.max_nodes is {self.max_nodes!r}")
         # More than needed: segments are rounded up, and a draft's own tokens may outnumber the target's. With too
         # little memory a drafter may skip a sequence, which would look like a dependence on the batch.
         num_slots = MAX_LIVE * (2 * (scene.max_len + self.max_nodes + 1) + CHUNK)
@@ -189,7 +189,7 @@ class Stage:
         model = self.drafter.context.target
         if model is None:
             return None
-        width = len(self.drafter.feature_layers()) * model.hidden_size
+        width = len(self.drafter.traits.feature_layers) * model.hidden_size
         cache = model.new_cache(num_slots, prefix_caching=False, feature_width=width)
         self.call("attach", cache)
         return cache
@@ -216,7 +216,7 @@ class Stage:
                 groups[i] = RowGroup(cache.accounting.slots(i), past, token_ids, [])
         if not groups:
             return
-        layers = tuple(self.drafter.feature_layers())
+        layers = self.drafter.traits.feature_layers
         output = model.forward(list(groups.values()), cache.pool, layers)
         end = 0
         for i, group in groups.items():
@@ -253,8 +253,8 @@ class Stage:
                 f"draft token {token!r} is not an id below {self.scene.vocab_size}",
             )
         kind = proposal.kind
-        declared = sorted(self.drafter.kinds)
-        require(kind in declared, f"a {kind} proposal, but kinds declares {declared}")
+        declared = sorted(self.drafter.traits.kinds)
+        require(kind in declared, f"a {kind} proposal, but its traits declare {declared}")
         require(
             kind in self.scene.verifier.kinds,
             f"a {kind} proposal, which the {self.scene.verifier.name} verifier does not accept",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.config import EngineConfig
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.traits import DrafterTraits
 from slipstream.verify.registry import VERIFIERS
 
 
@@ -51,7 +52,7 @@ class OracleDrafter(Drafter):
     """Drafts the true continuation of known texts. Which tokens are wrong depends on seed, text and position only."""
 
     Options = OracleOptions
-    reads_text_only = True
+    traits = DrafterTraits(reads_text_only=True)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The true continuation, with some of its tokens replaced; nothing for an unknown text."""
@@ -73,11 +74,6 @@ class OracleDrafter(Drafter):
             return token
         return (token + rng.randrange(1, self.context.vocab_size)) % self.context.vocab_size
 
-    def max_nodes(self) -> int:
-        """`num_speculative_tokens`."""
-        num_speculative_tokens: int = self.options.num_speculative_tokens
-        return num_speculative_tokens
-
 
 @dataclass(frozen=True)
 class RandomTreeOptions:
@@ -91,6 +87,10 @@ class RandomTreeDrafter(Drafter):
     """Random trees with distinct siblings; a function of the seed, the sequence and its length alone."""
 
     Options = RandomTreeOptions
+
+    def __init__(self, options: RandomTreeOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
+        self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """A random tree a sequence, from empty to the whole budget."""
@@ -110,11 +110,6 @@ class RandomTreeDrafter(Drafter):
             else:
                 break
         return Proposal(tuple(token_ids), tuple(parents))
-
-    def max_nodes(self) -> int:
-        """`num_draft_nodes`."""
-        num_draft_nodes: int = self.options.num_draft_nodes
-        return num_draft_nodes
 
 
 @dataclass(frozen=True)

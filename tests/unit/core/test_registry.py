@@ -14,18 +14,19 @@ import pytest
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft import registry
-from slipstream.draft.base import Fit
+from slipstream.draft.base import Drafter, Fit
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.off import OffDrafter
+from slipstream.draft.traits import DrafterTraits
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
-from slipstream.testing.stub_drafters import OracleDrafter, draft_context
+from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions, draft_context
 
 CONTEXT = draft_context(vocab_size=50)
 
 
 class CoupledOnlyDrafter(OracleDrafter):
-    kinds = frozenset({ProposalKind.COUPLED})
+    traits = DrafterTraits(kinds=frozenset({ProposalKind.COUPLED}))
 
 
 class WithoutOptionsDrafter(OracleDrafter):
@@ -33,7 +34,7 @@ class WithoutOptionsDrafter(OracleDrafter):
 
 
 class EitherWayDrafter(OracleDrafter):
-    kinds = frozenset({ProposalKind.COUPLED, ProposalKind.SAMPLED_IID})
+    traits = DrafterTraits(kinds=frozenset({ProposalKind.COUPLED, ProposalKind.SAMPLED_IID}))
 
 
 def config(method: str, verifier: str = "coupled", **options: Any) -> SpeculativeConfig:
@@ -43,14 +44,31 @@ def config(method: str, verifier: str = "coupled", **options: Any) -> Speculativ
 def test_a_built_in_drafter_gets_its_options() -> None:
     drafter = registry.create_drafter(config("ngram", num_speculative_tokens=7), CONTEXT)
     assert isinstance(drafter, NgramDrafter)
-    assert drafter.max_nodes() == 7
+    assert drafter.traits.max_nodes == 7
     assert drafter.context is CONTEXT
+
+
+def test_a_drafter_of_the_old_contract_is_told_what_to_declare() -> None:
+    methods = {"max_nodes": lambda self: 4, "looks_up": True, "propose": OracleDrafter.propose}
+    with pytest.raises(
+        TypeError, match=r"OldDrafter declares max_nodes, looks_up itself.* traits = DrafterTraits"
+    ):
+        type("OldDrafter", (Drafter,), methods)
+
+
+def test_traits_are_of_the_class_then_of_the_drafter() -> None:
+    class TwoDrafter(OracleDrafter):
+        traits = DrafterTraits(max_nodes=2)
+
+    assert OracleDrafter(OracleOptions(num_speculative_tokens=7), CONTEXT).traits.max_nodes == 7
+    assert TwoDrafter(OracleOptions(num_speculative_tokens=7), CONTEXT).traits.max_nodes == 2
+    assert OracleDrafter.traits.max_nodes == 0
 
 
 def test_off_is_a_drafter_that_proposes_nothing() -> None:
     drafter = registry.create_drafter(config("off"), CONTEXT)
     assert isinstance(drafter, OffDrafter)
-    assert drafter.max_nodes() == 0
+    assert drafter.traits.max_nodes == 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter, AutoOptions
 from slipstream.draft.combine.merging import depth_along
+from slipstream.draft.traits import DrafterTraits
 from slipstream.engine.drafting import Drafting
 from slipstream.errors import ConfigError
 from slipstream.models import load_model, load_tokenizer
@@ -33,7 +34,7 @@ class SaysDrafter(Drafter):
     """Proposes the chain that it is told to, and keeps what it is asked and told."""
 
     Options = OracleOptions
-    looks_up = True
+    traits = DrafterTraits(looks_up=True, max_nodes=8)
 
     def __init__(self, options: Any, context: Any) -> None:
         super().__init__(options, context)
@@ -46,9 +47,6 @@ class SaysDrafter(Drafter):
         self.asked += [(sequence.id, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
         self.held |= {sequence.id for sequence in sequences}
         return [Proposal.chain(list(self.says[:budget])) for budget in budgets]
-
-    def max_nodes(self) -> int:
-        return 8
 
     def observe(self, observations: Seq[Observation]) -> None:
         self.seen += observations
@@ -63,13 +61,13 @@ class SaysDrafter(Drafter):
 class ForgetfulDrafter(SaysDrafter):
     """Learns nothing from what others guessed."""
 
-    observes_all = False
+    traits = replace(SaysDrafter.traits, observes_all=False)
 
 
 class CoupledDrafter(SaysDrafter):
     """Says of its draft tokens that they were drawn with the target's noise, whatever the verifier is."""
 
-    kinds = frozenset(ProposalKind)
+    traits = replace(SaysDrafter.traits, kinds=frozenset(ProposalKind))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         return [replace(made, kind=ProposalKind.COUPLED) for made in super().propose(sequences, budgets)]
@@ -259,5 +257,5 @@ def test_an_eagle_head_drafts_chains_unless_its_entry_has_a_tree() -> None:
         speculative_config={"method": "auto", "drafters": [head, wide, fixed]}, kv_cache_bytes=64 * 2**20
     )
     drafters = [member.drafter for member in llm.engine.drafter_as(AutoDrafter).members]
-    assert [drafter.chain_length() for drafter in drafters] == [5, None, None]
-    assert [drafter.max_nodes() for drafter in drafters] == [5, 16, 2]
+    assert [drafter.traits.chain_length for drafter in drafters] == [5, None, None]
+    assert [drafter.traits.max_nodes for drafter in drafters] == [5, 16, 2]

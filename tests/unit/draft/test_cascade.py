@@ -21,6 +21,7 @@ from slipstream.draft.combine.cascade import CascadeDrafter, CascadeOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.model.layer_skip import LayerSkipDrafter, LayerSkipOptions
 from slipstream.draft.registry import create_drafter, validate
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
@@ -162,15 +163,14 @@ class Recorder(Drafter):
     """Guesses token 9 and keeps every text that it is shown."""
 
     Options = dict
+    traits = DrafterTraits(max_nodes=2)
 
     def __init__(self) -> None:
+        super().__init__(None, draft_context(VOCAB))
         self.known: list[int] = []
         self.calls: list[str] = []
         self.cuts: list[bool] = []
         self.options_seen: list[RequestOptions] = []
-
-    def max_nodes(self) -> int:
-        return 2
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         (seq,), (budget,) = sequences, budgets
@@ -380,7 +380,7 @@ def test_no_prompt_is_computed_twice(middle: str, monkeypatch: pytest.MonkeyPatc
     )
     cascade = llm.engine.drafter
     assert isinstance(cascade, CascadeDrafter)
-    assert cascade.kv_bytes_per_token() == 0
+    assert cascade.traits.kv_bytes_per_token == 0
     rows: list[int] = []
     forward = CausalLM.forward
 
@@ -415,7 +415,7 @@ def test_without_a_model_the_target_in_int8_drafts() -> None:
     cascade = llm.engine.drafter
     assert isinstance(cascade, CascadeDrafter)
     assert cascade.model.quantization == "int8"
-    assert cascade.kv_bytes_per_token() == cascade.inner.kv_bytes_per_token() > 0
+    assert cascade.traits.kv_bytes_per_token == cascade.inner.traits.kv_bytes_per_token > 0
     assert cascade.memory_bytes() > cascade.inner.memory_bytes() > 0
 
 
@@ -425,7 +425,7 @@ def test_a_copy_that_computes_in_another_type_keeps_a_cache_of_its_own() -> None
     cascade = llm.engine.drafter
     assert isinstance(cascade, CascadeDrafter)
     assert isinstance(cascade, DraftModelDrafter)
-    assert cascade.kv_bytes_per_token() == cascade.model.kv_bytes_per_token
+    assert cascade.traits.kv_bytes_per_token == cascade.model.kv_bytes_per_token
     params = SamplingParams(temperature=0, max_tokens=12)
     [output] = llm.generate(["one two three one two three one"], params)
     assert output.metrics.num_draft_tokens > 0
@@ -474,6 +474,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_inner_drafter_that_reads_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.draft.lookup.ngram.NgramDrafter.feature_layers", lambda _: (1,))
+    monkeypatch.setattr(
+        "slipstream.draft.lookup.ngram.NgramDrafter.traits", DrafterTraits(feature_layers=(1,))
+    )
     with pytest.raises(ConfigError, match="'ngram' reads hidden states"):
         make(NGRAM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from slipstream.draft import registry
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.ensemble import EnsembleDrafter, EnsembleOptions
 from slipstream.draft.combine.merging import AcceptanceRecord, merge, part_of
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
@@ -44,18 +46,18 @@ class SaysDrafter(Drafter):
     """Proposes the trees that it is told to, and keeps what it observes."""
 
     Options = OracleOptions
+    traits = DrafterTraits(max_nodes=8)
 
     def __init__(self, options: Any, context: DraftContext) -> None:
         super().__init__(options, context)
         self.says = EMPTY_PROPOSAL
         self.asked: list[int] = []
         self.seen: list[Observation] = []
-        self.layers: tuple[int, ...] = ()
         self.cache: KVCache | None = None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         self.asked += [sequence.id for sequence in sequences]
-        assert all(0 <= budget <= self.max_nodes() for budget in budgets)
+        assert all(0 <= budget <= self.traits.max_nodes for budget in budgets)
         return [self._within(budget) for budget in budgets]
 
     def _within(self, budget: int) -> Proposal:
@@ -63,17 +65,23 @@ class SaysDrafter(Drafter):
             return self.says
         return Proposal(self.says.token_ids[:budget], self.says.parents[:budget])
 
-    def max_nodes(self) -> int:
-        return 8
-
     def observe(self, observations: Seq[Observation]) -> None:
         self.seen += observations
 
-    def feature_layers(self) -> Seq[int]:
-        return self.layers
-
     def attach(self, cache: KVCache) -> None:
         self.cache = cache
+
+
+class LateReader(SaysDrafter):
+    """Reads two of the target's states."""
+
+    traits = replace(SaysDrafter.traits, feature_layers=(2, 5))
+
+
+class EarlyReader(SaysDrafter):
+    """Reads one of the same, and one before it."""
+
+    traits = replace(SaysDrafter.traits, feature_layers=(5, 1))
 
 
 class RaisingDrafter(SaysDrafter):
@@ -326,10 +334,8 @@ def test_a_member_that_raises_is_retired_for_that_sequence_alone() -> None:
 
 
 def test_each_member_sees_its_own_features() -> None:
-    made, drafters = ensemble([Proposal()] * 3)
-    for drafter, layers in zip(drafters, ((2, 5), (5, 1), ()), strict=True):
-        drafter.layers = layers
-    assert made.feature_layers() == (2, 5, 1)
+    made, drafters = ensemble([Proposal()] * 3, ["LateReader", "EarlyReader", "SaysDrafter"])
+    assert made.traits.feature_layers == (2, 5, 1)
     cache = KVCache([LayerShape(1, 2, 2)], 64, torch.float32, torch.device("cpu"), False, 3 * 4)
     cache.accounting.open(7, [1, 2, 3], "")
     cache.accounting.reserve(7, 3)
@@ -341,7 +347,7 @@ def test_each_member_sees_its_own_features() -> None:
     for drafter in drafters:
         assert drafter.cache is not None
         found.append(drafter.cache.features(7, 1, 3)[:, ::4].tolist())
-        assert drafter.cache.feature_width == 4 * len(drafter.layers)
+        assert drafter.cache.feature_width == 4 * len(drafter.traits.feature_layers)
     assert found == [[[2, 5]] * 2, [[5, 1]] * 2, [[]] * 2]
 
 
@@ -375,7 +381,7 @@ def test_classical_verifiers_verify_no_union_of_sampled_drafts(mode: str) -> Non
         registry.create_drafter(config, context)
     greedy = [NGRAM, {**chain, "draft_sample_method": "greedy"}]
     config = SpeculativeConfig("ensemble", "rejection", {"members": greedy, "mode": mode})
-    assert registry.create_drafter(config, context).kinds_made() == {ProposalKind.ONE_HOT}
+    assert registry.create_drafter(config, context).traits.kinds == {ProposalKind.ONE_HOT}
 
 
 def test_memory_is_the_members_together() -> None:
@@ -385,4 +391,4 @@ def test_memory_is_the_members_together() -> None:
     for drafter in (one, two):
         drafter.allocate(100)
     assert two.memory_bytes() == 2 * one.memory_bytes() > 0
-    assert two.kv_bytes_per_token() == 2 * one.kv_bytes_per_token() > 0
+    assert two.traits.kv_bytes_per_token == 2 * one.traits.kv_bytes_per_token > 0

@@ -121,7 +121,7 @@ def test_n_grams_come_first_and_the_window_shrinks_by_whole_columns() -> None:
     for _ in range(3):
         step(drafter, text, 99, {(): 1})
     columns = held(drafter, text).columns
-    for budget in range(1, drafter.max_nodes() + 1):
+    for budget in range(1, drafter.traits.max_nodes + 1):
         proposal = drafter.propose([text], [budget])[0]
         paths = [words(proposal, node) for node in range(len(proposal))]
         ngrams = [[*tail] for tail in held(drafter, text).pool.after(1)]

@@ -121,8 +121,8 @@ def test_heads_for_another_target_are_refused() -> None:
 
 def test_depth_is_at_most_one_a_head() -> None:
     drafter = make(model=random_heads("medusa", 2))
-    assert drafter.max_nodes() == drafter.chain_length() == 2
-    assert make(tree_top_k=2).chain_length() is None, "the depth of a tree is not chosen"
+    assert drafter.traits.max_nodes == drafter.traits.chain_length == 2
+    assert make(tree_top_k=2).traits.chain_length is None, "the depth of a tree is not chosen"
     with pytest.raises(ConfigError, match=r"3 levels deep, but .* has 2 heads"):
         make(model=random_heads("medusa", 2), tree_choices=CHOICES)
 

@@ -60,10 +60,10 @@ def test_a_specification_agrees_with_its_drafter(spec: MethodSpec) -> None:
     required = {name for name, field in options.items() if field.default is dataclasses.MISSING}
     assert spec.needs_model == ("model" in required)
     assert spec.inner == tuple(name for name in spec.inner if name in options)
-    assert cls.has_own_model == (spec.weights is DraftWeights.DRAFT_MODEL or spec is SELF)
+    assert cls.traits.has_own_model == (spec.weights is DraftWeights.DRAFT_MODEL or spec is SELF)
     assert spec.is_head == (spec.features is not TargetFeatures.NONE)
     assert spec is OFF or spec.short_value in options or spec.short_value == "model"
-    assert cls.looks_up or not spec.is_lookup
+    assert cls.traits.looks_up or not spec.is_lookup
     assert set(spec.learners) <= set(LEARNERS)
     assert METHODS.keys() >= set(spec.nearest)
     assert spec.help

@@ -26,6 +26,7 @@ from slipstream.draft.remote.options import RemoteOptions, ServedOptions
 from slipstream.draft.remote.protocol import PrefixHash
 from slipstream.draft.remote.sampling import sampling_message
 from slipstream.draft.remote.serving import ANY_VERIFIER, serve_drafter, served
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError, ProtocolError
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
@@ -61,11 +62,11 @@ class HashDrafter(Drafter):
     """Drafts what `after` says, and checks that it is told of a text as an engine would tell it."""
 
     Options = HashOptions
-    reads_text_only = True
+    traits = DrafterTraits(reads_text_only=True)
 
     def __init__(self, options: Any = HashOptions(), context: DraftContext = CONTEXT) -> None:
         super().__init__(options, context)
-        self.known: dict[int, list[int]] = {}
+        self.known: dict[int, list[int]] = self.by_sequence()
         self.num_rewound = 0
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -82,20 +83,11 @@ class HashDrafter(Drafter):
         self.num_rewound += 1
         del self.known[sequence.id][len(sequence.token_ids) :]
 
-    def release(self, sequence: Sequence) -> None:
-        self.known.pop(sequence.id, None)
-
-    def max_nodes(self) -> int:
-        return 4
-
-    def num_held(self) -> int:
-        return len(self.known)
-
 
 def drafting(drafter: Drafter | None = None, **options: Any) -> AheadDrafting:
     made = drafter or HashDrafter()
     return AheadDrafting(
-        made, vocab_size=VOCAB, kinds=made.kinds_made(), **{"max_len": 500, "max_requests": 50} | options
+        made, vocab_size=VOCAB, kinds=made.traits.kinds, **{"max_len": 500, "max_requests": 50} | options
     )
 
 
@@ -473,7 +465,7 @@ def test_what_needs_more_than_the_text_or_sends_probabilities_is_refused_by_name
         )
 
     class Both(HashDrafter):
-        kinds = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
+        traits = DrafterTraits(kinds=frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED}))
 
     with pytest.raises(ConfigError, match="sends token ids alone"):
         served("both", Both(), CONTEXT, ServedOptions(), None)

@@ -128,7 +128,7 @@ def test_the_shape_is_the_best_of_its_size_and_depth() -> None:
             assert parent < len(found)
             found.append((found[parent] if parent != ROOT else 1.0) * probs[rank])
         assert found == pytest.approx(worths[:num_nodes])
-    assert make(num_successors=2, num_speculative_tokens=2).max_nodes() == 6
+    assert make(num_successors=2, num_speculative_tokens=2).traits.max_nodes == 6
 
 
 def test_tenants_share_nothing_and_the_last_ones_are_kept() -> None:

@@ -78,7 +78,7 @@ def test_a_forgotten_worker_ends_its_thread_after_the_call_that_it_is_in() -> No
 
 def test_a_drafter_that_is_retired_for_good_leaves_no_thread() -> None:
     drafter = RaisingPlugin(OracleOptions(), draft_context(9))
-    guard, thread = started(lambda: Guard(drafter, 9, drafter.kinds))
+    guard, thread = started(lambda: Guard(drafter, 9, drafter.traits.kinds))
     for number in range(MAX_FAILURES):
         assert not guard.retired
         guard.ask([Sequence(number, str(number), 0, [1, 2], 1, SamplingParams(), 0)], [2])

@@ -57,9 +57,6 @@ class Plugin(Drafter):
     def attach(self, cache: KVCache) -> None:
         self.cache = cache
 
-    def max_nodes(self) -> int:
-        return 4
-
 
 def sequence(number: int = 1, length: int = 10) -> Sequence:
     params = SamplingParams(logit_bias={3: 1.0}, max_tokens=20)

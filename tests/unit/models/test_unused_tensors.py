@@ -134,9 +134,6 @@ class PredictionDrafter(Drafter):
     def propose(self, sequences: Any, budgets: Any) -> Any:
         return [EMPTY_PROPOSAL] * len(sequences)
 
-    def max_nodes(self) -> int:
-        return 0
-
 
 class PlainDrafter(PredictionDrafter):
     """Does not say that it reads them."""

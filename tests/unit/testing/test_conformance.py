@@ -15,6 +15,7 @@ from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.lookup.ngram import NgramDrafter, NgramOptions
 from slipstream.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from slipstream.draft.off import OffDrafter, OffOptions
+from slipstream.draft.traits import DrafterTraits
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import (
@@ -260,7 +261,7 @@ class FailsToObserve(Trees):
 
 
 class MisstatesItsDraws(Trees):
-    kinds = frozenset({ProposalKind.SAMPLED_IID})
+    traits = DrafterTraits(kinds=frozenset({ProposalKind.SAMPLED_IID}))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         import torch
@@ -283,7 +284,7 @@ class MisstatesItsDraws(Trees):
         ),
         (ProposesForTooFew, "for 1 sequences"),
         (LeavesTheVocabulary, "is not an id below 12"),
-        (HidesItsKind, "kinds declares"),
+        (HidesItsKind, "its traits declare"),
         (RepeatsSiblings, "siblings repeat a token"),
         (WritesIntoTheText, "propose changed the sequences"),
         (CountsItsCalls, "asked again|drafts differently"),
@@ -353,7 +354,7 @@ def test_sharing_must_be_admitted() -> None:
 
 def test_only_the_coupled_verifier_takes_coupled_proposals() -> None:
     class Coupled(HidesItsKind):
-        kinds = frozenset({ProposalKind.COUPLED})
+        traits = DrafterTraits(kinds=frozenset({ProposalKind.COUPLED}))
 
     check_drafter(Coupled, VOCAB_SIZE)
     with pytest.raises(AssertionError, match="rejection verifier does not accept"):

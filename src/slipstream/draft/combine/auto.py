@@ -102,7 +102,7 @@ class AutoDrafter(DrafterGroup):
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The first drafter's proposals: outside an engine no policy chooses."""
         first = self.members[0]
-        most = first.drafter.max_nodes()
+        most = first.drafter.traits.max_nodes
         served = [place for place, sequence in enumerate(sequences) if first.serves(sequence)]
         answers = first.ask([sequences[n] for n in served], [min(budgets[n], most) for n in served])
         made = dict(zip(served, answers, strict=True))
@@ -112,7 +112,7 @@ class AutoDrafter(DrafterGroup):
         """The first drafter learns the verdicts, the others the texts."""
         self.members[0].observe(observations)
         for member in self.members[1:]:
-            if member.drafter.observes_all:
+            if member.drafter.traits.observes_all:
                 member.observe([text_of(seen) for seen in observations])
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -164,12 +163,17 @@ class CascadeDrafter(LevelDrafter):
             target_layers=self.layers,
         )
         inner = create_drafter(SpeculativeConfig.from_mapping(options.draft), context)
-        if inner.feature_layers():
+        if inner.traits.feature_layers:
             method = options.draft["method"]
             raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
-        self.guard = Guard(inner, self._trees.vocab_size, inner.kinds, self.context.draft_timeout_s)
+        self.guard = Guard(inner, self._trees.vocab_size, inner.traits.kinds, self.context.draft_timeout_s)
         """Asks the inner drafter."""
-        self._shadows: dict[int, _Shadow] = {}
+        self.traits = dataclasses.replace(
+            self.traits,
+            kv_bytes_per_token=self.traits.kv_bytes_per_token + inner.traits.kv_bytes_per_token,
+            remembers=inner.traits.remembers,
+        )
+        self._shadows: dict[int, _Shadow] = self.by_sequence()
 
     @property
     def inner(self) -> Drafter:
@@ -183,45 +187,22 @@ class CascadeDrafter(LevelDrafter):
         """How often the inner drafter has been retired for a sequence."""
         return self.guard.num_failures
 
-    def kv_bytes_per_token(self) -> int:
-        return super().kv_bytes_per_token() + self.inner.kv_bytes_per_token()
-
-    def allocate(self, num_tokens: int) -> None:
-        super().allocate(num_tokens)
-        self.inner.allocate(num_tokens)
-
-    def drafting_models(self) -> Seq[CausalLM]:
-        return [*super().drafting_models(), *self.inner.drafting_models()]
-
-    def memory_bytes(self) -> int:
-        return super().memory_bytes() + self.inner.memory_bytes()
+    @property
+    def parts(self) -> list[Drafter]:
+        """The inner drafter."""
+        return [self.inner]
 
     def rewind(self, sequence: Sequence) -> None:
         super().rewind(sequence)
         if shadow := self._shadows.get(sequence.id):
             shadow.num_committed = min(shadow.num_committed, len(sequence.token_ids))
 
-    def remembers(self) -> bool:
-        """As the inner drafter does."""
-        return self.inner.remembers()
-
     def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
         if sequence.id in self._shadows:
             shadow = self._shadow(sequence)
             shadow.finish_reason = sequence.finish_reason
             self.guard.release(shadow)
-            del self._shadows[sequence.id]
-
-    def reset(self) -> None:
-        super().reset()
-        self.inner.reset()
-
-    def num_held(self) -> int:
-        return max(super().num_held(), len(self._shadows), self.inner.num_held())
-
-    def integrity(self) -> list[str]:
-        return [*super().integrity(), *(f"inner {fault}" for fault in self.inner.integrity())]
+        super().release(sequence)
 
     # --- drafting ---------------------------------------------------------------------------------------------
 
@@ -242,7 +223,7 @@ class CascadeDrafter(LevelDrafter):
             shadow.num_computed = feed.rows.num_past
             # The pass itself yields one more token.
             missing = feed.tree.max_depth - len(feed.tree.nodes) - 1
-            budgets.append(min(missing, self.inner.max_nodes()) if feed.rows.logit_rows else 0)
+            budgets.append(min(missing, self.inner.traits.max_nodes) if feed.rows.logit_rows else 0)
         served = [place for place, shadow in enumerate(shadows) if self.guard.serves(shadow)]
         answers = self.guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
         proposals = [EMPTY_PROPOSAL] * len(shadows)
@@ -339,14 +320,14 @@ class _CachedCascade(CascadeDrafter, DraftModelDrafter):  # type: ignore[misc]
             dtype=own.dtype,
             quantization=self.model.quantization,
         )
-        self._add_inner(options, config, min(context.max_model_len, self.context_length))
+        self._add_inner(options, config, min(context.max_model_len, self.model.context_length))
 
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
         self.guard.attach(self.cache)
 
     def _max_stored(self) -> int:
-        return super()._max_stored() + self.inner.max_nodes()
+        return super()._max_stored() + self.inner.traits.max_nodes
 
 
 class _BorrowingCascade(CascadeDrafter, BorrowingDrafter):

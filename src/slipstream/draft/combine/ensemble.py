@@ -15,6 +15,7 @@ from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, out
 from slipstream.draft.combine.merging import AcceptanceRecord, merge, share_of
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import validate
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
 MODES = ("merge", "first", "vote", "route")
@@ -112,16 +113,26 @@ class EnsembleDrafter(DrafterGroup):
     def __init__(self, options: EnsembleOptions, context: DraftContext) -> None:
         super().__init__(options, context, options.configs())
         for name, member in zip(self.names, self.members, strict=True):
-            drawn = member.drafter.kinds_made() - {ProposalKind.ONE_HOT}
+            drawn = member.drafter.traits.kinds - {ProposalKind.ONE_HOT}
             if drawn and not context.verifier.accepts_coupled and options.mode in UNITING:
                 raise ConfigError(
                     f"verifier {context.verifier.name!r} cannot verify sampled tokens of several drafters in one "
                     f"tree; for {name} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
                 )
+        self.traits = self._united(self.traits)
         self._routes = {task: options.number(member) for task, member in (options.routes or {}).items()}
         self._default = options.number(options.default_route)
-        self._rounds: dict[int, _Round] = {}
-        self._records: dict[int, AcceptanceRecord] = {}
+        self._rounds: dict[int, _Round] = self.by_sequence()
+        self._records: dict[int, AcceptanceRecord] = self.by_sequence()
+
+    def _united(self, joined: DrafterTraits) -> DrafterTraits:
+        """Its traits: at most `num_draft_nodes` nodes, and at most all that the members propose together."""
+        most = sum(drafter.traits.max_nodes for drafter in self.parts)
+        kinds = joined.kinds
+        if self.options.mode in UNITING and kinds != {ProposalKind.ONE_HOT}:
+            kinds = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
+        max_nodes = min(self.options.num_draft_nodes or joined.max_nodes, most)
+        return replace(joined, kinds=kinds, max_nodes=max_nodes)
 
     # --- proposing --------------------------------------------------------------------------------------------
 
@@ -129,10 +140,10 @@ class EnsembleDrafter(DrafterGroup):
         """One proposal a sequence, combined from the members' by `mode`."""
         rounds = [_Round(len(sequence.token_ids)) for sequence in sequences]
         requests = list(
-            zip(sequences, [min(budget, self.max_nodes()) for budget in budgets], rounds, strict=True)
+            zip(sequences, [min(budget, self.traits.max_nodes) for budget in budgets], rounds, strict=True)
         )
         for number, member in enumerate(self.members):
-            most = member.drafter.max_nodes()
+            most = member.drafter.traits.max_nodes
             wanted = [
                 (sequence, min(budget, most), round_)
                 for sequence, budget, round_ in requests
@@ -172,16 +183,6 @@ class EnsembleDrafter(DrafterGroup):
         enough = [proposal for proposal in proposals.values() if self._is_enough(proposal)]
         return enough[0] if enough else max(proposals.values(), key=lambda proposal: max(proposal.depths))
 
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        made = super().kinds_made()
-        united = self.options.mode in UNITING and made != {ProposalKind.ONE_HOT}
-        return frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED}) if united else made
-
-    def max_nodes(self) -> int:
-        """`num_draft_nodes`, or the largest of the members' maxima; at most their sum."""
-        members = sum(member.drafter.max_nodes() for member in self.members)
-        return min(self.options.num_draft_nodes or super().max_nodes(), members)
-
     # --- learning ---------------------------------------------------------------------------------------------
 
     def observe(self, observations: Seq[Observation]) -> None:
@@ -197,17 +198,9 @@ class EnsembleDrafter(DrafterGroup):
                 [_own(number, seen, round_) for seen, round_ in zip(observations, rounds, strict=True)]
             )
 
-    def release(self, sequence: Sequence) -> None:
-        self._rounds.pop(sequence.id, None)
-        self._records.pop(sequence.id, None)
-        super().release(sequence)
-
     def record(self, sequence: Sequence) -> AcceptanceRecord | None:
         """What became of the members' draft tokens in this sequence; None before its first proposal."""
         return self._records.get(sequence.id)
-
-    def num_held(self) -> int:
-        return max(super().num_held(), len(self._rounds), len(self._records))
 
 
 def _own(number: int, seen: Observation, round_: _Round | None) -> Observation:

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from slipstream.draft.combine.group import GuardedDrafters
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
@@ -157,8 +158,16 @@ class VersionsDrafter(GuardedDrafters):
         self._num_failures = 0
         """Failures of versions that are gone."""
         self.base = self._made(BASE, options.base(), None)
+        base = self.base.guard.drafter.traits
+        self.traits = replace(
+            DrafterTraits.joined([base]),
+            chain_length=base.chain_length,
+            ends_early=base.ends_early,
+            kv_bytes_per_token=base.kv_bytes_per_token * (1 + options.num_versions),
+            remembers=True,  # versions are learned from other requests, which is as much as remembering them
+        )
         self._versions: dict[str, DraftVersion] = {BASE: self.base}
-        self._of: dict[int, DraftVersion] = {}
+        self._of: dict[int, DraftVersion] = self.by_sequence()
         """Sequence id to version."""
         self._choose: Choose = self._spread
         for name, config in options.configs().items():
@@ -183,19 +192,19 @@ class VersionsDrafter(GuardedDrafters):
         Raises `ConfigError` where it cannot stand beside the base drafter, and what loading raises.
         """
         version = self._made(name, config, tenant)
-        base, drafter = self.base.guard.drafter, version.guard.drafter
-        if drafter.kinds_made() != base.kinds_made() or drafter.max_nodes() > base.max_nodes():
+        base, own = self.base.guard.drafter.traits, version.guard.drafter.traits
+        if own.kinds != base.kinds or own.max_nodes > base.max_nodes:
             raise ConfigError(
                 f"version {name!r} drafts in another way than the base drafter; give it the base drafter's options"
             )
-        if tuple(drafter.feature_layers()) != tuple(base.feature_layers()):
+        if own.feature_layers != base.feature_layers:
             raise ConfigError(f"version {name!r} reads other hidden states than the base drafter")
-        if drafter.kv_bytes_per_token() > base.kv_bytes_per_token():
+        if own.kv_bytes_per_token > base.kv_bytes_per_token:
             raise ConfigError(
                 f"version {name!r} keeps more for a token than the base drafter, for which memory was planned"
             )
         if self._num_slots is not None:
-            drafter.allocate(self._num_slots)
+            version.guard.drafter.allocate(self._num_slots)
         return version
 
     def change(
@@ -327,7 +336,7 @@ class VersionsDrafter(GuardedDrafters):
             if version.guard.serves(sequence):
                 theirs, limits = asked.setdefault(version.name, ([], []))
                 theirs.append(sequence)
-                limits.append(min(budget, version.guard.drafter.max_nodes()))
+                limits.append(min(budget, version.guard.drafter.traits.max_nodes))
         for name, (theirs, limits) in asked.items():
             proposals = self._versions[name].ask(theirs, limits)
             found |= {sequence.id: made for sequence, made in zip(theirs, proposals, strict=True)}
@@ -364,27 +373,9 @@ class VersionsDrafter(GuardedDrafters):
         """How often versions have been retired for a sequence that they failed, those that are gone included."""
         return self._num_failures + super().num_failures
 
-    def remembers(self) -> bool:
-        """As the base drafter, or a version that was learned from other requests, which is as much as remembering
-        them."""
-        return True
-
-    def chain_length(self) -> int | None:
-        return self.base.guard.drafter.chain_length()
-
-    def ends_early(self) -> bool:
-        return self.base.guard.drafter.ends_early()
-
     def drafting_model(self) -> CausalLM | None:
         """The base drafter's; those of versions are of the same shape."""
         return self.base.guard.drafter.drafting_model()
-
-    def kv_bytes_per_token(self) -> int:
-        """The base drafter's as often as there may be versions."""
-        return self.base.guard.drafter.kv_bytes_per_token() * (1 + int(self.options.num_versions))
-
-    def feature_layers(self) -> Seq[int]:
-        return self.base.guard.drafter.feature_layers()
 
     def attach(self, cache: KVCache) -> None:
         self._cache = cache
@@ -394,9 +385,6 @@ class VersionsDrafter(GuardedDrafters):
     def allocate(self, num_tokens: int) -> None:
         self._num_slots = num_tokens
         super().allocate(num_tokens)
-
-    def num_held(self) -> int:
-        return max(len(self._of), super().num_held())
 
     def integrity(self) -> list[str]:
         faults = super().integrity()

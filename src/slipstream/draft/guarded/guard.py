@@ -53,7 +53,7 @@ class Guard:
         self.num_failures = 0
         self._vocab_size = vocab_size
         self._kinds = kinds
-        self.timeout_s = math.inf if drafter.guards_itself else timeout_s
+        self.timeout_s = math.inf if drafter.traits.guards_itself else timeout_s
         self._retired: set[int] = set()
         self._failures_in_a_row = 0
         self.clock = clock

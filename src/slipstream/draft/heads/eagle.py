@@ -8,7 +8,7 @@ fed again with the target's features.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,7 @@ class EagleDrafter(CachedDrafter):
             device=self.target.device,
             cache_dtype=self.target.cache_dtype,
         )
+        self.traits = replace(self.traits, feature_layers=config.feature_layers)
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -117,9 +118,6 @@ class EagleDrafter(CachedDrafter):
         if cls.version not in (None, found):
             own = {1: "eagle", 3: "eagle3"}[found]
             raise ConfigError(f"{path!r} is an EAGLE-{found} head; use method {own!r}")
-
-    def feature_layers(self) -> Seq[int]:
-        return self.head.config.feature_layers
 
     def attach(self, cache: KVCache) -> None:
         self.target_cache = cache

@@ -31,6 +31,7 @@ from slipstream.draft.model.draft_tree import DraftTree, whole_chains
 from slipstream.draft.model.draft_trees import DraftTrees
 from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
@@ -60,7 +61,7 @@ class HeadOptions(ShapeOptions):
 class HeadDrafter(Drafter):
     """Grows a chain or a tree for all sequences at once; a subclass computes the logits."""
 
-    kinds = frozenset(ProposalKind)
+    traits = DrafterTraits(kinds=frozenset(ProposalKind))
     weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES
     """Names that the heads' file may have."""
 
@@ -87,7 +88,11 @@ class HeadDrafter(Drafter):
         heads.to(target.device, target.dtype).eval().requires_grad_(False)
         self.executor = heads_executor(heads, target, options.quantization)
         self.target = target
-        self._trees = DraftTrees(self.shape, config.vocab_size, options.confidence_threshold)
+        own = dataclasses.replace(self.traits, feature_layers=(target.num_layers,))
+        self.traits = self.shape.traits(own, options)
+        self._trees = DraftTrees(
+            self.shape, config.vocab_size, self.by_sequence(), options.confidence_threshold
+        )
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -118,33 +123,11 @@ class HeadDrafter(Drafter):
     def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
         """Grow all trees to the end; `features` [trees, hidden] are the states of the tokens computed last."""
 
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        return self.shape.kinds
-
-    def ends_early(self) -> bool:
-        """Whether chains end early, as with a `confidence_threshold`."""
-        return bool(self.options.confidence_threshold > 0)
-
-    def max_nodes(self) -> int:
-        return self.shape.num_nodes
-
-    def chain_length(self) -> int | None:
-        return self.shape.depth if self.shape.is_chain else None
-
-    def feature_layers(self) -> Seq[int]:
-        return (self.target.num_layers,)
-
     def attach(self, cache: KVCache) -> None:
         self.target_cache = cache
 
     def memory_bytes(self) -> int:
         return self.executor.footprint()
-
-    def num_held(self) -> int:
-        return len(self._trees)
-
-    def release(self, sequence: Sequence) -> None:
-        self._trees.release(sequence)
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:

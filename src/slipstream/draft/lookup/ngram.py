@@ -11,6 +11,7 @@ from slipstream.config import check_at_least
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
 BYTES_PER_TOKEN = 135
@@ -96,9 +97,7 @@ class NgramDrafter(Drafter):
     """
 
     Options = NgramOptions
-    observes_all = False
-    looks_up = True
-    reads_text_only = True
+    traits = DrafterTraits(looks_up=True, observes_all=False, reads_text_only=True)
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -113,7 +112,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._indexes: dict[int, NgramIndex] = {}
+        self._indexes: dict[int, NgramIndex] = self.by_sequence()
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One chain a sequence, or nothing where no n-gram matches."""
@@ -136,19 +135,6 @@ class NgramDrafter(Drafter):
         while len(draft) < num_draft_tokens:
             draft.append(draft[-period])
         return Proposal.chain(draft)
-
-    def max_nodes(self) -> int:
-        """`num_speculative_tokens`."""
-        num_speculative_tokens: int = self.options.num_speculative_tokens
-        return num_speculative_tokens
-
-    def release(self, sequence: Sequence) -> None:
-        """Drop the sequence's table; a preempted sequence is indexed again from its committed tokens."""
-        self._indexes.pop(sequence.id, None)
-
-    def num_held(self) -> int:
-        """Sequences whose text is indexed."""
-        return len(self._indexes)
 
     def memory_bytes(self) -> int:
         """Bytes of the tables of all live sequences."""

@@ -11,6 +11,7 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.lookup.alignment import Alignment
+from slipstream.draft.traits import DrafterTraits
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
 
 METHOD = "prediction"
@@ -58,13 +59,11 @@ class PredictionDrafter(Drafter):
     """
 
     Options = PredictionOptions
-    observes_all = False
-    looks_up = True
+    traits = DrafterTraits(looks_up=True, observes_all=False)
 
     def __init__(self, options: PredictionOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._followed: dict[int, _Followed] = {}
-        """By sequence id."""
+        self._followed: dict[int, _Followed] = self.by_sequence()
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """A chain, or a tree after a difference; nothing where the expected text is not found."""
@@ -101,19 +100,6 @@ class PredictionDrafter(Drafter):
                 num_rejected = len(seen.proposal) - seen.num_accepted
                 credit = followed.credit + EARNED_BY_ACCEPTED * seen.num_accepted - num_rejected
                 followed.credit = min(credit, MOST_CREDIT)
-
-    def max_nodes(self) -> int:
-        """`num_speculative_tokens`."""
-        num_speculative_tokens: int = self.options.num_speculative_tokens
-        return num_speculative_tokens
-
-    def release(self, sequence: Sequence) -> None:
-        """Forget the answer; a preempted one is aligned again from its committed tokens."""
-        self._followed.pop(sequence.id, None)
-
-    def num_held(self) -> int:
-        """Answers that are followed."""
-        return len(self._followed)
 
     def memory_bytes(self) -> int:
         """Return 0: the texts belong to the requests, and nothing is kept of them."""

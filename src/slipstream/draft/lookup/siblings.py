@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.lookup.ngram_rows import ENTRY_BYTES, LOGIT_BYTES, ORDERS, NgramRow, NgramRows
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, gumbel_at
 from slipstream.sampling.params import SamplingParams
@@ -133,11 +134,13 @@ class SiblingsDrafter(Drafter):
     """
 
     Options = SiblingsOptions
-    kinds = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
-    looks_up = True
+    traits = DrafterTraits(
+        kinds=frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED}), looks_up=True, remembers=True
+    )
 
     def __init__(self, options: SiblingsOptions, context: DraftContext) -> None:
         super().__init__(options, context)
+        self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
         self._num_successors = min(options.num_successors, context.vocab_size)
         self._companies: BoundedDict[tuple[str, str | None], _Company] = BoundedDict(options.max_stores)
         """By tenant and, where answers of one request share, its id."""
@@ -160,10 +163,6 @@ class SiblingsDrafter(Drafter):
         if options.share == "request":
             num_entries = min(num_entries, num_tokens * len(ORDERS) * (1 + options.num_draft_nodes))
         return int(num_entries * (ENTRY_BYTES + LOGIT_BYTES * min(options.num_successors, vocab_size)))
-
-    def remembers(self) -> bool:
-        """True: other answers, of the tenant's other requests too where they share."""
-        return True
 
     def _key(self, sequence: Sequence) -> tuple[str, str | None] | None:
         """Return whose n-grams serve the sequence; None for a lone answer, which has no siblings."""
@@ -212,11 +211,6 @@ class SiblingsDrafter(Drafter):
             return EMPTY_PROPOSAL
         kind = ProposalKind.COUPLED if self.context.verifier.accepts_coupled else ProposalKind.ONE_HOT
         return Proposal(tuple(tree.token_ids), tuple(tree.parents), kind)
-
-    def max_nodes(self) -> int:
-        """`num_draft_nodes`."""
-        num_draft_nodes: int = self.options.num_draft_nodes
-        return num_draft_nodes
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Keep what the target said behind every checked row of answers that have siblings."""

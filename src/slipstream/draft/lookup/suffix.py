@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from slipstream.draft.base import DraftContext, Drafter, Fit
 from slipstream.draft.lookup.suffix_cache import SuffixCache, check_cache_file
 from slipstream.draft.lookup.suffix_index import SuffixIndex
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
 MAX_OCCURRENCES = 64
@@ -150,8 +151,7 @@ class SuffixDrafter(Drafter):
     """
 
     Options = SuffixOptions
-    observes_all = False
-    looks_up = True
+    traits = DrafterTraits(looks_up=True, observes_all=False, remembers=True)
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -172,7 +172,9 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._own: dict[int, SuffixIndex] = {}
+        if options.tree:
+            self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
+        self._own: dict[int, SuffixIndex] = self.by_sequence()
         self.cache = SuffixCache(
             options.suffix_decoding_max_tree_depth,
             MAX_OCCURRENCES,
@@ -181,10 +183,6 @@ class SuffixDrafter(Drafter):
         )
         if options.suffix_decoding_cache_file is not None:
             self.load(options.suffix_decoding_cache_file)
-
-    def remembers(self) -> bool:
-        """True: past answers of the tenant."""
-        return True
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One chain or tree a sequence; the empty proposal where no continuation is probable enough."""
@@ -216,7 +214,7 @@ class SuffixDrafter(Drafter):
         win, since a chain's score is at most its depth.
         """
         options = self.options
-        max_nodes = min(budget, self.max_nodes())
+        max_nodes = min(budget, self.traits.max_nodes)
         occurrences = index.occurrences(token_ids)
         for length in sorted({length for _, length in occurrences}, reverse=True):
             earned = int(options.suffix_decoding_max_spec_factor * length)
@@ -231,16 +229,9 @@ class SuffixDrafter(Drafter):
                 best = draft
         return best
 
-    def max_nodes(self) -> int:
-        """`num_draft_nodes` for a tree, `num_speculative_tokens` for a chain."""
-        max_nodes: int = (
-            self.options.num_draft_nodes if self.options.tree else self.options.num_speculative_tokens
-        )
-        return max_nodes
-
     def release(self, sequence: Sequence) -> None:
         """Drop the sequence's own index; store a finished answer in the tenant's cache."""
-        self._own.pop(sequence.id, None)
+        super().release(sequence)
         if sequence.finished and sequence.num_output_tokens:
             num_context = min(sequence.num_prompt_tokens, self.options.suffix_decoding_max_tree_depth)
             answer = sequence.token_ids[sequence.num_prompt_tokens - num_context :]
@@ -257,10 +248,6 @@ class SuffixDrafter(Drafter):
     def load(self, path: str | Path) -> None:
         """Add the past answers of a saved file; raises `ConfigError` if it is damaged or of another vocabulary."""
         self.cache.load(path, self.context.vocab_size)
-
-    def num_held(self) -> int:
-        """Sequences whose text is indexed."""
-        return len(self._own)
 
     def memory_bytes(self) -> int:
         """Bytes of the live sequences' own indexes and of the past answers."""

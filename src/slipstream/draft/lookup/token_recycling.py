@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
+from slipstream.draft.traits import DrafterTraits
 
 RANK_PROBS = (0.5, 0.1, 0.055, 0.035, 0.03, 0.02, 0.015, 0.012)
 """How often the successor of each rank is the target's next token; determines the shape of the tree."""
@@ -92,6 +93,7 @@ class TokenRecyclingDrafter(Drafter):
     """
 
     Options = TokenRecyclingOptions
+    traits = DrafterTraits(remembers=True)
 
     def __init__(self, options: TokenRecyclingOptions, context: DraftContext) -> None:
         super().__init__(options, context)
@@ -99,7 +101,9 @@ class TokenRecyclingDrafter(Drafter):
         self._shape = best_shape(
             options.num_draft_nodes, options.num_speculative_tokens, self._num_successors
         )
-        self._tables: BoundedDict[str, npt.NDArray[np.int32]] = BoundedDict(options.max_tenants)
+        # Levels and successors may allow fewer nodes.
+        self.traits = replace(self.traits, max_nodes=len(self._shape))
+        self._by_tenant: BoundedDict[str, npt.NDArray[np.int32]] = BoundedDict(options.max_tenants)
         """Tenant to [vocab, successors], the last one served at the end."""
 
     @classmethod
@@ -117,16 +121,12 @@ class TokenRecyclingDrafter(Drafter):
         """A table for each tenant."""
         return int(4 * vocab_size * min(options.num_successors, vocab_size) * options.max_tenants)
 
-    def remembers(self) -> bool:
-        """True: past answers of the tenant."""
-        return True
-
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One tree a sequence; the empty proposal where the last token's successors are unknown."""
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def _propose(self, sequence: Sequence, budget: int) -> Proposal:
-        table = self._tables.get(sequence.tenant)
+        table = self._by_tenant.get(sequence.tenant)
         if table is None or budget <= 0:
             return EMPTY_PROPOSAL
         token_ids: list[int] = []
@@ -146,10 +146,6 @@ class TokenRecyclingDrafter(Drafter):
             token_ids.append(token)
             parents.append(parent)
         return Proposal(tuple(token_ids), tuple(parents))
-
-    def max_nodes(self) -> int:
-        """`num_draft_nodes`, or fewer if the levels and successors do not allow as many."""
-        return len(self._shape)
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Store the successors of every verified token.
@@ -172,15 +168,15 @@ class TokenRecyclingDrafter(Drafter):
 
     def _table(self, tenant: str) -> npt.NDArray[np.int32]:
         shape = (self.context.vocab_size, self._num_successors)
-        return self._tables.touch(tenant, lambda: np.full(shape, UNKNOWN, dtype=np.int32))
+        return self._by_tenant.touch(tenant, lambda: np.full(shape, UNKNOWN, dtype=np.int32))
 
     def reset(self) -> None:
         """Drop all tenants' tables."""
-        self._tables.clear()
+        self._by_tenant.clear()
 
     def memory_bytes(self) -> int:
         """Bytes of all tenants' tables."""
-        return sum(table.nbytes for table in self._tables.values())
+        return sum(table.nbytes for table in self._by_tenant.values())
 
 
 def _first_rows(seen: Observation) -> dict[int, int]:

@@ -61,16 +61,10 @@ class BorrowingDrafter(LevelDrafter):
 
     def memory_bytes(self) -> int:
         own = 0 if self.model is self.context.target else self.model.weight_bytes
-        return own + self.correction_bytes()
+        return super().memory_bytes() + own + self.correction_bytes()
 
     def rewind(self, sequence: Sequence) -> None:
         return  # nothing is known of a text
-
-    def release(self, sequence: Sequence) -> None:
-        self._trees.release(sequence)
-
-    def num_held(self) -> int:
-        return len(self._trees)
 
     # --- drafting ---------------------------------------------------------------------------------------------
 

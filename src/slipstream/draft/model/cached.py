@@ -7,6 +7,7 @@ speculation, a whole prompt) are all handled alike: they are fed before the firs
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,6 @@ from slipstream.models.batch import RowGroup
 class CachedDrafter(LevelDrafter):
     """By default every committed token has a cache entry, and accepted draft tokens keep theirs."""
 
-    context_length: int
     keeps_accepted = True
     """False where a draft token's entry is an estimate, so that accepted tokens are computed again."""
 
@@ -41,10 +41,14 @@ class CachedDrafter(LevelDrafter):
     ) -> None:
         """`cache_dtype` is how keys and values are held; None: in `dtype`."""
         super().__init__(options, context, vocab_size=vocab_size)
-        self.context_length = context_length
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
         self._cache_dtype = dtype if cache_dtype is None else cache_dtype
-        self._open: dict[int, DraftTree] = {}
+        self.traits = replace(
+            self.traits,
+            context_length=context_length,
+            kv_bytes_per_token=bytes_per_token(self._shapes, self._cache_dtype),
+        )
+        self._open: dict[int, DraftTree] = self.by_sequence()
         """The last proposal of each sequence, until its verdict has been observed."""
 
     def _num_ready(self, sequence: Sequence) -> int:
@@ -57,10 +61,8 @@ class CachedDrafter(LevelDrafter):
 
     # --- the contract -----------------------------------------------------------------------------------------
 
-    def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self._shapes, self._cache_dtype)
-
     def allocate(self, num_tokens: int) -> None:
+        super().allocate(num_tokens)
         prefix_caching = self.context.engine_config.enable_prefix_caching
         self._cache = self._new_cache(num_tokens, prefix_caching)
 
@@ -77,7 +79,7 @@ class CachedDrafter(LevelDrafter):
 
     def memory_bytes(self) -> int:
         cached = self.cache.memory_bytes() if self._cache else 0
-        return self.weight_bytes() + cached + self.correction_bytes()
+        return super().memory_bytes() + self.weight_bytes() + cached + self.correction_bytes()
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that are the drafter's own."""
@@ -112,19 +114,20 @@ class CachedDrafter(LevelDrafter):
             self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
 
     def release(self, sequence: Sequence) -> None:
-        self._open.pop(sequence.id, None)
-        self._trees.release(sequence)
+        super().release(sequence)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.close(sequence.id)
 
     def reset(self) -> None:
+        super().reset()
         self.cache.accounting.clear()
 
     def num_held(self) -> int:
-        return max(self.cache.accounting.num_owners, len(self._trees), len(self._open))
+        return max(super().num_held(), self.cache.accounting.num_owners)
 
     def integrity(self) -> list[str]:
-        return [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
+        faults = [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
+        return faults + super().integrity()
 
     # --- drafting ---------------------------------------------------------------------------------------------
 
@@ -137,7 +140,8 @@ class CachedDrafter(LevelDrafter):
         """True when the committed text and the draft fit the drafter's context and its cache."""
         token_ids = self._token_ids(sequence)
         length = len(token_ids)
-        if not length or length + self.shape.depth > self.context_length:
+        limit = self.traits.context_length
+        if not length or (limit is not None and length + self.shape.depth > limit):
             return False
         accounting = self.cache.accounting
         opened = sequence.id in accounting

@@ -63,8 +63,7 @@ class DraftModelDrafter(CachedDrafter):
     """Drafts with a small causal language model."""
 
     Options = DraftModelOptions
-    reads_text_only = True
-    has_own_model = True
+    traits = replace(CachedDrafter.traits, reads_text_only=True, has_own_model=True)
     shares_vocabulary: ClassVar[bool] = True
     """Whether the draft's tokens are the target's; else it must have a tokenizer."""
 

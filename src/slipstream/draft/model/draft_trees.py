@@ -16,13 +16,20 @@ from slipstream.sampling.processors import LogitsProcessor
 class DraftTrees:
     """Makes a `DraftTree` for a sequence, and keeps each sequence's logits processor from step to step."""
 
-    def __init__(self, shape: ProposalShape, vocab_size: int, confidence_threshold: float = 0.0) -> None:
+    def __init__(
+        self,
+        shape: ProposalShape,
+        vocab_size: int,
+        processors: dict[int, LogitsProcessor],
+        confidence_threshold: float = 0.0,
+    ) -> None:
+        """`processors` is an empty table by sequence id, which its owner keeps free of released sequences."""
         self.shape = shape
         self.confidence_threshold = confidence_threshold
         """For chains; see `ShapeOptions`."""
         self.vocab_size = vocab_size
         """Width of the drafter's logits, in the target's tokens."""
-        self._processors: dict[int, LogitsProcessor] = {}
+        self._processors = processors
 
     def may_draft(self, sequence: Sequence) -> bool:
         """False where the drafter has none of the request's allowed tokens."""
@@ -54,13 +61,6 @@ class DraftTrees:
             slots=slots,
             confidence_threshold=self.confidence_threshold if self.shape.is_chain else 0.0,
         )
-
-    def release(self, sequence: Sequence) -> None:
-        """Drop a sequence's state."""
-        self._processors.pop(sequence.id, None)
-
-    def __len__(self) -> int:
-        return len(self._processors)
 
     def _processor(self, sequence: Sequence, params: SamplingParams) -> LogitsProcessor:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]

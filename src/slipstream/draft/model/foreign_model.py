@@ -31,25 +31,17 @@ class ForeignModelDrafter(DraftModelDrafter):
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._translations: dict[int, Translation] = {}
+        self._translations: dict[int, Translation] = self.by_sequence()
         self._slots_per_token = self.translator.tokens_per_token()
+        per_token = math.ceil(self.traits.kv_bytes_per_token * self._slots_per_token)
+        self.traits = replace(self.traits, kv_bytes_per_token=per_token)
 
     def _check_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> None:
         target_name = context.engine_config.model
         self.translator = Translator(context.tokenizer, self.tokenizer, target_name, options.model)
 
-    def kv_bytes_per_token(self) -> int:
-        return math.ceil(super().kv_bytes_per_token() * self._slots_per_token)
-
     def allocate(self, num_tokens: int) -> None:
         super().allocate(math.ceil(num_tokens * self._slots_per_token))
-
-    def release(self, sequence: Sequence) -> None:
-        self._translations.pop(sequence.id, None)
-        super().release(sequence)
-
-    def num_held(self) -> int:
-        return max(super().num_held(), len(self._translations))
 
     def translate(self, sequence: Sequence) -> list[int]:
         """The committed text of the target's `sequence` in the draft's tokens; the list grows with the text.

@@ -9,7 +9,7 @@ enabling early exit inference and self-speculative decoding", ACL 2024), or foun
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import check_at_least, check_types
@@ -74,13 +74,11 @@ class LayerSkipDrafter(BorrowingDrafter):
         super().__init__("layer_skip", options, context, options.quantization)
         self.model.check_layers()
         self._given = chosen_layers("layer_skip", options.skip_layers, options.exit_layer, context)
+        # While layers are searched for, the choice depends on earlier verdicts.
+        self.traits = replace(self.traits, remembers=self._given is None)
         self._searches: BoundedDict[str, LayerSearch] = BoundedDict(MAX_TENANTS)
-        self._open: dict[int, Layers] = {}
+        self._open: dict[int, Layers] = self.by_sequence()
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
-
-    def remembers(self) -> bool:
-        """True while layers are searched for: the choice depends on earlier verdicts."""
-        return self._given is None
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         alike: dict[Layers, list[tuple[Sequence, int]]] = {}
@@ -104,15 +102,8 @@ class LayerSkipDrafter(BorrowingDrafter):
                 num_passes = max(seen.proposal.depths)
                 self.search(seen.sequence.tenant).record(layers, num_passes, seen.num_accepted)
 
-    def release(self, sequence: Sequence) -> None:
-        self._open.pop(sequence.id, None)
-        super().release(sequence)
-
     def reset(self) -> None:
         self._searches.clear()
-
-    def num_held(self) -> int:
-        return max(len(self._open), super().num_held())
 
     def search(self, tenant: str) -> LayerSearch:
         """The search on a tenant's traffic; used where no layers are given."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
+from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext
+from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.model.correction import CorrectedOptions, Correction
 from slipstream.draft.model.draft_tree import DraftNode, DraftTree, Peaks, whole_chains
-from slipstream.draft.model.proposal_shape import ShapeOptions
-from slipstream.draft.model.shaped import ShapedDrafter
+from slipstream.draft.model.draft_trees import DraftTrees
+from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
+from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import Chains
@@ -38,14 +39,22 @@ class Feed:
     """How many of the last rows are committed tokens without a cache entry."""
 
 
-class LevelDrafter(ShapedDrafter):
+class LevelDrafter(Drafter):
     """Grows a chain or a tree for all sequences at once. A subclass implements `_forward`, a pass over given rows."""
 
+    traits = DrafterTraits(kinds=frozenset(ProposalKind), observes_all=False)
     first_entry = 0
     """Index of the first committed token that gets an entry."""
 
     def __init__(self, options: ShapeOptions, context: DraftContext, *, vocab_size: int) -> None:
-        super().__init__(options, context, vocab_size=vocab_size)
+        """`vocab_size` is the number of target tokens that the drafter has logits for.
+
+        Raises `ConfigError` where the verifier cannot judge what the options ask for.
+        """
+        super().__init__(options, context)
+        self.shape = ProposalShape.of(options, context.verifier)
+        self.traits = self.shape.traits(self.traits, options)
+        self._trees = DraftTrees(self.shape, vocab_size, self.by_sequence(), options.confidence_threshold)
         self._cache: KVCache | None = None
         file = options.correction if isinstance(options, CorrectedOptions) else None
         self._correction = None if file is None else Correction.read(file, vocab_size)

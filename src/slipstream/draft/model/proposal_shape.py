@@ -7,11 +7,12 @@ Dynamic trees: Li, Wei, Zhang and Zhang, "EAGLE-2: faster inference of language 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import check_at_least, reject_unknown
 from slipstream.core.proposal import ProposalKind, VerifierTraits
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
 METHOD_KINDS = {
@@ -123,6 +124,16 @@ class ProposalShape:
         for node in nodes:
             widths[node[:-1]] = max(widths.get(node[:-1], 0), node[-1] + 1)
         return cls(max(map(len, nodes)), max(widths.values()), len(nodes), method, widths)
+
+    def traits(self, own: DrafterTraits, options: ShapeOptions) -> DrafterTraits:
+        """The traits of a drafter whose proposals have this shape, from what else it says of itself."""
+        return replace(
+            own,
+            max_nodes=self.num_nodes,
+            kinds=self.kinds,
+            chain_length=self.depth if self.is_chain else None,
+            ends_early=options.confidence_threshold > 0,
+        )
 
     @property
     def is_chain(self) -> bool:

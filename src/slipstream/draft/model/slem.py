@@ -21,6 +21,7 @@ from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.model.draft_model import DraftModelOptions, outline_of
 from slipstream.draft.model.foreign_model import UNKNOWN_TOKENS, ForeignModelDrafter
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.models import CausalLM
 from slipstream.models.linear.formats import check_quantization
@@ -65,7 +66,7 @@ class SlemDrafter(Drafter):
     """Drafts text with a causal language model of another vocabulary, re-encoded with the target's tokenizer."""
 
     Options = SlemOptions
-    has_own_model = True
+    traits = DrafterTraits(has_own_model=True)
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
@@ -79,6 +80,12 @@ class SlemDrafter(Drafter):
     def __init__(self, options: SlemOptions, context: DraftContext) -> None:
         super().__init__(options, context)
         self.writer = _Writer(_writers_options(options), context)
+        self.traits = replace(
+            self.traits,
+            # A token of the draft may be several of the target's.
+            max_nodes=2 * options.num_speculative_tokens,
+            kv_bytes_per_token=self.writer.traits.kv_bytes_per_token,
+        )
         self.model = self.writer.model
         self._params = SamplingParams(temperature=options.draft_temperature)
         self._target, self._draft = self.writer.translator.target, self.writer.translator.draft
@@ -89,7 +96,7 @@ class SlemDrafter(Drafter):
         }
         self._encoder = Encoder(context.tokenizer, self._target)
         self._said = sorted(self._target.ordinary.values())
-        self._written: dict[int, Sequence] = {}
+        self._written: dict[int, Sequence] = self.by_sequence()
         """Sequence id to the same sequence in the draft model's tokens."""
 
     # --- the contract -----------------------------------------------------------------------------------------
@@ -97,9 +104,10 @@ class SlemDrafter(Drafter):
     def drafting_model(self) -> CausalLM:
         return self.model
 
-    def max_nodes(self) -> int:
-        """Twice `num_speculative_tokens`: a token of the draft may be several of the target's."""
-        return 2 * int(self.options.num_speculative_tokens)
+    @property
+    def parts(self) -> list[Drafter]:
+        """The one that writes."""
+        return [self.writer]
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One chain a sequence; empty where the re-encoded text does not begin with the committed tokens."""
@@ -124,26 +132,8 @@ class SlemDrafter(Drafter):
         self.writer.observe(written)
 
     def release(self, sequence: Sequence) -> None:
-        self._written.pop(sequence.id, None)
+        super().release(sequence)
         self.writer.release(sequence)
-
-    def reset(self) -> None:
-        self.writer.reset()
-
-    def kv_bytes_per_token(self) -> int:
-        return self.writer.kv_bytes_per_token()
-
-    def allocate(self, num_tokens: int) -> None:
-        self.writer.allocate(num_tokens)
-
-    def memory_bytes(self) -> int:
-        return self.writer.memory_bytes()
-
-    def num_held(self) -> int:
-        return max(self.writer.num_held(), len(self._written))
-
-    def integrity(self) -> list[str]:
-        return self.writer.integrity()
 
     # --- drafting ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ their own, and tokens of the window may be accepted too.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.config import check_at_least, check_types
@@ -59,7 +59,7 @@ class JacobiDrafter(Drafter):
 
     def __init__(self, options: JacobiOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._drafts: dict[int, list[int]] = {}
+        self._drafts: dict[int, list[int]] = self.by_sequence()
         """Sequence id to the target's latest predictions for the positions after the committed text."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -67,18 +67,13 @@ class JacobiDrafter(Drafter):
         return [self._propose(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def _propose(self, sequence: Sequence, budget: int) -> Proposal:
-        num_tokens = min(budget, self.max_nodes())
+        num_tokens = min(budget, self.traits.max_nodes)
         if num_tokens <= 0:
             return EMPTY_PROPOSAL
         draft = self._drafts.setdefault(sequence.id, [])[:num_tokens]
         start = len(sequence.token_ids)
         draft += [initial_token(sequence.token_ids, start + i) for i in range(len(draft), num_tokens)]
         return Proposal.chain(draft)
-
-    def max_nodes(self) -> int:
-        """`num_speculative_tokens`."""
-        num_speculative_tokens: int = self.options.num_speculative_tokens
-        return num_speculative_tokens
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Store the target's predictions after the committed tokens; unverified positions keep their earlier token."""
@@ -89,14 +84,6 @@ class JacobiDrafter(Drafter):
                 computed = top_tokens(seen.logits[num_new:], 1).flatten().tolist()
                 kept = draft[max(len(seen.proposal) + 1, num_new) :]
                 self._drafts[seen.sequence.id] = computed + kept
-
-    def release(self, sequence: Sequence) -> None:
-        """Drop the sequence's predictions."""
-        self._drafts.pop(sequence.id, None)
-
-    def num_held(self) -> int:
-        """Sequences with stored predictions."""
-        return len(self._drafts)
 
     def memory_bytes(self) -> int:
         """Bytes of all predictions, as Python's lists and integers."""
@@ -228,7 +215,10 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, options: LookaheadOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self._windows: dict[int, JacobiWindow] = {}
+        self.traits = replace(
+            self.traits, max_nodes=(options.window_size + options.max_guesses) * (options.ngram_size - 1)
+        )
+        self._windows: dict[int, JacobiWindow] = self.by_sequence()
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One tree a sequence."""
@@ -240,7 +230,7 @@ class LookaheadDrafter(Drafter):
         window = self._windows.get(sequence.id)
         if window is None:
             window = self._windows[sequence.id] = self._begin(sequence)
-        tree = TreeBuilder(min(budget, self.max_nodes()))
+        tree = TreeBuilder(min(budget, self.traits.max_nodes))
         for tail in window.pool.after(sequence.token_ids[-1]):
             tree.add(ROOT, tail)
         ends: list[int] = []
@@ -268,12 +258,6 @@ class LookaheadDrafter(Drafter):
         """The sequence's window and pool; None before its first proposal."""
         return self._windows.get(sequence.id)
 
-    def max_nodes(self) -> int:
-        """(W + G) (N - 1)."""
-        options = self.options
-        max_nodes: int = (options.window_size + options.max_guesses) * (options.ngram_size - 1)
-        return max_nodes
-
     def observe(self, observations: Seq[Observation]) -> None:
         """Append to each computed column its next row; add full columns to the pool."""
         for seen in observations:
@@ -294,14 +278,6 @@ class LookaheadDrafter(Drafter):
                 if len(column) == self.options.ngram_size:
                     window.pool.add(column)
                     del column[0]
-
-    def release(self, sequence: Sequence) -> None:
-        """Drop the sequence's window and pool."""
-        self._windows.pop(sequence.id, None)
-
-    def num_held(self) -> int:
-        """Sequences with a window."""
-        return len(self._windows)
 
     def memory_bytes(self) -> int:
         """Bytes of all windows and pools."""

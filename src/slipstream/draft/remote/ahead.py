@@ -71,7 +71,7 @@ class AheadDrafting:
         self.guard = Guard(drafter, vocab_size, kinds, timeout_s)
         self.max_len = max_len
         self._vocab_size, self._prompt_rows = vocab_size, prompt_rows
-        self._tokens_per_round = max(1, min(tokens_per_round, drafter.max_nodes()))
+        self._tokens_per_round = max(1, min(tokens_per_round, drafter.traits.max_nodes))
         self._max_requests = max_requests
         self._followed: dict[tuple[Hashable, int], Followed] = {}
         self._ids = itertools.count()

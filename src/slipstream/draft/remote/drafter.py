@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core.metrics.worker import WorkerStats
@@ -29,6 +29,7 @@ from slipstream.draft.remote.options import RemoteOptions
 from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message
 from slipstream.draft.remote.sampling import sampling_message
 from slipstream.draft.remote.tails import Tail
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class RemoteDrafter(Drafter):
     """Gets its drafts from `slipstream draft-worker` processes."""
 
     Options = RemoteOptions
-    kinds = KINDS
+    traits = DrafterTraits(kinds=KINDS, remembers=True)  # how much has arrived depends on the load
 
     @classmethod
     def fit(cls, context: DraftContext) -> Fit:
@@ -129,10 +130,12 @@ class RemoteDrafter(Drafter):
                 f"remote max_wait_ms ({options.max_wait_ms:g}) must be below draft_timeout_s "
                 f"({context.draft_timeout_s:g} s), after which a drafter is taken for hung"
             )
+        # A worker that makes others than the verifier can judge is refused.
+        self.traits = replace(self.traits, kinds=KINDS & context.verifier.kinds)
         self._arrived = threading.Condition()
         self._workers = [WorkerAccount(link) for link in self._make_links()]
         self._finalizer = weakref.finalize(self, _close, [worker.link for worker in self._workers])
-        self._requests: dict[int, RemoteRequest] = {}
+        self._requests: dict[int, RemoteRequest] = self.by_sequence()
         """By sequence id."""
         self._numbers = itertools.count(1)
         self._by_number: dict[int, RemoteRequest] = {}
@@ -149,7 +152,7 @@ class RemoteDrafter(Drafter):
         terms = LinkTerms(
             vocabulary=fingerprint(self.context.tokenizer),
             vocab_size=self.context.vocab_size,
-            kinds=frozenset(str(kind) for kind in self.kinds_made()),
+            kinds=frozenset(str(kind) for kind in self.traits.kinds),
             depth=self.options.num_speculative_tokens,
             key=key,
         )
@@ -165,22 +168,10 @@ class RemoteDrafter(Drafter):
 
     # --- the contract -----------------------------------------------------------------------------------------
 
-    def kinds_made(self) -> frozenset[ProposalKind]:
-        """Those that the verifier can judge: a worker that makes others is refused."""
-        return KINDS & self.context.verifier.kinds
-
-    def remembers(self) -> bool:
-        """How much has arrived depends on the load, and so on other requests."""
-        return True
-
-    def max_nodes(self) -> int:
-        depth: int = self.options.num_speculative_tokens
-        return depth
-
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """What has arrived for each text, up to its budget."""
         asked = [self._asked(sequence) for sequence in sequences]
-        limits = [min(budget, self.max_nodes()) for budget in budgets]
+        limits = [min(budget, self.traits.max_nodes) for budget in budgets]
         self._take()
         if self.options.max_wait_ms:
             self._wait(asked, limits)
@@ -202,15 +193,13 @@ class RemoteDrafter(Drafter):
     def release(self, sequence: Sequence) -> None:
         self._drop(sequence, finished=sequence.finished)
 
-    def num_held(self) -> int:
-        return len(self._requests)
-
     def worker_stats(self) -> list[WorkerStats]:
         """What is known of each worker."""
         return [worker.stats() for worker in self._workers]
 
     def integrity(self) -> list[str]:
-        faults = [
+        faults = super().integrity()
+        faults += [
             f"remote: a request's draft has {len(request.tail.drafted)} tokens"
             for request in self._requests.values()
             if len(request.tail.drafted) > MAX_TAIL_TOKENS
@@ -326,7 +315,7 @@ class RemoteDrafter(Drafter):
     def _wait(self, asked: Seq[RemoteRequest], limits: Seq[int]) -> None:
         """Wait for the tails that are under way, as long as the options allow."""
         deadline_s = time.perf_counter() + self.options.max_wait_ms / 1000
-        least = self.options.wait_tokens or self.max_nodes()
+        least = self.options.wait_tokens or self.traits.max_nodes
         pairs = list(zip(asked, limits, strict=True))
         while awaited := [request for request, limit in pairs if self._is_awaited(request, limit, least)]:
             left_s = deadline_s - time.perf_counter()

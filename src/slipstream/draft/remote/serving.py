@@ -56,7 +56,7 @@ def serve_drafter(
     cls, _ = validate(speculative)
     if speculative.method == "off":
         raise ConfigError("a draft worker needs a drafter; choose one with --spec")
-    if not cls.reads_text_only:
+    if not cls.traits.reads_text_only:
         raise ConfigError(
             f"drafter {speculative.method!r} needs more of its target than the text (its hidden states, logits or "
             f"cache), so it runs in the engine's process; draft_model, self, tli and ngram can run elsewhere"
@@ -88,13 +88,13 @@ def served(
     method: str, drafter: Drafter, context: DraftContext, options: ServedOptions, tokenizer: Any
 ) -> ServedDrafter:
     """`drafter` as a worker serves it, with room for its keys and values."""
-    kinds = drafter.kinds_made()
+    kinds = drafter.traits.kinds
     if len(kinds) != 1 or not kinds <= KINDS:
         raise ConfigError(
             f"drafter {method!r} makes {' and '.join(sorted(kinds))} drafts; a worker sends token ids alone, so set "
             f"draft_sample_method to coupled or greedy"
         )
-    max_len = min(context.max_model_len, drafter.context_length or context.max_model_len)
+    max_len = min(context.max_model_len, drafter.traits.context_length or context.max_model_len)
     num_tokens = _room(drafter, options.max_requests * (max_len + ROOM_PER_TEXT), context)
     drafter.allocate(num_tokens)
     operator_threads = [model.executor.num_operator_threads for model in drafter.drafting_models()]
@@ -119,7 +119,7 @@ def served(
 
 def _room(drafter: Drafter, useful: int, context: DraftContext) -> int:
     """Tokens whose keys and values are held: what can be used, within the configured memory."""
-    per_token = drafter.kv_bytes_per_token()
+    per_token = drafter.traits.kv_bytes_per_token
     if per_token == 0:
         return useful
     config = context.engine_config

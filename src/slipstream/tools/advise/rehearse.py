@@ -115,10 +115,10 @@ def context_cost(model: CausalLM) -> float:
 
 def _kinds(candidates: Seq[Candidate], shadow: ShadowDrafter) -> list[Kind]:
     """Steps without drafts come several times in a round: everything is compared with them."""
-    room = shadow.max_nodes()
+    room = shadow.traits.max_nodes
     found = [Kind(-1, 0, checked) for checked in CHECKED if checked <= room]
     for number, candidate in enumerate(candidates):
-        most = shadow.members[number].drafter.max_nodes()
+        most = shadow.members[number].drafter.traits.max_nodes
         levels = candidate.depths if candidate.depths != (0,) else (most,)
         ends = {levels[0], levels[len(levels) // 2], levels[-1]}
         found += [Kind(number, level, level) for level in sorted(ends)]

@@ -83,7 +83,7 @@ class AskedScores:
         if limit <= 0:
             return NOT_DRAFTED
         sequence = self._sequence(run, request, position)
-        [proposal] = self._drafter.propose([sequence], [min(limit, self._drafter.max_nodes())])
+        [proposal] = self._drafter.propose([sequence], [min(limit, self._drafter.traits.max_nodes)])
         return judged(proposal, self._recorded.requests[request].output_token_ids[position:])
 
     def finish(self, run: int, request: int) -> None:

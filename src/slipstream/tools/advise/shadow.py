@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.config import SpeculativeConfig, check_types
@@ -73,11 +73,17 @@ class ShadowDrafter(DrafterGroup):
     summary = "records what other drafters would have proposed"
 
     Options = ShadowOptions
-    observes_all = False
+    traits = replace(DrafterGroup.traits, observes_all=False)
 
     def __init__(self, options: ShadowOptions, context: DraftContext) -> None:
         configs = [SpeculativeConfig.from_mapping(drafter) for drafter in options.drafters]
         super().__init__(options, context, configs)
+        self.traits = replace(
+            self.traits,
+            max_nodes=max(options.room, self.traits.max_nodes),
+            observes_all=False,
+            remembers=False,  # nothing is proposed but what the caller says
+        )
         self.rehearsal: Rehearsal | None = None
         """What a rehearsed step does; None records."""
         self.drafts: list[ShadowDraft] = []
@@ -86,15 +92,6 @@ class ShadowDrafter(DrafterGroup):
         """Times of the last rehearsed step."""
         self.texts: dict[str, list[int]] = {}
         """Request id to the answer that is known to come."""
-
-    def remembers(self) -> bool:
-        """False: nothing is proposed but what the caller says."""
-        return False
-
-    def max_nodes(self) -> int:
-        """The largest member's, or the room for rehearsed steps."""
-        room: int = self.options.room
-        return max([room, *(member.drafter.max_nodes() for member in self.members)])
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """Empty proposals while it records, those of the rehearsal otherwise."""
@@ -109,9 +106,9 @@ class ShadowDrafter(DrafterGroup):
 
     def _record(self, sequences: Seq[Sequence], budgets: Seq[int]) -> None:
         for number, guard in enumerate(self.members):
-            if guard.drafter.looks_up:
+            if guard.drafter.traits.looks_up:
                 continue  # these are asked again, of the text alone
-            most = guard.drafter.max_nodes()
+            most = guard.drafter.traits.max_nodes
             proposals = guard.ask(sequences, [min(budget, most) for budget in budgets])
             self.drafts += [
                 ShadowDraft(sequence.request_id, number, sequence.num_output_tokens, proposal)
@@ -129,7 +126,7 @@ class ShadowDrafter(DrafterGroup):
             return [EMPTY_PROPOSAL] * len(sequences)
         if rehearsal.member != NOT_ASKED:
             guard = self.members[rehearsal.member]
-            limit = min(rehearsal.levels, guard.drafter.max_nodes())
+            limit = min(rehearsal.levels, guard.drafter.traits.max_nodes)
             started_s = time.perf_counter()
             guard.ask(sequences, [min(budget, limit) for budget in budgets])
             self.times.seconds = time.perf_counter() - started_s

@@ -52,7 +52,7 @@ def examine(
         yield fault("checkpoint", str(error))
         return
     yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes match the target")
-    yield _context(loaded, drafter.context_length)
+    yield _context(loaded, drafter.traits.context_length)
     if kind != DRAFT_MODEL.name:
         yield from _conventions(loaded, draft, kind)
     on_part("drafting for a few prompts")

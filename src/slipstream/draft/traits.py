@@ -1,0 +1,63 @@
+"""What a drafter is, as plain data: engines, policies and groups of drafters read it instead of asking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from slipstream.core.proposal import ProposalKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterTraits:
+    """What holds for a drafter as long as it runs. The defaults suit one without memory, weights or draft model."""
+
+    max_nodes: int = 0
+    """The most nodes that one proposal can have; the engine never asks for more."""
+    kinds: frozenset[ProposalKind] = frozenset({ProposalKind.ONE_HOT})
+    """The proposal kinds that it may return."""
+    chain_length: int | None = None
+    """The longest proposal, for a drafter that answers a budget of n with n tokens in a row, each at the cost of one
+    more level. None for trees, lookups and all that take the same time whatever the budget."""
+    context_length: int | None = None
+    """The longest text, in tokens, for which it can draft; None for any."""
+    feature_layers: tuple[int, ...] = ()
+    """Hidden states of the target that it reads: 0 is the embedding, i what layer i puts out, and the number of layers
+    what the final norm puts out. The engine keeps them beside the keys and values of every computed token;
+    `KVCache.features` reads them, side by side in this order."""
+    kv_bytes_per_token: int = 0
+    """Bytes of keys and values of its own that one token costs."""
+    remembers: bool = False
+    """True where what it proposes for a request may depend on other requests' texts or on what they accepted. The
+    classical verifiers then draw other random numbers for each request, so a seed alone does not repeat a text."""
+    ends_early: bool = False
+    """True where a chain may end before its budget because the drafter lacks confidence in what follows: it has a
+    `confidence_threshold`."""
+    looks_up: bool = False
+    """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
+    to see whether it would have been accepted."""
+    observes_all: bool = True
+    """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
+    guards_itself: bool = False
+    """True for a group that holds each of its drafters to the time that a call may take."""
+    reads_text_only: bool = False
+    """True for a drafter with a model or tables of its own that needs nothing of the target but the committed tokens:
+    no logits, hidden states, weights or cache. It can draft in another process (`slipstream draft-worker`), where
+    `Observation.logits` has no rows that mean anything."""
+    has_own_model: bool = False
+    """True for one that loads a model to its context's device and reads nothing of the target but the text, so that it
+    can draft on another device (`draft_device`)."""
+
+    @classmethod
+    def joined(cls, members: Seq[DrafterTraits]) -> DrafterTraits:
+        """A guarded group of drafters, of which any may draft: what one member reads, in its own order, and of several
+        every layer that some member reads, once."""
+        layers = dict.fromkeys(layer for member in members for layer in member.feature_layers)
+        return cls(
+            max_nodes=max(member.max_nodes for member in members),
+            kinds=frozenset[ProposalKind]().union(*(member.kinds for member in members)),
+            feature_layers=members[0].feature_layers if len(members) == 1 else tuple(layers),
+            kv_bytes_per_token=sum(member.kv_bytes_per_token for member in members),
+            remembers=any(member.remembers for member in members),
+            guards_itself=True,
+        )
