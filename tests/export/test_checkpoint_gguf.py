@@ -25,6 +25,7 @@ from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError
 from tests.export.test_checkpoint_eagle import equal, random_head, record
+from tests.kit.small_llama import sizes
 from tests.kit.tokenizer_families import byte_fallback, byte_level, save_model
 
 gguf = pytest.importorskip("gguf", reason="the extra `export` is not installed")
@@ -135,16 +136,7 @@ def test_heads_of_two_layers_numbers_are_refused(small: str, tmp_path: Path) -> 
 def test_bfloat16_and_biases_keep_their_bits(tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(byte_level()),
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
+    config = Qwen2Config(**sizes(64, 2, 4, 2, inner=96, vocab=len(byte_level()), eos=1, tied=False))
     torch.manual_seed(0)
     folder = tmp_path / "qwen"
     Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)

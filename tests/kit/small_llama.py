@@ -16,18 +16,27 @@ VOCAB = 61
 TEXT = [(7 * i + 3) % VOCAB for i in range(12)]
 
 
+SHORT = {
+    "inner": "intermediate_size", "vocab": "vocab_size", "context": "max_position_embeddings",
+    "bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id", "spread": "initializer_range",
+    "tied": "tie_word_embeddings",
+}  # fmt: skip
+"""Transformers' names by those that `sizes` takes beside them."""
+
+
+def sizes(
+    hidden: int, layers: int, heads: int, key_heads: int | None = None, **others: Any
+) -> dict[str, Any]:
+    """Options of a small model's configuration. Without `key_heads`, its family's default."""
+    keys = {} if key_heads is None else {"num_key_value_heads": key_heads}
+    heads_and_layers = {"num_hidden_layers": layers, "num_attention_heads": heads, **keys}
+    return {"hidden_size": hidden, **heads_and_layers, **{SHORT.get(k, k): v for k, v in others.items()}}
+
+
 def llama(**options: Any) -> CausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        attn_implementation=ATTENTION_NAME,
-    )
+    shape = sizes(32, 3, 4, 2, inner=48, vocab=VOCAB, spread=0.3)
+    config = LlamaConfig(**shape, attn_implementation=ATTENTION_NAME)
     return adapt(LlamaForCausalLM(config).eval(), **options)
 
 

@@ -16,6 +16,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.kit.small_llama import sizes
+
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
     "Speculative decoding lets a small model guess what a large model will say next.",
@@ -111,17 +113,8 @@ def save_model(tokenizer: Any, folder: Path, seed: int = 0, num_layers: int = 1)
     """Write a random Llama that speaks `tokenizer`, and the tokenizer; returns the folder."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **sizes(32, num_layers, 2, 1, vocab=len(tokenizer), inner=48, context=512, spread=0.5),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

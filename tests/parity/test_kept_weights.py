@@ -18,6 +18,7 @@ from slipstream.models import CausalLM, RowGroup, loading, matrices
 from slipstream.models import load_model as load_any
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
+from tests.kit.small_llama import sizes
 
 TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(64)]
 FUSED = [
@@ -37,16 +38,7 @@ LAYER_BY_LAYER = ["phi", "opt", "olmo"]
 """Olmo has no parameters but its matrices."""
 NOT_PLAIN = ["qwen3-moe-mixed", "gpt2", "falcon-old"]
 """Experts that the kernels do not know, and linear layers of a class of their own."""
-OLMO = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
+OLMO = sizes(32, 2, 4, vocab=VOCAB, inner=48, context=128, pad=0, eos=None)
 load_model = partial(load_any, kv_cache_dtype="float32")
 """What is compared here are the weights; by default a 16-bit checkpoint rounds its keys and values too."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -20,14 +20,9 @@ from slipstream.models.attention import packed as attention
 from slipstream.models.attention.base import ATTENTION_NAME
 from slipstream.models.cpu import native
 from slipstream.models.verdicts import LoadVerdict
+from tests.kit.small_llama import sizes
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+_SIZES: dict[str, Any] = sizes(32, 2, 4, vocab=64, inner=48)
 _GQA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
 
 

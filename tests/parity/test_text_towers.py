@@ -17,28 +17,11 @@ from slipstream.errors import ModelError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_model, load_tokenizer
 from slipstream.train.target import FrozenTarget
+from tests.kit.small_llama import sizes
 
 TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(24)]
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-_EYES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
+_TEXT: dict[str, Any] = sizes(32, 2, 4, 2, vocab=VOCAB, inner=48, context=128, bos=1, eos=None, pad=0)
+_EYES: dict[str, Any] = sizes(32, 1, 2, inner=48, image_size=16, patch_size=8)
 _QWEN_EYES: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,

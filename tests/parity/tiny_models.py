@@ -9,22 +9,13 @@ from typing import Any
 import torch
 import transformers as tf
 
+from tests.kit.small_llama import sizes
+
 VOCAB = 128
 WINDOW = 4
 """Sliding window of the families that have one: shorter than the texts and the draft trees in the tests."""
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_SHAPE: dict[str, Any] = sizes(32, 3, 4, 2, vocab=VOCAB, inner=48, context=128, bos=1, eos=None, pad=0)
 _HEADS_OF_8: dict[str, Any] = {**_SHAPE, "head_dim": 8}
 _NO_GQA: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 4}
 _ODD: dict[str, Any] = {**_SHAPE, "hidden_size": 44, "intermediate_size": 53, "head_dim": 22}
@@ -43,15 +34,7 @@ _LLAMA3_ROPE: dict[str, Any] = {
 }
 """Some frequencies are kept, some divided, and some lie between; texts are as long as what they are scaled from."""
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-_FALCON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "alibi": False,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+_FALCON: dict[str, Any] = sizes(32, 3, 4, vocab=VOCAB, alibi=False, bos=1, eos=None)
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_embd": 32,
@@ -161,13 +144,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=0.5,
     ),
     "opt": lambda: tf.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        word_embed_proj_dim=32,
+        **sizes(32, 3, 4, vocab=VOCAB, ffn_dim=48, context=128, word_embed_proj_dim=32)
     ),
     "olmo2": lambda: tf.Olmo2Config(**_SHAPE),
     "olmo2-odd": lambda: tf.Olmo2Config(**_ODD),

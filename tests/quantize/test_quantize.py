@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.errors import ModelError
-from slipstream.models import RowGroup, load_model, load_plain, load_tokenizer
+from slipstream.models import load_model, load_plain, load_tokenizer
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
 from slipstream.tools.quantize.calibration import LayerDone, round_layers
 from slipstream.tools.quantize.folder import layer_tensors, packed, settings
@@ -35,6 +35,7 @@ from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
 from slipstream.tools.quantize.rounding import RoundedWeight, lost_share, rounded
 from slipstream.tools.quantize.texts import as_rows
 from tests.kit.gguf_files import write
+from tests.kit.logits import cached_logits
 
 INPUTS, OUTPUTS = 96, 24
 
@@ -235,13 +236,6 @@ def test_a_folder_holds_the_rounded_model(
     assert len(modes) == 1, "whoever reads one file reads all"
 
 
-def logits_of(lm: Any, tokens: list[int]) -> Tensor:
-    """float32 [n, vocab]: through the engine's own cache."""
-    pool, slots = lm.trial_cache(len(tokens))
-    found: Tensor = lm.forward([RowGroup(slots, 0, tokens, range(len(tokens)))], pool).logits
-    return found.clone()
-
-
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_the_engine_reads_what_was_written(
     checkpoint: Path, texts: Path, tmp_path: Path, quantization: str
@@ -267,8 +261,8 @@ def test_the_engine_reads_what_was_written(
     with torch.inference_mode():
         expected = exact(torch.tensor([tokens])).logits[0]
     packed_lm, widened = load_model(str(out)), load_model(str(out), dtype="float32")
-    torch.testing.assert_close(logits_of(widened, tokens), expected, rtol=1e-3, atol=1e-3)
-    error = logits_of(packed_lm, tokens) - expected  # of activations rounded to 8 bits
+    torch.testing.assert_close(cached_logits(widened, tokens), expected, rtol=1e-3, atol=1e-3)
+    error = cached_logits(packed_lm, tokens) - expected  # of activations rounded to 8 bits
     assert float(error.std()) < 0.03 * float(expected.std())
     assert packed_lm.weight_bytes < 0.8 * widened.weight_bytes
 

@@ -14,6 +14,7 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.models import load_tokenizer
 from slipstream.train.batches import TrainingDocument, read_documents
 from slipstream.train.target import FrozenTarget
+from tests.kit.small_llama import sizes
 
 ROW_LENGTH = 48
 
@@ -28,15 +29,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     """A target of three layers with grouped keys and the embedded pair's tokenizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
+        **sizes(
+            32, 3, 4, 2, vocab=len(tokenizer), inner=64, context=256, tied=True, eos=tokenizer.eos_token_id
+        )
     )
     folder = tmp_path_factory.mktemp("tiny")
     model = LlamaForCausalLM(config)

@@ -389,7 +389,7 @@ def _copy(arguments: tuple[Any, ...]) -> list[Any]:
     parts: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Sequence):
-            state = {name: copy.deepcopy(value) for name, value in vars(argument).items() if name != "params"}
+            state = {name: _state(value) for name, value in vars(argument).items() if name != "params"}
             parts.append(state)
         elif isinstance(argument, Observation):
             parts.append([*_copy((argument.sequence,)), argument.proposal, argument.num_accepted])
@@ -398,3 +398,14 @@ def _copy(arguments: tuple[Any, ...]) -> list[Any]:
         else:
             parts.append(argument)
     return parts
+
+
+def _state(value: Any) -> Any:
+    """A part of a Sequence for comparison: what a deep copy holds, in a fraction of its time."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, list):
+        return value[:] if all(type(one) is int for one in value) else [_state(one) for one in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: _state(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return copy.deepcopy(value)

@@ -24,20 +24,10 @@ from slipstream.models.loading import adapt
 from slipstream.profiling import limits, pass_times, store
 from slipstream.profiling.profile import CostProfile, Rate
 from tests.kit.profiles import profile
+from tests.kit.small_llama import sizes
 
 TINY = pass_times.Survey((1, 2, 5, 8), (16, 256), budget_s=0.1, array_bytes=2**20, max_repeats=3)
-SHAPE: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-    "bos_token_id": 1,
-    "pad_token_id": 0,
-}
+SHAPE: dict[str, Any] = sizes(16, 2, 4, 2, vocab=50, inner=24, context=128, eos=None, bos=1, pad=0)
 ATTENTION = 16 * 16 + 2 * 16 * 8 + 16 * 16
 MLP = 3 * 16 * 24
 NORMS = 2 * 2 * 16 + 16

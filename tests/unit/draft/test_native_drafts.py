@@ -28,6 +28,7 @@ from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
+from tests.kit.small_llama import sizes
 
 VOCAB, HIDDEN, LAYERS = 1003, 72, 3
 SLOTS = 64
@@ -44,15 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of awkward shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=101,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=24,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
+        **sizes(HIDDEN, LAYERS, 6, 2, vocab=VOCAB, inner=101, head_dim=24, spread=0.2, tied=True)
     )
     path = tmp_path_factory.mktemp("target")
     LlamaForCausalLM(config).save_pretrained(path)

@@ -19,18 +19,9 @@ from transformers import (
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from tests.kit.small_llama import sizes
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 50,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SHAPE = sizes(48, 1, 4, 2, vocab=97, inner=50, bos=None, eos=None, pad=None)
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(9)]
 
 

@@ -28,6 +28,7 @@ from slipstream.models.matrices import unread
 from slipstream.models.trial import sign_rows
 from slipstream.models.verdicts import LoadVerdict
 from tests.kit.gguf_files import write_model
+from tests.kit.small_llama import sizes
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 
@@ -141,17 +142,7 @@ def test_a_fault_in_a_packed_file_is_refused(
 
 
 def llama(**changes: Any) -> Any:
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        max_position_embeddings=64,
-        **changes,
-    )
+    config = LlamaConfig(**sizes(64, NUM_LAYERS, 4, 2, vocab=96, inner=96, spread=0.2, context=64), **changes)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     with torch.no_grad():
@@ -219,26 +210,12 @@ def test_rows_that_round_otherwise_are_no_fault(monkeypatch: pytest.MonkeyPatch)
 
 
 def ministral() -> Any:
-    config = Ministral3Config(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,
-        max_position_embeddings=128,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "llama_4_scaling_beta": 0.1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    )
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    shape = sizes(64, NUM_LAYERS, 4, 2, vocab=96, inner=96, head_dim=16, spread=0.2, context=128)
+    config = Ministral3Config(**shape, rope_parameters=rope)
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
 

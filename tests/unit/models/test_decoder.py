@@ -31,6 +31,7 @@ from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch, tree_rows
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.loading import adapt
+from tests.kit.small_llama import sizes
 
 LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
@@ -68,16 +69,7 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 def _awkward(name: str, folder: Path) -> Path:
     """Grouped heads of 24, widths that fill no panel; with a window, one shorter than the text."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 72,
-        "intermediate_size": 101,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "initializer_range": 0.2,
-    }
+    shape = sizes(72, 2, 6, 2, vocab=97, inner=101, head_dim=24, spread=0.2)
     no_heads = {key: value for key, value in shape.items() if key != "num_key_value_heads"}
     gemma = {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"]}
     config = {

@@ -17,16 +17,9 @@ from slipstream.models import load_model
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
+from tests.kit.small_llama import sizes
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = sizes(96, 2, 4, 2, inner=160, vocab=64, context=64)
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 32]}
 
 

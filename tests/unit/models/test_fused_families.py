@@ -38,16 +38,9 @@ from slipstream.models.cpu.experts import ExpertParts
 from slipstream.models.cpu.families import FAMILIES, Family, find_family
 from slipstream.models.cpu.known_families import GptOss, Llama, Mixtral
 from slipstream.models.executor.cpu_kernels import CpuKernels
+from tests.kit.small_llama import sizes
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 70,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
+SHAPE = sizes(48, 3, 4, 2, vocab=97, inner=70, spread=0.2)
 VARIANTS = [Variant(0.25)] * 3
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(20)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.engine.description import describe
 from slipstream.errors import ModelError
 from slipstream.models import load_config, load_model, load_tokenizer
-from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.files.gguf import open_gguf
@@ -25,22 +25,16 @@ from slipstream.models.files.gguf_rope import llama3_factors
 from slipstream.models.outline import outline_model
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from tests.kit.gguf_files import QUANTISED, write, write_model
+from tests.kit.logits import cached_logits, eager_logits, relative_error
+from tests.kit.small_llama import sizes
 from tests.kit.tokenizer_families import byte_level
 
 gguf = pytest.importorskip("gguf", reason="the extra `export` is not installed")
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
+IDS = [number * 7 % 96 for number in range(1, 41)]
+logits = partial(eager_logits, token_ids=IDS)
+packed_logits = partial(cached_logits, token_ids=IDS)
+SIZES = sizes(64, 3, 4, 2, inner=96, vocab=96, context=128, bos=None, eos=1, pad=None)
 WINDOW = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "tie_word_embeddings": True}, {"rope.freq_base": 10000.0}),
@@ -132,14 +126,6 @@ def tiny(model_type: str, changes: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def logits(model: Any) -> torch.Tensor:
-    model.set_attn_implementation("eager")
-    ids = torch.arange(1, 41)[None] * 7 % 96
-    with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    return found
-
-
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_family_has_the_logits_of_its_model(arch: str, tmp_path: Path) -> None:
     model_type, changes, keys = FAMILIES[arch]
@@ -157,12 +143,6 @@ def test_every_family_has_the_logits_of_its_model(arch: str, tmp_path: Path) -> 
 
 def test_all_families_that_are_read_are_tested() -> None:
     assert set(FAMILIES) == {*ARCHITECTURES, *ARCHS}
-
-
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The median error of a row's logits, relative to their spread."""
-    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((ours - theirs).norm(dim=-1) / spread).median())
 
 
 def quantised(kinds: dict[str, str], tmp_path: Path, **changes: Any) -> tuple[Path, Any]:
@@ -194,14 +174,6 @@ def test_quantised_files_have_the_logits_of_their_numbers(kind: str, tied: bool,
     assert torch.equal(logits(wide.model), expected)
 
 
-def packed_logits_of(lm: Any) -> torch.Tensor:
-    """[40, vocab]: of the same tokens as `logits`, in one pass."""
-    ids = [number * 7 % 96 for number in range(1, 41)]
-    pool, slots = lm.trial_cache(len(ids))
-    found: torch.Tensor = lm.forward([RowGroup(slots, 0, ids, range(len(ids)))], pool).logits
-    return found
-
-
 native = pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
 TOLERANCES = dict.fromkeys(QUANTISED, 0.03) | {"mixed": 0.03, "Q4_0": 0.01}
 """Errors of logits over their spread: rows are rounded to 8 bits before they are multiplied. Measured: 0.009 to 0.02,
@@ -215,7 +187,7 @@ def test_quantised_files_stay_packed(kind: str, tied: bool, tmp_path: Path) -> N
     file, model = quantised(MIXED if kind == "mixed" else {"": kind}, tmp_path, tie_word_embeddings=tied)
     lm = load_model(str(file))
     assert lm.kernels == "decoder"
-    assert relative_error(packed_logits_of(lm), logits(model)) < TOLERANCES[kind]
+    assert relative_error(packed_logits(lm), logits(model)) < TOLERANCES[kind]
     assert outline_model(str(file)).held.total_bytes == lm.weight_bytes
     assert lm.weight_bytes < {"4": 0.7, "m": 0.85}.get(kind.strip("Q")[0], 1.25) * lm.num_parameters
 
@@ -243,7 +215,7 @@ def test_quantised_files_of_every_family_stay_packed(arch: str, tmp_path: Path) 
         file = write_model(tmp_path / "x.gguf", arch, model, keys, {"": "Q4_0"})
     lm = load_model(str(file))
     assert lm.kernels == "decoder"
-    assert relative_error(packed_logits_of(lm), logits(model)) < 0.03
+    assert relative_error(packed_logits(lm), logits(model)) < 0.03
     assert outline_model(str(file)).held.total_bytes == lm.weight_bytes
 
 

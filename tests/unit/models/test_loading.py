@@ -19,6 +19,7 @@ from slipstream.models import load_config, load_model, load_tokenizer
 from slipstream.models.files.quantized import settle_quantized
 from slipstream.models.settling import resolve_device, resolve_dtype
 from slipstream.models.support import context_length
+from tests.kit.small_llama import sizes
 
 
 @pytest.fixture
@@ -29,16 +30,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def tiny_config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=48,
-        tie_word_embeddings=True,
-    )
+    return LlamaConfig(**sizes(16, 2, 4, 2, vocab=64, inner=32, context=48, tied=True))
 
 
 def refusal(folder: Path | str) -> str:

@@ -19,18 +19,11 @@ from slipstream.models.files import lora
 from slipstream.models.outline import outline_model
 from slipstream.train.attention import block_diagonal_mask
 from slipstream.train.target import load_model as load_for_training
+from tests.kit.small_llama import sizes
 
 peft = pytest.importorskip("peft")
 TEXT = list(range(2, 14))
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 48,
-}
+SHAPE: dict[str, Any] = sizes(16, 2, 4, 2, vocab=64, inner=32, context=48)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ModelError
 from slipstream.models import load_model
-from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.cpu.packed_weight import PackedWeight
@@ -27,12 +27,15 @@ from slipstream.models.outline import outline_model
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
 from tests.kit.gguf_files import write_model
+from tests.kit.logits import cached_logits, relative_error
 from tests.kit.quantised_folders import gptq_folder
+from tests.kit.small_llama import sizes
 from tests.unit.models.test_grouped import ROWS, Saved, saved
 
 peft = pytest.importorskip("peft")
 native = pytest.mark.skipif(unavailable() is not None, reason="no CPU kernels here")
 IDS = [number * 3 % 96 for number in range(20)]
+logits = partial(cached_logits, token_ids=IDS)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -106,16 +109,7 @@ def test_a_change_reads_inputs_as_they_are() -> None:
 
 def tiny(tied: bool = False) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+    config = LlamaConfig(**sizes(64, 2, 4, 2, inner=128, vocab=96, context=64, tied=tied))
     return LlamaForCausalLM(config)
 
 
@@ -166,23 +160,6 @@ def by_peft(path: Path, folder: str) -> Tensor:
     return found
 
 
-def logits(lm: Any, parts: int = 1) -> Tensor:
-    """[20, vocab], computed in so many passes."""
-    pool, slots = lm.trial_cache(len(IDS))
-    length = -(-len(IDS) // parts)
-    found = []
-    for begin in range(0, len(IDS), length):
-        ids = IDS[begin : begin + length]
-        found.append(lm.forward([RowGroup(slots, begin, ids, range(len(ids)))], pool).logits.clone())
-    return torch.cat(found)
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """The median error of a row's logits, over their spread."""
-    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((ours - theirs).norm(dim=-1) / spread).median())
-
-
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Path) -> None:
@@ -190,7 +167,7 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
     path = make(tmp_path)
     folder = adapter(tmp_path, tiny(kind.endswith("tied")), target_modules=targets, use_rslora=True)
     expected = by_peft(path, folder)
-    assert error(logits(load_model(str(path))), expected) > 0.2, "the adapter changes much"
+    assert relative_error(logits(load_model(str(path))), expected) > 0.2, "the adapter changes much"
     in_torch = load_model(str(path), lora=folder, cpu_kernels="torch")
     assert in_torch.stored_bits
     torch.testing.assert_close(logits(in_torch), expected, rtol=1e-4, atol=1e-4)
@@ -213,9 +190,9 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
     assert held.total_bytes == packed.weight_bytes
     assert held.adapter_bytes == packed.weight_bytes - load_model(str(path)).weight_bytes
     whole = logits(packed)
-    assert error(whole, expected) < 0.05  # rows are rounded to 8 bits
+    assert relative_error(whole, expected) < 0.05  # rows are rounded to 8 bits
     for parts in (20, 7, 2):
-        assert torch.equal(logits(packed, parts), whole), "a row's bits do not depend on its company"
+        assert torch.equal(logits(packed, parts=parts), whole), "a row's bits do not depend on its company"
 
 
 @native
@@ -226,8 +203,8 @@ def test_layers_outside_the_fused_decoder_have_it_too(tmp_path: Path) -> None:
     fused = logits(load_model(str(path), lora=folder))
     layered = load_model(str(path), lora=folder, attention_backend="packed")
     assert not isinstance(layered.executor, CpuKernels)
-    assert error(logits(layered), fused) < 0.05
-    assert error(logits(load_model(str(path), attention_backend="packed")), fused) > 0.2
+    assert relative_error(logits(layered), fused) < 0.05
+    assert relative_error(logits(load_model(str(path), attention_backend="packed")), fused) > 0.2
 
 
 @native

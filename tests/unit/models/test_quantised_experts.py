@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,26 +23,22 @@ from transformers import (
 
 from slipstream.errors import ModelError, UnsupportedModelError
 from slipstream.models import load_model
-from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.files.stored_experts import StoredStack
 from slipstream.models.outline import outline_model
 from slipstream.models.unloaded import shared_outlines
 from tests.kit.gguf_files import write_model
+from tests.kit.logits import cached_logits, eager_logits, relative_error
 from tests.kit.quantised_folders import Layer, awq, compressed, gptq, quantise_folder
+from tests.kit.small_llama import sizes
 from tests.unit.models.test_gguf_models import ARCHS, FAMILIES, WITH_EXPERTS, tiny
 
 native = pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
 
-SHAPE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-}
+IDS = [number * 3 % 96 for number in range(20)]
+logits = partial(eager_logits, token_ids=IDS)
+packed_logits = partial(cached_logits, token_ids=IDS)
+SHAPE = sizes(64, 2, 4, 2, vocab=96, context=64, num_experts_per_tok=2)
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SHAPE, head_dim=16, moe_intermediate_size=96, num_experts=5, norm_topk_prob=True)
@@ -97,27 +94,6 @@ def saved(folder: Path, family: str, method: str, parts: tuple[str, ...] = (*EXP
     return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
 
 
-def logits(model: Any) -> Tensor:
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        found: Tensor = model(input_ids=torch.arange(20)[None] * 3 % 96, use_cache=False).logits[0]
-    return found
-
-
-def packed_logits(lm: Any) -> Tensor:
-    """[20, vocab]: of the same tokens as `logits`."""
-    ids = [number * 3 % 96 for number in range(20)]
-    pool, slots = lm.trial_cache(len(ids))
-    found: Tensor = lm.forward([RowGroup(slots, 0, ids, range(len(ids)))], pool).logits
-    return found
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """The median error of a row's logits, over their spread."""
-    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((ours - theirs).norm(dim=-1) / spread).median())
-
-
 def refusal(path: Path, **options: Any) -> str:
     with pytest.raises((ModelError, UnsupportedModelError)) as caught:
         load_model(str(path), **options)
@@ -169,7 +145,7 @@ def test_experts_are_rounded_to_the_format_that_is_named(
     assert lm.stored_bits == {4}, "attention stays packed"
     assert lm.weight_type.endswith(f"4 bits, experts in {name}")
     assert lm.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert error(packed_logits(lm), logits(model)) < ROUNDED[name]
+    assert relative_error(packed_logits(lm), logits(model)) < ROUNDED[name]
     plain = load_model(str(tmp_path / "x-plain"), quantization=name)
     assert torch.equal(expert_weights(lm), expert_weights(plain)), "as if saved in 32 bits"
     planned = outline_model(str(tmp_path / "x"), quantization=name)
@@ -205,7 +181,7 @@ def test_experts_may_be_all_that_is_quantised(tmp_path: Path) -> None:
     planned = outline_model(str(tmp_path / "x"), quantization="int8")
     assert lm.weight_type == planned.weight_type == "int8"
     assert planned.held.total_bytes == lm.weight_bytes
-    assert error(packed_logits(lm), logits(model)) < ROUNDED["int8"]
+    assert relative_error(packed_logits(lm), logits(model)) < ROUNDED["int8"]
 
 
 @native
@@ -280,7 +256,7 @@ def test_an_adapter_of_experts_that_are_rounded_is_refused(tmp_path: Path) -> No
     outline_model(str(tmp_path / "x"), quantization="int8", lora=str(tmp_path / "attention"))
     lm = load_model(str(tmp_path / "x"), quantization="int8", lora=str(tmp_path / "attention"))
     adapted = peft.PeftModel.from_pretrained(model, str(tmp_path / "attention")).merge_and_unload()
-    assert error(packed_logits(lm), logits(adapted)) < ROUNDED["int8"]
+    assert relative_error(packed_logits(lm), logits(adapted)) < ROUNDED["int8"]
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------
@@ -312,7 +288,7 @@ def test_experts_of_a_gguf_file_are_widened_or_rounded_by_option(arch: str, tmp_
     for name, bound in (("int8", 0.06), ("int4", 0.3)):
         lm = load_model(str(file), quantization=name)
         assert lm.weight_type.endswith(f"experts in {name}")
-        assert error(packed_logits(lm), expected) < bound
+        assert relative_error(packed_logits(lm), expected) < bound
         assert outline_model(str(file), quantization=name).held.total_bytes == lm.weight_bytes
         plain = write_model(tmp_path / "plain.gguf", ARCHS.get(arch, arch), model, FAMILIES[arch][2])
         assert torch.equal(expert_weights(lm), expert_weights(load_model(str(plain), quantization=name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_model, unloaded
-from slipstream.models.batch import RowGroup
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
@@ -29,7 +29,9 @@ from slipstream.models.files.grouped import GroupedMatrix
 from slipstream.models.files.quantised_folder import check_settings
 from slipstream.models.files.quantized import settle_quantized
 from slipstream.models.outline import outline_model
+from tests.kit.logits import cached_logits, eager_logits, relative_error
 from tests.kit.quantised_folders import LINEARS, Layer, awq, compressed, gptq, quantise_folder
+from tests.kit.small_llama import sizes
 
 
 def numbers(matrix: GroupedMatrix) -> Tensor:
@@ -245,15 +247,7 @@ def saved(
 ) -> Any:
     """A tiny model in `folder`, quantised; returns the Transformers model with the same numbers."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-    )
+    config = LlamaConfig(**sizes(64, 2, 4, 2, inner=128, vocab=96, context=64))
     model: Any = LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
@@ -268,19 +262,15 @@ def saved(
     return model.eval()
 
 
-def logits(model: Any) -> Tensor:
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        found: Tensor = model(input_ids=torch.arange(20)[None] * 3 % 96, use_cache=False).logits[0]
-    return found
-
-
 def random_layer(**more: Any) -> Callable[[str, int, int], Layer]:
     return lambda name, outputs, inputs: Layer.random(
         outputs, inputs, 32, 4, seed=crc32(name.encode()), **more
     )
 
 
+IDS = [number * 3 % 96 for number in range(20)]
+logits = partial(eager_logits, token_ids=IDS)
+packed_logits = partial(cached_logits, token_ids=IDS)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 FOLDERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gptq": (random_layer(), gptq, GPTQ),
@@ -299,20 +289,6 @@ def test_a_folder_has_the_logits_of_its_numbers(method: str, tmp_path: Path) -> 
     assert kept.stored_bits == {4}
     assert kept.weight_type.endswith("4 bits")
     torch.testing.assert_close(logits(kept.model), expected, rtol=1e-5, atol=1e-5)
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """The median error of a row's logits, over their spread."""
-    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((ours - theirs).norm(dim=-1) / spread).median())
-
-
-def packed_logits(lm: Any) -> Tensor:
-    """[20, vocab]: of the same tokens as `logits`."""
-    ids = [number * 3 % 96 for number in range(20)]
-    pool, slots = lm.trial_cache(len(ids))
-    found: Tensor = lm.forward([RowGroup(slots, 0, ids, range(len(ids)))], pool).logits
-    return found
 
 
 def of_bytes(name: str, outputs: int, inputs: int) -> Layer:
@@ -348,7 +324,7 @@ def test_scales_in_32_bits_are_held_rounded_once_to_11(tmp_path: Path) -> None:
     held = lm.executor.linears[-2].unpack(torch.arange(len(weight)))
     assert not torch.equal(held, weight)
     assert bool(((held - weight).abs() <= weight.abs() * 2**-11).all())
-    assert error(packed_logits(lm), expected) < 0.03
+    assert relative_error(packed_logits(lm), expected) < 0.03
     wide = load_model(str(tmp_path), dtype="float32", pack=False)
     torch.testing.assert_close(logits(wide.model), expected, rtol=1e-5, atol=1e-5)
 
@@ -400,7 +376,7 @@ def test_a_folder_stays_packed(method: str, tmp_path: Path) -> None:
     lm = load_model(str(tmp_path))
     # Layers whose inputs are in different orders cannot be stacked.
     assert lm.kernels == ("native" if method == "orders" else "decoder")
-    assert error(packed_logits(lm), expected) < 0.03
+    assert relative_error(packed_logits(lm), expected) < 0.03
     assert outline_model(str(tmp_path)).held.total_bytes == lm.weight_bytes
     assert outline_model(str(tmp_path)).kernels == lm.kernels
     assert outline_model(str(tmp_path)).weight_type == lm.weight_type

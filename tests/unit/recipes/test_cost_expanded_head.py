@@ -28,6 +28,7 @@ from slipstream.draft.heads.medusa import PICKLED, MedusaConfig, MedusaHeads, lo
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
+from tests.kit.small_llama import sizes
 
 VOCAB, HIDDEN, LAYERS, EPS = 4096, 24, 3, 1e-2
 WIDE = {"hidden_size": 48, "num_layers": 7, "intermediate_size": 72, "num_heads": 6}
@@ -62,16 +63,9 @@ def save_target(folder: Path, seed: int = 0) -> Path:
     """A tiny random Llama that likes to say again what it has just read, so that some guesses are right."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=40,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=EPS,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
+        **sizes(
+            HIDDEN, LAYERS, 4, 2, vocab=VOCAB, inner=40, head_dim=8, rms_norm_eps=EPS, context=128, tied=True
+        )
     )
     model: Any = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from recipes.cost_expanded.target import ModelShape, expand, parse_count, shape_
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_model
+from tests.kit.small_llama import sizes
 
 IDS = torch.tensor([[(13 * i * i + 7 * i) % 96 for i in range(24)]])
 
@@ -33,20 +34,9 @@ def progress_bars_as_before() -> Iterator[None]:
 
 def save_llama(folder: Path, **changes: Any) -> Path:
     """A tiny random Llama whose weights are large enough for mistakes to show."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
+    shape = sizes(24, 3, 4, 2, vocab=96, inner=40, head_dim=8, rms_norm_eps=1e-2, context=64, tied=True)
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 2 else 1))
@@ -187,15 +177,7 @@ def test_parse_count() -> None:
     [(300_000_000, ModelShape(1024, 23, 2816, 16)), (1_000_000_000, ModelShape(1792, 25, 4928, 28))],
 )
 def test_usual_shapes(target_parameters: int, expected: ModelShape) -> None:
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=320,
-        intermediate_size=864,
-        num_hidden_layers=6,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        tie_word_embeddings=True,
-    )
+    config = LlamaConfig(**sizes(320, 6, 5, 5, vocab=4096, inner=864, tied=True))
     shape = shape_for(config, target_parameters)
     weights = shape.layer_parameters(config) * shape.num_layers + 4096 * shape.hidden_size
     assert abs(weights / target_parameters - 1) < 0.03

@@ -23,6 +23,7 @@ from slipstream.models import load_tokenizer
 from slipstream.tools.doctor import CheckOutcome, Finding, canary, examine
 from slipstream.tools.doctor.canary import Canary
 from slipstream.tools.doctor.examination import kind_of
+from tests.kit.small_llama import sizes
 
 
 @pytest.fixture
@@ -64,13 +65,7 @@ def test_an_untrained_head_is_found_out_by_the_canary(head: Path, monkeypatch: p
 def test_another_vocabulary_ends_the_examination(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(EMBEDDED_TARGET)
     tokenizer.add_tokens(["<another>"])
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-    )
+    config = LlamaConfig(**sizes(32, 1, 1, vocab=len(tokenizer), inner=32))
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     findings = list(examine(EMBEDDED_TARGET, str(tmp_path)))
