@@ -13,7 +13,7 @@ import torch
 from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.draft.model.draft_model import DraftModelDrafter
-from slipstream.draft.model.draft_tree import DraftTree
+from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.verify.base import Judgement, Verifier

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.model.draft_tree import DraftTree
+from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.models.cpu import native
 from slipstream.models.executor.chains import Chains
 from tests.kit.engines import MakeLLM

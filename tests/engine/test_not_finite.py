@@ -11,7 +11,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
-from slipstream.draft.model.draft_tree import DraftTree, Peaks
+from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
 from tests.kit.engines import MakeLLM
 

@@ -11,7 +11,7 @@ from own_verifiers import DrawingVerifier, OneHotVerifier, TrustingVerifier
 
 from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
-from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
+from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError
 from slipstream.testing.enumeration import exactness_gap

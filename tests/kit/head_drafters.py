@@ -17,11 +17,11 @@ import torch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads.head_drafter import HeadDrafter
 from slipstream.draft.heads.head_executor import pack_beside
 from slipstream.draft.heads.heads_native import NativeHeads
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
 from slipstream.draft.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads, load_medusa, save_medusa
+from slipstream.draft.proposers.parallel import HeadDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.sampling.params import SamplingParams

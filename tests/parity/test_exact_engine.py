@@ -22,7 +22,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.control.policy import Policy
 from slipstream.control.types import NOBODY, Choice, StepRequest
 from slipstream.core.proposal import Proposal, ProposalKind
-from slipstream.draft.model.draft_tree import DraftTree
+from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.enumeration import Distribution, total_variation
 from tests.kit.engine_enumeration import engine_distribution

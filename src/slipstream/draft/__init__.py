@@ -3,9 +3,9 @@
 `base.Drafter` is the contract; `registry` finds classes by name, built-in or from entry points, and parses their
 options. A drafter keeps what it needs by sequence id, learns from `observe`, and forgets at `release`.
 
-- Models and heads grow the proposals of all sequences together, one pass a level (`model.levels`): a chain, a fixed
-  tree or a dynamic tree (`model.draft_tree`). All committed tokens that a drafter has no entries of are fed before its
-  first draft token, so full acceptance, a prompt and a stretch without speculation need no special case.
+- Models and heads grow the proposals of all sequences together, as chains, fixed trees or dynamic trees
+  (`proposers.draft_tree`). All committed tokens that a drafter has no entries of are fed before its first draft token,
+  so full acceptance, a prompt and a stretch without speculation need no special case.
 - A head that reads the target's hidden states names the layers. The engine keeps them in the target's pool, a slot a
   token, so prefix reuse, moves and preemption need nothing more.
 - `observe` carries the raw logits behind every checked node: `token_recycling` keeps the best tokens of every row, and

@@ -14,8 +14,8 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
 from slipstream.draft import registry
 from slipstream.draft.base import Drafter
-from slipstream.draft.model.correction import Correction
 from slipstream.draft.model.draft_model import DraftModelOptions
+from slipstream.draft.proposers.correction import Correction
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_tokenizer
 from slipstream.models.batch import RowGroup

@@ -18,8 +18,8 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ROOT, Proposal, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
-from slipstream.draft.model.proposal_shape import check_choices
 from slipstream.draft.model.sequoia import RankAcceptance, best_tree, comb, fastest_tree
+from slipstream.draft.proposers.proposal_shape import check_choices
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.text.prompts import encode_chat

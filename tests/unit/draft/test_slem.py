@@ -11,8 +11,8 @@ from test_draft_model import seen, sequence
 
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.model.levels import Feed
 from slipstream.draft.model.slem import SlemDrafter, SlemOptions
+from slipstream.draft.proposers.autoregressive import Feed
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter

@@ -14,9 +14,9 @@ from slipstream.draft.base import DraftContext, Fit, Observation
 from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
 from slipstream.draft.combine.merging import text_of
 from slipstream.draft.combine.rules import PlanRule, read_rules
-from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays, target_copy
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.models.identity import ModelIdentity

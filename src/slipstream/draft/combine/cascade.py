@@ -32,12 +32,12 @@ from slipstream.draft.model.borrowed import (
     outline_borrowing,
 )
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
-from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.draft.model.layer_search import Layers
-from slipstream.draft.model.levels import Feed, LevelDrafter
-from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
+from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache

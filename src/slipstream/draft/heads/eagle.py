@@ -20,11 +20,11 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.head_executor import eagle_executor
-from slipstream.draft.model.cached import CachedDrafter
-from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.model.levels import Feed
-from slipstream.draft.model.proposal_shape import ProposalShape
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.autoregressive import Feed
+from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.proposers.own_cache import CachedDrafter
+from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.checkpoints import HeadCheckpoint, write_checkpoint
-from slipstream.draft.heads.head_drafter import HeadDrafter, HeadOptions, target_of
 from slipstream.draft.heads.residual import HeadsConfig, ProjectedHeads, Projection, ResidualBlock
-from slipstream.draft.model.draft_tree import DraftTree
+from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.parallel import HeadDrafter, HeadOptions, target_of
 
 PICKLED = "medusa_lm_head.pt"
 """The weights' file as the authors' own code reads it."""

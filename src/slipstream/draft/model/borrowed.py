@@ -19,13 +19,13 @@ from torch import Tensor
 from slipstream.config import check_at_least
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.model.draft_tree import DraftTree
 from slipstream.draft.model.layer_search import Layers
-from slipstream.draft.model.levels import Feed, LevelDrafter
-from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.model.self_model import check_copy, copy_options, target_copy
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
+from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model

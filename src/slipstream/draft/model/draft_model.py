@@ -13,11 +13,11 @@ from torch import Tensor
 
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
-from slipstream.draft.model.cached import CachedDrafter
-from slipstream.draft.model.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.model.levels import Feed
-from slipstream.draft.model.proposal_shape import ProposalShape
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.autoregressive import Feed
+from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.proposers.own_cache import CachedDrafter
+from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
 from slipstream.models.executor.chains import Chains

@@ -18,9 +18,9 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.model.borrowed import BorrowingDrafter, check_choice, chosen_layers, outline_borrowing
-from slipstream.draft.model.correction import CorrectedOptions
 from slipstream.draft.model.layer_search import Layers, LayerSearch
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.correction import CorrectedOptions
 from slipstream.errors import ConfigError
 from slipstream.models.linear.formats import check_quantization
 

@@ -15,10 +15,10 @@ import torch
 
 from slipstream.config import EngineConfig, check_types
 from slipstream.draft.base import DraftContext, Fit
-from slipstream.draft.model.correction import CorrectedOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
-from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.correction import CorrectedOptions
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.errors import ConfigError
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.linear.formats import UNCHANGED, check_quantization, weight_format

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slipstream.draft.heads.eagle_head import EagleHead
-from slipstream.draft.model.correction import corrected
+from slipstream.draft.proposers.correction import corrected
 from slipstream.errors import LearnError
 from slipstream.learn.learners.base import Learner, Tensors, hidden_logits
 from slipstream.learn.learners.batches import LearnBatch

@@ -19,8 +19,8 @@ from slipstream.draft.methods import (
     SUFFIX,
     short_name,
 )
-from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.self_model import DRAFT_FORMAT, no_gain
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.errors import ConfigError
 from slipstream.models.outline import outline_model
 

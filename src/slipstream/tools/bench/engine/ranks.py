@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from slipstream.config import check_at_least
 from slipstream.core.proposal import ROOT
 from slipstream.core.step import StepItem
-from slipstream.draft.model.proposal_shape import ShapeOptions
 from slipstream.draft.model.sequoia import RankAcceptance, comb
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.engine.factory import create_engine
 from slipstream.engine.speculation import validate
 from slipstream.errors import ConfigError

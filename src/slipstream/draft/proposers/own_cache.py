@@ -13,9 +13,9 @@ import torch
 
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.model.draft_tree import DraftNode, DraftTree, NotFiniteError
-from slipstream.draft.model.levels import Feed, LevelDrafter
-from slipstream.draft.model.proposal_shape import ShapeOptions
+from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
+from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.batch import RowGroup

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.draft.model.proposal_shape import ShapeOptions
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.errors import ModelError
 
 if TYPE_CHECKING:

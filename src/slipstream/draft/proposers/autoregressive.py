@@ -15,10 +15,9 @@ from torch import Tensor
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.model.correction import CorrectedOptions, Correction
-from slipstream.draft.model.draft_tree import DraftNode, DraftTree, Peaks, whole_chains
-from slipstream.draft.model.draft_trees import DraftTrees
-from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
+from slipstream.draft.proposers.correction import CorrectedOptions, Correction
+from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, DraftTrees, Peaks, whole_chains
+from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import RowGroup

@@ -27,10 +27,9 @@ from slipstream.draft.heads.checkpoints import (
 )
 from slipstream.draft.heads.head_executor import heads_executor
 from slipstream.draft.heads.residual import ProjectedHeads
-from slipstream.draft.model.draft_tree import DraftTree, whole_chains
-from slipstream.draft.model.draft_trees import DraftTrees
-from slipstream.draft.model.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.outline import DraftOutline
+from slipstream.draft.proposers.draft_tree import DraftTree, DraftTrees, whole_chains
+from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
