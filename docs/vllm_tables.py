@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream import vllm_names
 from slipstream.config import EngineConfig
 from slipstream.sampling.params import SamplingParams
+from slipstream.serve.accounts import TaskLabels
 from slipstream.serve.api.foreign import FOREIGN, HARMLESS
-from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.metrics.metrics import Metrics
 from slipstream.vllm_names import ANYTHING, Foreign
 

@@ -24,8 +24,7 @@ from slipstream.deploy.served import ServedFleet
 from slipstream.deploy.stepped import MAX_ROWS, StepCounter
 from slipstream.engine.engine import Engine
 from slipstream.rpc.frames import LENGTH_BYTES
-from slipstream.serve.accounts import Accounts
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import Accounts, TaskLabels
 from slipstream.serve.dashboard.history import History
 from slipstream.serve.facts import decoded_rows
 from slipstream.serve.metrics.metrics import Metrics

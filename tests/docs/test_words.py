@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 from slipstream.cli.main import app
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import TaskLabels
 from slipstream.serve.metrics.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,7 @@ from slipstream.engine.requests import request_seeds
 from slipstream.errors import EngineStoppedError, PredictionError, RequestError
 from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import StructuredOutput
-from slipstream.serve.accounts import Accounts
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import Accounts, TaskLabels
 from slipstream.serve.process.answers import params_out
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink

@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 
 import slipstream
 from slipstream import LLM
+from slipstream.core.model_path import model_id
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.lifecycle import address
 from slipstream.serve.logs import JsonFormatter, TextFormatter, configure
-from slipstream.serve.model_id import model_id
 from slipstream.tools.bench.server.counters import parse_counters
 
 GREEDY = {"prompt": QUESTION, "temperature": 0, "max_tokens": 60, "ignore_eos": True}

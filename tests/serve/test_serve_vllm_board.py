@@ -14,7 +14,7 @@ from serve_cases import MakeApp
 from starlette.testclient import TestClient
 
 from slipstream import LLM
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import TaskLabels
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.metrics.metrics import Metrics
 

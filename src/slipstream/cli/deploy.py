@@ -18,13 +18,13 @@ from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import EngineValues, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.flags.settings import read_file
 from slipstream.cli.output.console import notes
+from slipstream.core.model_path import model_id
 from slipstream.deploy import cluster
 from slipstream.deploy.cluster import HOST, PORT
 from slipstream.deploy.room import shortage
 from slipstream.deploy.settings import DeploySettings
 from slipstream.errors import ConfigError, DeployError
 from slipstream.profiling.machine import num_cpus
-from slipstream.serve.model_id import model_id
 from slipstream.serve.network.listening import bind
 
 

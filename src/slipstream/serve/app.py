@@ -48,8 +48,7 @@ from slipstream.serve.job import Job
 from slipstream.serve.limits import check_json, forget_body, read_body
 from slipstream.serve.logs import ID_HEADER, RequestLog
 from slipstream.serve.network.body_room import BodyRoom
-from slipstream.serve.network.head_requests import HeadRequests
-from slipstream.serve.routes import RouteTable
+from slipstream.serve.routes import HeadRequests, RouteTable
 from slipstream.serve.service import Service
 from slipstream.serve.tracing import TraceRequests, make_provider
 

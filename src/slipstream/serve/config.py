@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from slipstream.config import check_at_least, check_types, reject_unknown
 from slipstream.errors import ConfigError
@@ -208,9 +208,6 @@ class ServeConfig:
         if not 0 <= self.stream_interval_s <= MAX_STREAM_INTERVAL_S:
             most = f"{MAX_STREAM_INTERVAL_S:g} s"
             raise ConfigError(f"serve stream_interval_s must be 0 to {most}, got {self.stream_interval_s}")
-
-
-SERVE_FIELDS = tuple(field.name for field in fields(ServeConfig))
 
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(h|hours?|d|days?)")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from starlette.routing import compile_path
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEYED_ROOT = "/v1"
 """Everything below it needs a key, also what no route serves."""
@@ -91,3 +91,22 @@ class RouteTable:
             is_keyed = path == KEYED_ROOT or path.startswith(KEYED_ROOT + "/")
             return ServedRoute(method, "/v1" if is_keyed else "/", needs_key=is_keyed, is_api=is_keyed)
         return next((route for route in found if route.method == method), found[0])
+
+
+class HeadRequests:
+    """Middleware: every path that takes GET takes HEAD too, whose answer is GET's without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_without_body)

@@ -7,15 +7,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 
+from slipstream.core.model_path import model_id
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.outputs import Update
 from slipstream.engine.unread import UnreadUpdates
 from slipstream.errors import ConfigError, PredictionError, RequestError
-from slipstream.serve.accounts import Accounts
+from slipstream.serve.accounts import Accounts, TaskLabels
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.sampling import Limits
-from slipstream.serve.api.task_labels import TaskLabels
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.engines import LocalEngine, ReplicaFigures, ServedEngine
@@ -23,7 +23,6 @@ from slipstream.serve.job import Job
 from slipstream.serve.learning import Learning
 from slipstream.serve.limits import Admission
 from slipstream.serve.metrics.metrics import Metrics
-from slipstream.serve.model_id import model_id
 from slipstream.serve.observer import EngineObserver
 
 PromptUpdate = tuple[int, Update]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.assets import EMBEDDED_TARGET
-from slipstream.serve.api.token_length import SHRINKS, max_bytes_a_token
+from slipstream.serve.api.tokens import SHRINKS, max_bytes_a_token
 from slipstream.text.token_bytes import TokenBytes
 from tests.kit.tokenizer_families import SENTENCES, byte_fallback, byte_level, unigram
 

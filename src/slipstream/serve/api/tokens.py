@@ -10,11 +10,13 @@ from slipstream.errors import RequestError, VocabularyMismatchError
 from slipstream.serve.api.errors import ApiError, context_exceeded
 from slipstream.serve.api.messages import for_template
 from slipstream.serve.api.schema import Message
-from slipstream.serve.api.token_length import max_bytes_a_token
 from slipstream.serve.sized_threads import SizedThreads, size_of
 from slipstream.serve.tools.formats import chat_template, shows_tools, tool_format
 from slipstream.text.prompts import encode_chat
 from slipstream.text.token_bytes import TokenBytes
+
+SHRINKS = 4
+"""The most that normalisation may shorten a text: composed characters have at least a third of the bytes."""
 
 
 class Tokens:
@@ -166,3 +168,19 @@ class Tokens:
             if not 0 <= token_id < self._vocab_size:
                 message = f"{param} has token id {token_id}; this model's ids are 0 to {self._vocab_size - 1}"
                 raise ApiError(400, message, param=param, code="invalid_value")
+
+
+def max_bytes_a_token(tokenizer: Any, said: TokenBytes | None) -> int | None:
+    """The most UTF-8 bytes of text that one token of `tokenizer` represents; `said` are its tokens' bytes where
+    known.
+
+    Tokenizers that write characters in another form, or drop spaces beside special tokens, get `SHRINKS` times their
+    longest token. None where one token may represent unknown text of any length.
+    """
+    if said is None or len(said.single_bytes()) < 256:
+        return None
+    longest = max(map(len, [*said.ordinary.values(), *(text.encode() for text in said.special.values())]))
+    backend = tokenizer.backend_tokenizer
+    added = backend.get_added_tokens_decoder().values()
+    is_plain = backend.normalizer is None and not any(token.lstrip or token.rstrip for token in added)
+    return longest if is_plain else SHRINKS * longest

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
-from slipstream.serve.api.task_labels import OTHER
+from slipstream.serve.accounts import OTHER
 from slipstream.serve.dashboard.history import MAX_POSITIONS
 
 

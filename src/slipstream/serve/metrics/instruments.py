@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from slipstream.serve.metrics.repeated import RepeatedHistogram
 from slipstream.serve.metrics.vllm_metrics import PREFIX
+
+
+class RepeatedHistogram(Histogram):
+    """A histogram without labels, to which equal values can be added at once."""
+
+    def observe_times(self, value: float, times: int) -> None:
+        """The same as `times` calls of `observe`, in one: every call takes locks."""
+        self._sum.inc(value * times)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(times)
 
 
 class Instruments:

@@ -13,13 +13,13 @@ from prometheus_client.registry import Collector
 from slipstream.control.monitor.alarms import AlarmKind
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import TaskLabels
 from slipstream.serve.facts import EngineFacts
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
 from slipstream.serve.metrics.answer_metrics import AnswerMetrics, RequestClock
 from slipstream.serve.metrics.instruments import Instruments
-from slipstream.serve.metrics.labelled import LabelledMetrics
 from slipstream.serve.metrics.step_metrics import StepMetrics
+from slipstream.serve.metrics.vllm_metrics import LabelledMetrics
 from slipstream.serve.metrics.worker_metrics import WorkerMetrics
 
 _STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.request import add_to_first
 from slipstream.core.metrics.step import StepReport
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import TaskLabels
 from slipstream.serve.metrics.instruments import Instruments
 
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)

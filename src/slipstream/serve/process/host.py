@@ -27,8 +27,7 @@ from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import Outbox, Waker
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
-from slipstream.serve.accounts import Accounts
-from slipstream.serve.api.task_labels import TaskLabels
+from slipstream.serve.accounts import Accounts, TaskLabels
 from slipstream.serve.facts import decoded_rows
 from slipstream.serve.process.answers import params_in, update_out
 from slipstream.serve.process.protocol import (

@@ -201,10 +201,6 @@ class RemoteEngine(EngineClient):
         """What speculation gains, as `Engine.control_report`."""
         return (await self._state()).report
 
-    def default_sampling_params(self) -> SamplingParams:
-        """The sampling parameters of a request without any, as a copy."""
-        return self._preparer.default_params()
-
     def close(self) -> None:
         self._closing = True
         self._link.end()
