@@ -146,12 +146,13 @@ def from_vllm_page() -> str:
 
 def _parity(name: str) -> dict[str, Any]:
     """The names of a file in tests/parity."""
-    folder = Path(__file__).parents[1] / "tests/parity"
-    sys.path.insert(0, str(folder))
+    root = Path(__file__).parents[1]
+    folder = root / "tests/parity"
+    sys.path[:0] = [str(folder), str(root)]  # the tests' kit is below the root
     try:
         return runpy.run_path(str(folder / f"{name}.py"))
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:2] = []
 
 
 def _cpu_path(model_type: str) -> str:
