@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from slipstream.config import SpeculativeConfig
 from slipstream.tools.advise.candidates import Candidate
 from slipstream.tools.advise.costs import DrafterCost, StepCosts
 from slipstream.tools.advise.recording import NOT_DRAFTED, Drafted, Recorded, RecordedRequest
+from slipstream.tools.advise.reuse import SimulatedCache
 from slipstream.tools.advise.scores import RecordedScores
 from slipstream.tools.advise.simulate import Simulator
 
@@ -76,6 +78,5 @@ def hand_made(
         replace(one, drafts=one.drafts or {"draft": [NOT_DRAFTED] * one.num_output}) for one in requests
     ]
     scores = [RecordedScores(CANDIDATE, recorded(filled))]
-    return Simulator(
-        filled, [CANDIDATE], scores, costs, max_rows, max_requests, reuses_prefixes, fast_prompts
-    )
+    new_cache = partial(SimulatedCache, reuses_prefixes, fast_prompts)
+    return Simulator(filled, [CANDIDATE], scores, costs, max_rows, max_requests, new_cache)

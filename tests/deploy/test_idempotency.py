@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from slipstream.deploy.idempotency import MESSAGE_BYTES, Idempotency
+from slipstream.deploy.idempotency import MESSAGE_BYTES, Idempotency, RecordingBounds
 from slipstream.serve.auth import KeyGuard
 from slipstream.serve.network.body_room import SMALL_BYTES, BodyRoom, body_share
 from slipstream.serve.routes import RouteTable, ServedRoute
@@ -41,10 +42,18 @@ class Routes:
 class Server:
     """`Idempotency` behind API keys and the room for bodies, as in a front."""
 
-    def __init__(self, routes: Routes, keys: tuple[str, ...] = (), **bounds: Any) -> None:
-        bounds = {"max_body_bytes": MAX_BODY_BYTES, "body_timeout_s": 5.0, **bounds}
+    def __init__(
+        self,
+        routes: Routes,
+        keys: tuple[str, ...] = (),
+        max_body_bytes: int = MAX_BODY_BYTES,
+        body_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        **bounds: Any,
+    ) -> None:
         table = RouteTable([ServedRoute("POST", "/p", needs_key=True)])
-        self.room = BodyRoom(KeyGuard(Idempotency(routes, **bounds), keys, table), MAX_BODY_BYTES)
+        recorded = Idempotency(routes, max_body_bytes, body_timeout_s, RecordingBounds(**bounds), clock)
+        self.room = BodyRoom(KeyGuard(recorded, keys, table), MAX_BODY_BYTES)
 
 
 async def call(

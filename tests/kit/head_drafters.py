@@ -22,7 +22,6 @@ from slipstream.draft.heads.heads_native import NativeHeads
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
 from slipstream.draft.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.proposers.parallel import HeadDrafter
-from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import draft_context
@@ -104,7 +103,7 @@ def computed(
     )
     lm = target()
     if drafter.target_cache is None:
-        drafter.attach(KVCache(lm.shapes, 2048, lm.dtype, lm.device, False, lm.hidden_size))
+        drafter.attach(lm.new_cache(2048, prefix_caching=False, feature_width=lm.hidden_size))
     cache = drafter.target_cache
     cache.accounting.open(number, token_ids, "")
     cache.accounting.reserve(number, len(token_ids) + 8)

@@ -15,6 +15,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.remote.ahead import AheadDrafting
 from slipstream.draft.remote.drafter import RemoteDrafter
@@ -86,9 +87,8 @@ class LoopbackDrafter(RemoteDrafter):
         self.inner: Drafter = create_drafter(SpeculativeConfig.from_mapping(options.draft), inside)
         kinds = self.inner.traits.kinds
         self.drafting = AheadDrafting(
-            self.inner,
+            Guard(self.inner, context.vocab_size, kinds),
             vocab_size=context.vocab_size,
-            kinds=kinds,
             tokens_per_round=options.tokens_per_round,
             max_len=context.max_model_len,
             prompt_rows=context.engine_config.max_num_batched_tokens,

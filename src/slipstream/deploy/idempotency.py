@@ -61,6 +61,19 @@ class Recording:
         self.changed = asyncio.Event()
 
 
+@dataclass(frozen=True, slots=True)
+class RecordingBounds:
+    """How long responses are kept, and how many."""
+
+    ttl_s: float = 600.0
+    max_recordings: int = 1_000
+    """Of one account."""
+    max_bytes: int = 64 * 2**20
+    """Of one account."""
+    max_total_bytes: int = 256 * 2**20
+    """Of all accounts together."""
+
+
 class Idempotency:
     """ASGI middleware around the routes. Recordings are bounded in age, and in number and bytes for each account; those
     of errors are not kept, so that the request can be sent again."""
@@ -70,21 +83,14 @@ class Idempotency:
         app: ASGIApp,
         max_body_bytes: int,
         body_timeout_s: float,
-        ttl_s: float = 600.0,
-        max_recordings: int = 1_000,
-        max_bytes: int = 64 * 2**20,
-        max_total_bytes: int = 256 * 2**20,
+        bounds: RecordingBounds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_recordings` and `max_bytes` bound what one account has here, `max_total_bytes` what all have together.
-        Bodies have the bounds of all others: `max_body_bytes`, `body_timeout_s`, and the room for all bodies."""
+        """Bodies have the bounds of all others: `max_body_bytes`, `body_timeout_s`, and the room for all bodies."""
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
-        self._ttl_s = ttl_s
-        self._max_recordings = max_recordings
-        self._max_bytes = max_bytes
-        self._max_total_bytes = max_total_bytes
+        self._bounds = bounds or RecordingBounds()
         self._clock = clock
         self._recordings: dict[str, dict[bytes, Recording]] = {}
         """By account, the oldest first."""
@@ -162,7 +168,7 @@ class Idempotency:
 
     def _forget_old(self) -> None:
         """Drop what is too old; what is under way stays, here and below."""
-        oldest_s = self._clock() - self._ttl_s
+        oldest_s = self._clock() - self._bounds.ttl_s
         for own in self._recordings.values():
             for name, recording in list(own.items()):
                 if recording.is_over and recording.made_s < oldest_s:
@@ -172,12 +178,12 @@ class Idempotency:
         """Drop an account's oldest recordings while it has too many, then those of the account that has most while all
         together have too many. Raises `ApiError` 429 where requests under way alone take the account's room."""
         own = self._recordings[account]
-        while len(own) >= self._max_recordings or _num_bytes(own) > self._max_bytes:
+        while len(own) >= self._bounds.max_recordings or _num_bytes(own) > self._bounds.max_bytes:
             if not _drop_oldest(own):
                 message = "too many requests with an Idempotency-Key are under way; try again soon"
                 headers = {"Retry-After": "1"}
                 raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
-        while sum(map(_num_bytes, self._recordings.values())) > self._max_total_bytes:
+        while sum(map(_num_bytes, self._recordings.values())) > self._bounds.max_total_bytes:
             # The account that has most may have nothing but requests under way, which stay.
             if not any(map(_drop_oldest, sorted(self._recordings.values(), key=_num_bytes, reverse=True))):
                 return

@@ -9,14 +9,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from slipstream.config import SpeculativeConfig, reject_unknown
 from slipstream.core.request import RequestOptions
 from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.progress import UseTqdm, progress
-from slipstream.engine.requests import BatchKeywords, UpdateCallback, batch_options
+from slipstream.engine.requests import (
+    BatchKeywords,
+    ChatKeywords,
+    TemplateKeywords,
+    UpdateCallback,
+    batch_options,
+)
 from slipstream.errors import ConfigError, RequestError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.inputs import as_list, is_token_id
@@ -77,7 +83,7 @@ class LLM:
         None shows it on a terminal where the batch takes longer than a second and `on_update` is None.
         Raises `RequestError`.
         """
-        own = _own_keywords(self.generate, keywords)
+        own = _own_keywords(self.generate, keywords, BatchKeywords)
         if prompts is None:
             raise RequestError("generate needs prompts: a text, token ids, or a list of them")
         with self._alone():
@@ -91,15 +97,9 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Seq[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         options: RequestOptions | Seq[RequestOptions] | None = None,
         on_update: UpdateCallback | None = None,
-        conversations: Messages | Seq[Messages] | None = None,
-        **keywords: Unpack[BatchKeywords],
+        **keywords: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
@@ -107,22 +107,17 @@ class LLM:
         used instead of the model's own, with `chat_template_kwargs` as its variables; `continue_final_message` goes on
         with the last message (and needs `add_generation_prompt=False`); `tools` are functions in OpenAI's shape.
         """
-        own = _own_keywords(self.chat, keywords)
+        own = _own_keywords(self.chat, keywords, ChatKeywords)
+        conversations: Messages | Seq[Messages] | None = own.pop("conversations", None)
+        template = {name: own.pop(name) for name in TemplateKeywords.__optional_keys__ & own.keys()}
+        variables = template.pop("chat_template_kwargs", None)
         if (messages is None) == (conversations is None):
             raise RequestError("chat needs messages, under this name or as conversations")
         given = conversations if messages is None else messages
         several = given if _are_several(given) else [given]
         with self._alone():
             prompts = [
-                encode_chat(
-                    self.engine.tokenizer,
-                    one,  # type: ignore[arg-type]
-                    chat_template_kwargs,
-                    tools,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                )
+                encode_chat(self.engine.tokenizer, one, variables, **template)  # type: ignore[arg-type]
                 for one in several  # type: ignore[union-attr]
             ]
             each = batch_options(len(prompts), options, own)
@@ -204,16 +199,16 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
 
-def _own_keywords(method: Callable[..., Any], given: BatchKeywords) -> BatchKeywords:
-    """`given` without vLLM's names that change nothing; raises `RequestError` for any other unknown name."""
+def _own_keywords(method: Callable[..., Any], given: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    """`given` without vLLM's names that change nothing; raises `RequestError` for one that neither the method nor the
+    `TypedDict` of `names` has."""
     own, _ = split_off(given, CALL, "argument", RequestError)
-    known = BatchKeywords.__optional_keys__
     named = set(inspect.signature(method).parameters) - {"keywords"}
     try:
-        reject_unknown(own, named | known, "argument")
+        reject_unknown(own, named | names.__optional_keys__, "argument")
     except ConfigError as error:
         raise RequestError(str(error)) from None
-    return cast(BatchKeywords, own)
+    return own
 
 
 def _are_several(conversations: Any) -> bool:

@@ -50,6 +50,22 @@ class BatchKeywords(_Keywords, total=False):
     """One for all (a list of token ids is one), or one for each prompt."""
 
 
+class TemplateKeywords(TypedDict, total=False):
+    """How a chat template renders the conversations of a call."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Seq[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatKeywords(BatchKeywords, TemplateKeywords, total=False):
+    """The keywords of a call for several conversations."""
+
+    conversations: Seq[Any] | None
+
+
 def request_options(options: RequestOptions | None, **keywords: Any) -> RequestOptions:
     """`options` with the fields that `keywords` name replaced; raises `RequestError` for a bad value."""
     options = DEFAULT_OPTIONS if options is None else options
@@ -59,7 +75,7 @@ def request_options(options: RequestOptions | None, **keywords: Any) -> RequestO
 
 
 def batch_options(
-    num_prompts: int, options: RequestOptions | Seq[RequestOptions] | None, keywords: BatchKeywords
+    num_prompts: int, options: RequestOptions | Seq[RequestOptions] | None, keywords: Mapping[str, Any]
 ) -> list[RequestOptions]:
     """The options of each prompt, with the fields that `keywords` name replaced.
 

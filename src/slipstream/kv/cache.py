@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting, SlotMap
 
@@ -16,19 +16,11 @@ class KVCache:
     """Keys and values of many sequences in bounded memory."""
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        num_slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        prefix_caching: bool = True,
-        feature_width: int = 0,
-        layout: type[SlotAccounting] = SegmentAccounting,
-        cache_dtype: torch.dtype | None = None,
+        self, pool: KVPool, prefix_caching: bool = True, layout: type[SlotAccounting] = SegmentAccounting
     ) -> None:
-        """`layout` says which slots a sequence gets; see `KVPool` for the rest."""
-        self.pool = KVPool(shapes, num_slots, dtype, device, feature_width, cache_dtype)
-        self.accounting: SlotAccounting = layout(num_slots, self.pool.move, prefix_caching)
+        """`layout` says which slots of the `pool` a sequence gets."""
+        self.pool = pool
+        self.accounting: SlotAccounting = layout(pool.num_slots, pool.move, prefix_caching)
 
     def commit(self, owner: int, token_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Keep some of the entries that a forward pass wrote behind `owner`'s valid ones; the rest is forgotten.

@@ -114,16 +114,9 @@ class CausalLM(ModelIdentity):
         `feature_width` numbers are kept of each token beside them. Keys and values are held in `cache_dtype`, None: in
         the model's own.
         """
-        return KVCache(
-            self.shapes,
-            num_slots,
-            self.dtype,
-            self.device,
-            prefix_caching,
-            feature_width,
-            self.backend.layout,
-            self.cache_dtype if cache_dtype is None else cache_dtype,
-        )
+        held = self.cache_dtype if cache_dtype is None else cache_dtype
+        pool = KVPool(self.shapes, num_slots, self.dtype, self.device, feature_width, held)
+        return KVCache(pool, prefix_caching, self.backend.layout)
 
     def trial_cache(self, num_tokens: int, cache_dtype: torch.dtype | None = None) -> tuple[KVPool, SlotMap]:
         """A cache that holds one sequence of `num_tokens`, and its slots: for passes of nobody's request."""

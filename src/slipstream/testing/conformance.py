@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypedDict, Unpack
 
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
@@ -30,6 +31,18 @@ from slipstream.testing.rehearsal import (
 )
 from slipstream.verify.registry import VERIFIERS
 
+
+class SceneKeywords(TypedDict, total=False):
+    """What a drafter is to draft for; see `check_drafter`."""
+
+    verifier: str
+    params: Seq[SamplingParams]
+    tasks: Seq[str]
+    predictions: Seq[Seq[int]]
+    max_len: int
+    num_sequences: int
+
+
 _FIRST_ID = 7_000_000_000
 """Sequence ids from here on, which cannot be confused with tokens, lengths or counts."""
 
@@ -40,35 +53,28 @@ def check_drafter(
     *,
     shares_across_requests: bool = False,
     depends_on_text_only: bool = False,
-    verifier: str = "coupled",
-    params: Seq[SamplingParams] = (),
-    tasks: Seq[str] = ("",),
-    predictions: Seq[Seq[int]] = (),
-    max_len: int = 96,
-    num_sequences: int = 8,
     seed: int = 0,
+    **scene: Unpack[SceneKeywords],
 ) -> None:
     """Raise AssertionError, with an explanation, where the drafters from `make` break the contract.
 
-    Every call of `make` must return an equal, unused drafter. `params`, `tasks` and `predictions` (expected answers,
-    empty ones for none) are dealt out to the sequences in turn; `max_len` bounds prompt and answer together, in
-    tokens. With `shares_across_requests` a drafter may learn from one request for another *of the same tenant* and
-    must forget it at `reset`; without, a sequence's proposals must not depend on its company. Of a sequence that was
-    released nothing may be reachable
-    from the drafter, whatever it says of its memory. `depends_on_text_only` demands more than the contract
-    does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
+    Every call of `make` must return an equal, unused drafter. `scene` says what it drafts for: `num_sequences` (8)
+    sequences, to which `params`, `tasks` and `predictions` (expected answers, empty ones for none) are dealt out in
+    turn; `max_len` (96) bounds prompt and answer together, in tokens, and `verifier` ("coupled") judges.
+
+    With `shares_across_requests` a drafter may learn from one request for another *of the same tenant* and must forget
+    it at `reset`; without, a sequence's proposals must not depend on its company. Of a sequence that was released
+    nothing may be reachable from the drafter, whatever it says of its memory. `depends_on_text_only` demands more than
+    the contract does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
     followed it all along.
     """
-    dealt = tuple(params) or (SamplingParams(),)
-    traits = VERIFIERS.load(verifier).traits()
-    expected = tuple(map(tuple, predictions))
-    scene = Scene(vocab_size, max_len, num_sequences, traits, dealt, tuple(tasks), expected)
+    played = _scene(vocab_size, **scene)
 
     def fresh() -> Stage:
-        return Stage(make(), scene)
+        return Stage(make(), played)
 
     used = fresh()
-    used.call("release", Sequence(-1, "never seen", 0, [0], 1, scene.params[0], 0))
+    used.call("release", Sequence(-1, "never seen", 0, [0], 1, played.params[0], 0))
     steps = improvise(used, random.Random(seed), first_id=0)
     level = _memory_when_idle(used, shares_across_requests)
     others = improvise(used, random.Random(seed + 1), first_id=_FIRST_ID)
@@ -84,6 +90,32 @@ def check_drafter(
         again, repeat(fresh(), again), "a drafter that released everything drafts differently from a new one"
     )
     _check_forgotten(used, others)
+    _check_alone(fresh, steps, shares_across_requests)
+    if depends_on_text_only:
+        first_met = repeat(fresh(), steps, cold=fresh())
+        _compare(steps, first_met, "proposals depend on more than the committed text")
+
+
+def _scene(
+    vocab_size: int,
+    *,
+    verifier: str = "coupled",
+    params: Seq[SamplingParams] = (),
+    tasks: Seq[str] = ("",),
+    predictions: Seq[Seq[int]] = (),
+    max_len: int = 96,
+    num_sequences: int = 8,
+) -> Scene:
+    dealt = tuple(params) or (SamplingParams(),)
+    traits = VERIFIERS.load(verifier).traits()
+    expected = tuple(map(tuple, predictions))
+    return Scene(vocab_size, max_len, num_sequences, traits, dealt, tuple(tasks), expected)
+
+
+def _check_alone(
+    fresh: Callable[[], Stage], steps: list[RehearsalStep], shares_across_requests: bool
+) -> None:
+    """Require that a tenant's requests, or each request, are drafted for as they are without the others."""
     arrivals = {i: arrival for step in steps for i, arrival in step.arrivals.items()}
     if shares_across_requests:
         for tenant in {arrival.tenant for arrival in arrivals.values()}:
@@ -94,9 +126,6 @@ def check_drafter(
         for i in arrivals:
             alone = [step.only({i}) for step in steps]
             _compare(alone, repeat(fresh(), alone), "proposals depend on the other sequences of the batch")
-    if depends_on_text_only:
-        first_met = repeat(fresh(), steps, cold=fresh())
-        _compare(steps, first_met, "proposals depend on more than the committed text")
 
 
 def _check_forgotten(stage: Stage, steps: list[RehearsalStep]) -> None:

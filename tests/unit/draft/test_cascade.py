@@ -279,7 +279,7 @@ def borrowing(
 
 def attached(drafter: Any, target: CausalLM) -> KVCache:
     """The target's cache; entries that were not written are NaN."""
-    cache = KVCache(target.shapes, 512, target.dtype, target.device, cache_dtype=target.cache_dtype)
+    cache = target.new_cache(512)
     cache.pool.fill(float("nan"))
     drafter.attach(cache)
     return cache

@@ -22,7 +22,7 @@ from slipstream.draft.combine.merging import AcceptanceRecord, merge, part_of
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import LayerShape
+from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
@@ -336,7 +336,7 @@ def test_a_member_that_raises_is_retired_for_that_sequence_alone() -> None:
 def test_each_member_sees_its_own_features() -> None:
     made, drafters = ensemble([Proposal()] * 3, ["LateReader", "EarlyReader", "SaysDrafter"])
     assert made.traits.feature_layers == (2, 5, 1)
-    cache = KVCache([LayerShape(1, 2, 2)], 64, torch.float32, torch.device("cpu"), False, 3 * 4)
+    cache = KVCache(KVPool([LayerShape(1, 2, 2)], 64, torch.float32, torch.device("cpu"), 3 * 4), False)
     cache.accounting.open(7, [1, 2, 3], "")
     cache.accounting.reserve(7, 3)
     cache.keep_features(

@@ -43,7 +43,7 @@ def make(target: CausalLM, verifier: str = "coupled", **options: Any) -> LayerSk
 
 def attached(drafter: LayerSkipDrafter, target: CausalLM) -> KVCache:
     """The target's cache; entries that were not written are NaN."""
-    cache = KVCache(target.shapes, 512, target.dtype, target.device)
+    cache = target.new_cache(512)
     cache.pool.fill(float("nan"))
     drafter.attach(cache)
     return cache
@@ -110,7 +110,7 @@ def test_guesses_are_those_of_the_layers_over_the_targets_entries(target: Causal
 
 def greedy_chain(target: CausalLM, token_ids: list[int], layers: list[int], length: int) -> list[int]:
     """What the layers say, one row at a time, over entries of a whole pass over all tokens but the last."""
-    cache = KVCache(target.shapes, 512, target.dtype, target.device)
+    cache = target.new_cache(512)
     out = list(token_ids)
     target.forward([RowGroup(cache.pool.slots, 0, out[:-1], [])], cache.pool)
     for _ in range(length):

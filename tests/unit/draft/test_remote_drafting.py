@@ -18,6 +18,7 @@ from slipstream.core.request import FinishReason, RequestOptions
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.group import DrafterGroup
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.remote.ahead import AheadDrafting
 from slipstream.draft.remote.drafter import RemoteDrafter
@@ -86,9 +87,8 @@ class HashDrafter(Drafter):
 
 def drafting(drafter: Drafter | None = None, **options: Any) -> AheadDrafting:
     made = drafter or HashDrafter()
-    return AheadDrafting(
-        made, vocab_size=VOCAB, kinds=made.traits.kinds, **{"max_len": 500, "max_requests": 50} | options
-    )
+    guard = Guard(made, VOCAB, made.traits.kinds)
+    return AheadDrafting(guard, vocab_size=VOCAB, **{"max_len": 500, "max_requests": 50} | options)
 
 
 class FaultyDrafter(RemoteDrafter):

@@ -16,7 +16,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.guarded.guard import FIRST_PAUSE_S, MAX_TIMEOUTS, Guard
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import LayerShape
+from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import OracleOptions, draft_context
 
@@ -180,7 +180,7 @@ def test_what_a_plugin_answers_is_read_in_its_own_thread() -> None:
 
 
 def test_a_plugin_reads_copies_of_the_cache() -> None:
-    cache = KVCache([LayerShape(1, 2, 2)], 64, torch.float32, torch.device("cpu"), feature_width=4)
+    cache = KVCache(KVPool([LayerShape(1, 2, 2)], 64, torch.float32, torch.device("cpu"), feature_width=4))
     assert cache.accounting.open(1, list(range(10))) == 0
     cache.pool.features.fill_(3)
     cache.commit(1, list(range(10)), range(10))
@@ -206,7 +206,7 @@ def test_our_own_drafters_get_the_things_themselves() -> None:
         pass
 
     Ours.__module__ = "slipstream.draft.ours"
-    cache = KVCache([LayerShape(1, 2, 2)], 8, torch.float32, torch.device("cpu"))
+    cache = KVCache(KVPool([LayerShape(1, 2, 2)], 8, torch.float32, torch.device("cpu")))
     ours, seq = Ours(), sequence()
     guard = guarded(ours)
     guard.attach(cache)

@@ -76,9 +76,7 @@ class EagleDrafter(CachedDrafter):
             vocab_size=context.vocab_size,
             context_length=config.max_position_embeddings,
             shapes=[shape],
-            dtype=self.target.dtype,
-            device=self.target.device,
-            cache_dtype=self.target.cache_dtype,
+            like=self.target,
         )
         self.traits = replace(self.traits, feature_layers=config.feature_layers)
         self.target_cache: KVCache | None = None

@@ -105,9 +105,7 @@ class DraftModelDrafter(CachedDrafter):
             vocab_size=self._draft_vocab_size(context.vocab_size),
             context_length=self.model.context_length,
             shapes=self.model.shapes,
-            dtype=self.model.dtype,
-            device=self.model.device,
-            cache_dtype=self.model.cache_dtype,
+            like=self.model,
         )
 
     def _warn_of_size(self, path: str, context: DraftContext) -> None:

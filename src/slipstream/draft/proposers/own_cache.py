@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import torch
-
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
 from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
 from slipstream.models.batch import RowGroup
+from slipstream.models.causal_lm import CausalLM
 
 
 class CachedDrafter(LevelDrafter):
@@ -35,14 +34,12 @@ class CachedDrafter(LevelDrafter):
         vocab_size: int,
         context_length: int,
         shapes: Seq[LayerShape],
-        dtype: torch.dtype,
-        device: torch.device,
-        cache_dtype: torch.dtype | None = None,
+        like: CausalLM,
     ) -> None:
-        """`cache_dtype` is how keys and values are held; None: in `dtype`."""
+        """Keys and values are computed and held in the types of the model `like`, and where it is."""
         super().__init__(options, context, vocab_size=vocab_size)
-        self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
-        self._cache_dtype = dtype if cache_dtype is None else cache_dtype
+        self._shapes, self._dtype, self._device = tuple(shapes), like.dtype, like.device
+        self._cache_dtype = like.cache_dtype
         self.traits = replace(
             self.traits,
             context_length=context_length,
@@ -68,14 +65,8 @@ class CachedDrafter(LevelDrafter):
 
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         """In the layout that `_forward` reads."""
-        return KVCache(
-            self._shapes,
-            num_tokens,
-            self._dtype,
-            self._device,
-            prefix_caching,
-            cache_dtype=self._cache_dtype,
-        )
+        pool = KVPool(self._shapes, num_tokens, self._dtype, self._device, cache_dtype=self._cache_dtype)
+        return KVCache(pool, prefix_caching)
 
     def memory_bytes(self) -> int:
         cached = self.cache.memory_bytes() if self._cache else 0

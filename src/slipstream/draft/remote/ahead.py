@@ -17,7 +17,7 @@ import torch
 from slipstream.core.proposal import ROOT, Proposal
 from slipstream.core.request import FinishReason, RequestOptions
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import Drafter, Observation
+from slipstream.draft.base import Observation
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message, PrefixHash
 from slipstream.draft.remote.sampling import sampling_of
@@ -57,21 +57,19 @@ class AheadDrafting:
 
     def __init__(
         self,
-        drafter: Drafter,
+        guard: Guard,
         *,
         vocab_size: int,
-        kinds: frozenset,  # type: ignore[type-arg]
         tokens_per_round: int = 1,
         max_requests: int = 64,
         max_len: int,
         prompt_rows: int = 512,
-        timeout_s: float = 30.0,
     ) -> None:
         """`max_len` bounds a text in tokens; `prompt_rows` is how many tokens of a prompt the drafter reads a call."""
-        self.guard = Guard(drafter, vocab_size, kinds, timeout_s)
+        self.guard = guard
         self.max_len = max_len
         self._vocab_size, self._prompt_rows = vocab_size, prompt_rows
-        self._tokens_per_round = max(1, min(tokens_per_round, drafter.traits.max_nodes))
+        self._tokens_per_round = max(1, min(tokens_per_round, guard.drafter.traits.max_nodes))
         self._max_requests = max_requests
         self._followed: dict[tuple[Hashable, int], Followed] = {}
         self._ids = itertools.count()

@@ -11,6 +11,7 @@ import torch
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.proposal import ProposalKind, VerifierTraits
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.remote.ahead import AheadDrafting
 from slipstream.draft.remote.drafter import KINDS
@@ -101,14 +102,12 @@ def served(
     return ServedDrafter(
         method=method,
         drafting=AheadDrafting(
-            drafter,
+            Guard(drafter, context.vocab_size, kinds, context.draft_timeout_s),
             vocab_size=context.vocab_size,
-            kinds=kinds,
             tokens_per_round=options.tokens_per_round,
             max_requests=options.max_requests,
             max_len=max_len,
             prompt_rows=context.engine_config.max_num_batched_tokens,
-            timeout_s=context.draft_timeout_s,
         ),
         vocabulary=fingerprint(tokenizer),
         vocab_size=context.vocab_size,

@@ -38,24 +38,22 @@ def slipstream_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    *,
-    slipstream_pass: AttentionPass | LayerProbe | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **unknown: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function that Transformers calls in every layer."""
+    """The function that Transformers calls in every layer.
+
+    `others` are the pass that it belongs to, what the model says of the layer, and what Transformers may add.
+    """
+    slipstream_pass: AttentionPass | LayerProbe | None = others.pop("slipstream_pass", None)
+    shape = [others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")]
     if slipstream_pass is None:
         raise ValueError("it does not pass the arguments of a call on to its attention")
-    odd = [name for name, value in unknown.items() if name not in _IGNORED and value is not None]
+    odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
     if odd or dropout:
         raise ValueError(f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported")
     if getattr(module, "is_causal", True) is False:
         raise ValueError("its attention is not causal")
-    variant = Variant(
-        scaling if scaling is not None else float(query.shape[-1]) ** -0.5, sliding_window, softcap, s_aux
-    )
+    variant = Variant(scaling if scaling is not None else float(query.shape[-1]) ** -0.5, *shape)
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(slipstream_pass, LayerProbe):
         return slipstream_pass.attend(layer, query, key, value, variant, attention_mask), None

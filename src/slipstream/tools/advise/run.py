@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import cycle
 
 from slipstream.core.meter import Meter, meter
@@ -23,6 +24,7 @@ from slipstream.tools.advise.kept_parts import KeptParts
 from slipstream.tools.advise.predict import AdvisedPlan, PredictedCell, Rates, make_plan, predict
 from slipstream.tools.advise.recording import OnProgress, Recorded, record
 from slipstream.tools.advise.rehearse import measure_costs
+from slipstream.tools.advise.reuse import SimulatedCache
 from slipstream.tools.advise.scores import scores_of
 from slipstream.tools.advise.served import as_mapping, speculative_of
 from slipstream.tools.advise.simulate import Simulator, always
@@ -106,8 +108,7 @@ class AdviceWork:
             self.costs,
             self.engine.config.max_num_batched_tokens,
             self.engine.config.max_num_seqs,
-            self.engine.config.enable_prefix_caching,
-            self.engine.model.fast_prompts,
+            partial(SimulatedCache, self.engine.config.enable_prefix_caching, model.fast_prompts),
         )
         self.rates = Rates(self.simulator, self.recorded, job.candidates, self.costs)
         self.wanted = make_plan(self.rates, self.recorded.tasks, job.loads)

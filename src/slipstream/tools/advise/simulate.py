@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 
 from slipstream.tools.advise.candidates import OFF, Candidate, Setting
 from slipstream.tools.advise.costs import StepCosts
@@ -98,12 +97,10 @@ class Simulator:
         costs: StepCosts,
         max_rows: int = MAX_ROWS,
         max_requests: int = MAX_REQUESTS,
-        reuses_prefixes: bool = True,
-        fast_prompts: bool = False,
+        new_cache: Callable[[], SimulatedCache] = SimulatedCache,
     ) -> None:
-        """`reuses_prefixes` says whether the engine keeps prompts for later ones that begin alike, and `fast_prompts`
-        whether answers are of no use to later prompts."""
-        self._new_cache = partial(SimulatedCache, reuses_prefixes, fast_prompts)
+        """`new_cache` makes an empty cache, which keeps prompts for later ones that begin alike as the engine does."""
+        self._new_cache = new_cache
         self._cache = self._new_cache()
         self._requests = requests
         self._candidates = candidates
