@@ -133,9 +133,9 @@ def test_a_tree_that_is_a_default_is_written_out() -> None:
 
 def test_parts_of_another_advice_are_not_resumed(tmp_path: Path) -> None:
     kept = KeptParts(tmp_path, {"model": "a", "loads": [1]}, resume=False)
-    assert kept.part("recording", lambda: [1, 2]) == [1, 2]
+    assert kept.part("recording", list[int], lambda: [1, 2]) == [1, 2]
     again = KeptParts(tmp_path, {"model": "a", "loads": [1]}, resume=True)
-    assert again.part("recording", lambda: [3]) == [1, 2]
+    assert again.part("recording", list[int], lambda: [3]) == [1, 2]
     with pytest.raises(ConfigError, match="another loads"):
         KeptParts(tmp_path, {"model": "a", "loads": [1, 4]}, resume=True)
     for damaged in ("{", "[]", '{"settings": 1, "parts": {}}'):

@@ -11,8 +11,7 @@ from slipstream.core.metrics.step import StepReport
 from slipstream.engine.closed_loop import TimedAnswer
 from slipstream.profiling.steps import StepTally
 from slipstream.sampling.params import SamplingParams
-from slipstream.tools.bench.engine.measure import BenchRun
-from slipstream.tools.bench.engine.order import Turn
+from slipstream.tools.bench.engine.measure import BenchRun, Turn
 from slipstream.tools.bench.engine.summary import comparisons, summarise, timings
 from slipstream.tools.bench.result import SCHEMA, BenchResult, ConfigurationSummary
 from slipstream.tools.bench.settings import BenchSettings

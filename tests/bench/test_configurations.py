@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.tools.bench.engine.configurations import parse_counts, sweep
-from slipstream.tools.bench.engine.order import cut, turns
+from slipstream.tools.bench.engine.measure import cut, turns
 
 NGRAM = SpeculativeConfig("ngram")
 OFF = SpeculativeConfig("off")

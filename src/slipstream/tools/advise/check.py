@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.engine.closed_loop import BenchJob, closed_loop
 from slipstream.engine.engine import Engine
 from slipstream.tools.advise.recording import OnProgress
+from slipstream.tools.bench.engine.measure import rotated
 from slipstream.tools.bench.statistics import Interval, PairedTimes, joined, speedup_interval
 
 MIN_PAIRS = 3
@@ -96,14 +97,8 @@ class CheckedSetting:
         return max(float(usual * lost), LEAST_ERROR)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the way back."""
+        """Plain values; `msgspec.convert` is the way back."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CheckedSetting:
-        """Read it from what `as_json` gave."""
-        interval = values["interval"]
-        return cls(**{**values, "interval": None if interval is None else Interval(**interval)})
 
 
 def blocks(number: int, concurrency: int) -> list[range]:
@@ -136,7 +131,7 @@ def check(
         on_progress(turn, total)
         places = cut[turn % len(cut)]
         batch = [jobs[place] for place in places]
-        for number in _rotated(len(contestants), turn):
+        for number in rotated(len(contestants), turn):
             limit = contestants[number].max_draft_tokens
             answers, _, seconds = closed_loop(engines[number], batch, concurrency, limit)
             tokens = sum(len(answer.token_ids) for answer in answers)
@@ -146,10 +141,6 @@ def check(
         _checked(contestant, contestants[0], own, runs[0], concurrency)
         for contestant, own in zip(contestants, runs, strict=True)
     ]
-
-
-def _rotated(length: int, by: int) -> list[int]:
-    return [(by + number) % length for number in range(length)]
 
 
 def _checked(

@@ -49,11 +49,6 @@ class StepCosts:
         """Requests at once that were measured, ascending."""
         return sorted(self.steps)
 
-    @property
-    def max_checked(self) -> float:
-        """The most draft tokens a request that were measured."""
-        return max(points[-1][0] / number for number, points in self.steps.items())
-
     def step_s(
         self, number: float, checked: float = 0.0, accepted: float = 0.0, context: float | None = None
     ) -> float:
@@ -89,24 +84,8 @@ class StepCosts:
         return 0.0 if cost is None else cost.prompt_row_s * rows
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the way back."""
+        """Plain values; `msgspec.convert` is the way back."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> StepCosts:
-        """Read it from what `as_json` gave, keys of JSON being texts."""
-        drafters = {
-            name: DrafterCost(_by_batch(cost["levels"]), cost["prompt_row_s"])
-            for name, cost in values["drafters"].items()
-        }
-        return cls(
-            steps=_by_batch(values["steps"]),
-            contexts={int(batch): context for batch, context in values["contexts"].items()},
-            accepted_s=values["accepted_s"],
-            context_s=values["context_s"],
-            prompts=_points(values["prompts"]),
-            drafters=drafters,
-        )
 
 
 def along(points: Points, at: float) -> float:
@@ -124,11 +103,3 @@ def along(points: Points, at: float) -> float:
 def between(batches: Seq[int], values: Seq[float], number: float) -> float:
     """Return the value between those of measured batches, for `number` requests; below the smallest batch as there."""
     return along(tuple(zip(map(float, batches), values, strict=True)), number)
-
-
-def _by_batch(values: Mapping[Any, Any]) -> dict[int, Points]:
-    return {int(batch): _points(points) for batch, points in values.items()}
-
-
-def _points(values: Seq[Any]) -> Points:
-    return tuple((float(x), float(seconds)) for x, seconds in values)

@@ -12,11 +12,10 @@ from slipstream.assets.workload.prompts import Lengths, Prompt, choose
 from slipstream.engine.closed_loop import BenchJob
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
-from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_question
 from slipstream.tools.advise.candidates import Candidate, key_of
 from slipstream.tools.advise.traffic import Requests
+from slipstream.tools.bench.engine.jobs import JobMaker
 
 
 @dataclass(frozen=True)
@@ -58,42 +57,23 @@ class AdviceJob:
 def make_jobs(job: AdviceJob, engine: Engine) -> list[BenchJob]:
     """The requests, encoded, tasks interleaved, each with a seed of its own. Raises `RequestError`."""
     job.params.check_vocabulary(engine.model.vocab_size)
-    jobs = [
-        BenchJob(
-            number,
-            _token_ids(job, engine, prompt),
-            replace(
-                job.params,
-                max_tokens=prompt.max_tokens,
-                ignore_eos=job.params.ignore_eos or job.max_tokens is None,
-                seed=derive_seed(job.params.seed or 0, number),
-            ),
-            prompt.task,
-        )
-        for number, prompt in enumerate(_prompts(job, engine))
-    ]
+    maker = JobMaker(engine, job.params, job.raw, job.params.ignore_eos or job.max_tokens is None)
+    jobs = [maker.job(number, prompt) for number, prompt in enumerate(_prompts(job, maker))]
     if len(jobs) < 2:
         raise RequestError("advice needs at least 2 prompts; one does not show what traffic is like")
     return jobs
 
 
-def _prompts(job: AdviceJob, engine: Engine) -> list[Prompt]:
+def _prompts(job: AdviceJob, maker: JobMaker) -> list[Prompt]:
     """The first prompts of each task: as many of each, or of a trace as many as the task's share in it says."""
-
-    def count(text: str) -> int:
-        return len(engine.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-    def fits(prompt: Prompt) -> bool:
-        return len(_token_ids(job, engine, prompt)) + prompt.max_tokens <= engine.max_model_len
-
     workload, most = job.requests.workload, job.prompts_per_task
-    lengths, shares = Lengths(job.max_tokens, count), job.requests.shares
+    lengths, shares = Lengths(job.max_tokens, maker.count), job.requests.shares
     if not shares or most is None:
-        return choose(workload, most, lengths, fits, _no_turns).prompts
+        return choose(workload, most, lengths, maker.fits, _no_turns).prompts
     left = {task: max(1, round(share * most * len(shares))) for task, share in shares.items()}
     asked = replace(workload, questions=[one for one in workload.questions if one.task in left])
     found: list[Prompt] = []
-    for prompt in choose(asked, max(left.values()), lengths, fits, _no_turns).prompts:
+    for prompt in choose(asked, max(left.values()), lengths, maker.fits, _no_turns).prompts:
         if left[prompt.task]:
             left[prompt.task] -= 1
             found.append(prompt)
@@ -102,12 +82,3 @@ def _prompts(job: AdviceJob, engine: Engine) -> list[Prompt]:
 
 def _no_turns(prompt: Prompt) -> str:
     raise RequestError(f"{prompt.where}: advice takes single questions; give later turns as messages")
-
-
-def _token_ids(job: AdviceJob, engine: Engine, prompt: Prompt) -> list[int]:
-    try:
-        return encode_question(
-            engine.tokenizer, prompt.text, prompt.messages, job.raw, engine.model.vocab_size
-        )
-    except RequestError as error:
-        raise RequestError(f"{prompt.where}: {error}") from None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.errors import ConfigError
 
 NAME = "advice.partial.json"
@@ -23,12 +25,12 @@ class KeptParts:
         if resume:
             self._parts = self._read()
 
-    def part(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns as JSON gives it back, or what it returned before."""
+    def part(self, name: str, kind: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns as JSON gives it back, or what it returned before, as a value of the type `kind`."""
         if name not in self._parts:
             self._parts[name] = json.loads(json.dumps(make()))
             self._write()
-        return self._parts[name]
+        return msgspec.convert(self._parts[name], kind, str_keys=True)
 
     def has(self, name: str) -> bool:
         """True for a part that is finished."""

@@ -69,25 +69,8 @@ class Recorded:
         return [place for place, request in enumerate(self.requests) if task is None or request.task == task]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the way back."""
+        """Plain values; `msgspec.convert` is the way back."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Recorded:
-        """Read it from what `as_json` gave."""
-        requests = [
-            RecordedRequest(
-                **{
-                    **one,
-                    "drafts": {
-                        name: [(nodes, levels, right) for nodes, levels, right in drafts]
-                        for name, drafts in one["drafts"].items()
-                    },
-                }
-            )
-            for one in values["requests"]
-        ]
-        return cls(tuple(requests), values["num_asked"], values["concurrency"])
 
 
 def record(

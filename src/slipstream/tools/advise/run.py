@@ -78,7 +78,7 @@ class AdviceWork:
             made = record(self.engine, job.candidates, self.jobs, at_once, budget_s, self._shown("recording"))
             return made.as_json()
 
-        self.recorded = Recorded.from_json(self._kept.part("recording", make))
+        self.recorded = self._kept.part("recording", Recorded, make)
         self.jobs = self.jobs[: len(self.recorded.requests)]
 
     def measure(self) -> None:
@@ -94,7 +94,7 @@ class AdviceWork:
             )
             return made.as_json()
 
-        self.costs = StepCosts.from_json(self._kept.part("costs", make))
+        self.costs = self._kept.part("costs", StepCosts, make)
 
     def plan(self) -> None:
         """What is predicted to be best."""
@@ -137,8 +137,7 @@ class AdviceWork:
             checked = self.contest.measure(engines, self.jobs, load, budget_s, self._shown(part))
             return [one.as_json() for one in checked]
 
-        checked = [CheckedSetting.from_json(values) for values in self._kept.part(part, make)]
-        return self.contest.decide(load, checked)
+        return self.contest.decide(load, self._kept.part(part, list[CheckedSetting], make))
 
     def _begin(self, part: str) -> None:
         self._meter.say(f"{time.perf_counter() - self._started_s:5.0f} s  {part} …")

@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 
 _SUFFIXES = (".json", ".safetensors", ".gguf", ".jinja", ".model")
-_BLOCK_BYTES = 2**20
 
 
 def file_hashes(model: str | None) -> dict[str, str]:
@@ -26,8 +25,5 @@ def file_hashes(model: str | None) -> dict[str, str]:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

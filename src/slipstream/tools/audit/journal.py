@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from slipstream.errors import ConfigError
 from slipstream.tools.audit.records import AuditReply
 
@@ -32,7 +34,7 @@ class AuditJournal:
             return
         found = self._read(key) if self._resume and self._file.is_file() else []
         self._replies = {
-            (entry["side"], entry["reply"]["request"]): AuditReply.from_json(entry["reply"])
+            (entry["side"], entry["reply"]["request"]): msgspec.convert(entry["reply"], AuditReply)
             for entry in found
         }
         self.num_resumed = len(self._replies)

@@ -93,17 +93,5 @@ class AuditReply:
     error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
+        """Plain values; `msgspec.convert` is the way back."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> AuditReply:
-        """Read it from what `as_json` gave, after it went through JSON."""
-        answers = [
-            AuditAnswer(**{**one, "tops": one["tops"] and [_top(top) for top in one["tops"]]})
-            for one in found["answers"]
-        ]
-        return cls(**{**found, "answers": answers})
-
-
-def _top(found: Mapping[str, Any]) -> TokenTop:
-    return TokenTop(found["token"], found["logprob"], tuple((token, value) for token, value in found["top"]))

@@ -6,7 +6,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,15 +14,13 @@ import torch
 from slipstream.assets.workload.prompts import Chosen, Lengths, Prompt, choose
 from slipstream.core.meter import meter
 from slipstream.engine.closed_loop import BenchJob, closed_loop
-from slipstream.engine.engine import Engine
 from slipstream.engine.speculation import validate
 from slipstream.errors import RequestError
 from slipstream.profiling.provenance import provenance
-from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import encode_question
 from slipstream.tools.bench.engine.configurations import Configuration
 from slipstream.tools.bench.engine.engines import Engines
+from slipstream.tools.bench.engine.jobs import JobMaker
 from slipstream.tools.bench.engine.measure import BenchRun, measure, num_answers
 from slipstream.tools.bench.engine.summary import OFF, comparisons, summarise, timings
 from slipstream.tools.bench.result import EMBEDDED, SCHEMA, BenchResult, ConfigurationSummary
@@ -48,14 +46,15 @@ def run(plan: BenchPlan) -> BenchResult:
     engines = Engines(plan.model, plan.configurations, plan.engine_options, max(plan.settings.concurrencies))
     engine = engines.get(OFF)
     plan.settings.params.check_vocabulary(engine.model.vocab_size)
-    chosen = _choose(plan, engine)
+    maker = JobMaker(engine, plan.settings.params, plan.settings.raw, plan.settings.ignore_eos)
+    chosen = _choose(plan, maker)
     if len(chosen.prompts) < max(plan.settings.concurrencies):
         raise RequestError(
             f"{max(plan.settings.concurrencies)} concurrent requests need as many prompts, but the workload has "
             f"{len(chosen.prompts)}; raise --prompts-per-task"
         )
-    jobs = [_job(plan, engine, number, prompt) for number, prompt in enumerate(chosen.prompts)]
-    del engine
+    jobs = [maker.job(number, prompt) for number, prompt in enumerate(chosen.prompts)]
+    del engine, maker  # its memory may be needed
     runs, complete = _measure(plan, engines, jobs)
     names = [configuration.name for configuration in plan.configurations]
     return BenchResult(
@@ -102,47 +101,15 @@ def _measure(plan: BenchPlan, engines: Engines, jobs: Seq[BenchJob]) -> tuple[li
     return runs, True
 
 
-def _choose(plan: BenchPlan, engine: Engine) -> Chosen:
-    def count(text: str) -> int:
-        return len(engine.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-    def fits(prompt: Prompt) -> bool:
-        return len(_token_ids(plan, engine, prompt)) + prompt.max_tokens <= engine.max_model_len
-
+def _choose(plan: BenchPlan, maker: JobMaker) -> Chosen:
     def answer(prompt: Prompt) -> str:
-        job = _job(plan, engine, 0, prompt)
-        [answered], _, _ = closed_loop(engine, [job], 1)
-        text: str = engine.tokenizer.decode(answered.token_ids, skip_special_tokens=True)
+        [answered], _, _ = closed_loop(maker.engine, [maker.job(0, prompt)], 1)
+        text: str = maker.engine.tokenizer.decode(answered.token_ids, skip_special_tokens=True)
         return text
 
-    return choose(
-        plan.settings.workload,
-        plan.settings.prompts_per_task,
-        Lengths(plan.settings.max_tokens, count),
-        fits,
-        answer,
-    )
-
-
-def _job(plan: BenchPlan, engine: Engine, number: int, prompt: Prompt) -> BenchJob:
-    params = replace(
-        plan.settings.params,
-        max_tokens=prompt.max_tokens,
-        ignore_eos=plan.settings.ignore_eos,
-        seed=derive_seed(plan.settings.params.seed or 0, number),
-    )
-    return BenchJob(number, _token_ids(plan, engine, prompt), params, prompt.task)
-
-
-def _token_ids(plan: BenchPlan, engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt of any length; raises `RequestError` with its file and line."""
-    tokenizer = engine.tokenizer
-    try:
-        return encode_question(
-            tokenizer, prompt.text, prompt.messages, plan.settings.raw, engine.model.vocab_size
-        )
-    except RequestError as error:
-        raise RequestError(f"{prompt.where}: {error}") from None
+    settings = plan.settings
+    lengths = Lengths(settings.max_tokens, maker.count)
+    return choose(settings.workload, settings.prompts_per_task, lengths, maker.fits, answer)
 
 
 _NOT_SET = {"max_tokens", "n", "structured_outputs", "detokenize", "output_kind", "extra_args"}
