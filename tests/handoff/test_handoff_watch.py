@@ -15,8 +15,14 @@ from slipstream.serve.dashboard.latency import BucketCounts, LatencyWindow
 from slipstream.tools.handoff.history import ReadingInterval, ServerHistory
 from slipstream.tools.handoff.pairs import PairLog, ProbeAnswer
 from slipstream.tools.handoff.reading import EngineCounts, VllmReading, added, parse_reading
-from slipstream.tools.handoff.slower import SlowerTest
-from slipstream.tools.handoff.watch import MIN_REACHED, TASK, UNREACHABLE_READINGS, Watch, WatchedServer
+from slipstream.tools.handoff.watch import (
+    MIN_REACHED,
+    TASK,
+    UNREACHABLE_READINGS,
+    SlowerTest,
+    Watch,
+    WatchedServer,
+)
 
 SERVER = WatchedServer("http://127.0.0.1:9", "some/model", "ngram")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slipstream.tools.audit.decision import AuditDecision
@@ -10,6 +12,7 @@ from slipstream.tools.audit.findings import AuditCheck, AuditTest
 
 SCHEMA = 1
 """Version of the JSON."""
+_HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".model")
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,24 @@ class Certificate:
         for entry, check in zip(found["checks"], self.checks, strict=True):
             entry["outcome"] = check.outcome
         return {"schema": found.pop("schema"), "kind": found.pop("kind"), **found}
+
+
+def file_hashes(model: str | None) -> dict[str, str]:
+    """File name to SHA-256 of a checkpoint's files; empty where `model` is not a local folder or file."""
+    if model is None:
+        return {}
+    path = Path(model).expanduser()
+    if path.is_file():
+        return {path.name: _sha256(path)}
+    if not path.is_dir():
+        return {}
+    return {
+        file.name: _sha256(file)
+        for file in sorted(path.iterdir())
+        if file.suffix in _HASHED and file.is_file()
+    }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

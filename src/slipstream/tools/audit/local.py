@@ -21,11 +21,10 @@ from slipstream.profiling.provenance import provenance, without_folders
 from slipstream.text.prompts import encode_question
 from slipstream.tools.audit.accounting import Knowledge, account
 from slipstream.tools.audit.answering import Streamed, answer_all, answer_params, sampling_params
-from slipstream.tools.audit.certificate import AuditData, Certificate
+from slipstream.tools.audit.certificate import AuditData, Certificate, file_hashes
 from slipstream.tools.audit.claims import SmallestDeviations
 from slipstream.tools.audit.decision import AuditDecision, Evidence, decide, level_of_tests
 from slipstream.tools.audit.findings import AuditCheck
-from slipstream.tools.audit.hashes import file_hashes
 from slipstream.tools.audit.identity import AnswerComparison, compare
 from slipstream.tools.audit.journal import AuditJournal
 from slipstream.tools.audit.mix import FULL, Profile
@@ -90,7 +89,7 @@ def run_local(audit: LocalAudit) -> Certificate:
 def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
     """Compare two engines of one target. `off` should neither draft nor reuse prefixes."""
     settings = audit.settings
-    prompts = settings.prompts(lambda prompt: _fits(off, settings, prompt))
+    prompts = settings.prompts(lambda prompt: fits(off, settings, prompt))
     ids = [encode(off, settings, prompt) for prompt in prompts]
     requests = make_requests(settings, prompts, ids, audit.profiles, off.model.vocab_size)
     for request in requests:
@@ -297,7 +296,8 @@ def audit_data(
     )
 
 
-def _fits(engine: Engine, settings: AuditSettings, prompt: Prompt) -> bool:
+def fits(engine: Engine, settings: AuditSettings, prompt: Prompt) -> bool:
+    """Whether the context has room for a prompt and its answer."""
     return len(encode(engine, settings, prompt)) + settings.max_tokens <= engine.max_model_len
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +17,11 @@ from slipstream.control.monitor.causes import Traits
 from slipstream.errors import RemoteError
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
 from slipstream.serve.metrics.instruments import Instruments
-from slipstream.tools.handoff.alarms_log import AlarmLog
+from slipstream.stats.shift import FALSE_ALARM_RATE, Bets, Value
 from slipstream.tools.handoff.history import READ_EVERY_S, ReadingInterval, ServerHistory
 from slipstream.tools.handoff.reading import EngineCounts, added, parse_reading
-from slipstream.tools.handoff.slower import SlowerTest
+
+logger = logging.getLogger("slipstream.tools.handoff.alarms")
 
 TASK = "all"
 """vLLM's metrics know no tasks: all requests are one."""
@@ -27,6 +30,9 @@ UNREACHABLE_READINGS = 3
 MIN_REACHED = 32
 """Draft positions that an observation has at least."""
 READ_TIMEOUT_S = 5.0
+CLEARING_EVIDENCE = 100.0
+"""For the opposite, after which it is no longer said."""
+_EVEN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,64 @@ class WatchedServer:
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+class AlarmLog:
+    """Tells of alarms as they are raised and cleared."""
+
+    def __init__(self, metrics: AlarmMetrics) -> None:
+        self._metrics = metrics
+        self.cleared: deque[tuple[Alarm, float, str]] = deque(maxlen=20)
+        """Cleared alarms, the latest first: alarm, time and reason."""
+
+    def on_raise(self, alarm: Alarm) -> None:
+        self._metrics.on_alarm(alarm, raised=True)
+        logger.warning("alarm raised: %s", alarm.message, extra={"fields": _fields(alarm)})
+
+    def on_clear(self, alarm: Alarm, why: str) -> None:
+        self._metrics.on_alarm(alarm, raised=False)
+        self.cleared.appendleft((alarm, time.time(), why))
+        logger.warning("alarm cleared: %s", why, extra={"fields": _fields(alarm)})
+
+
+def _fields(alarm: Alarm) -> dict[str, object]:
+    return {"kind": alarm.kind, "since": alarm.since, "value": alarm.value}
+
+
+class SlowerTest:
+    """Bets on which side of a pair is faster: a sign test that may be read after every pair.
+
+    Where the side with speculation is faster in at least half of the pairs, the evidence reaches 1 / rate with
+    probability at most the rate, however long one looks (`stats.shift`). It says nothing of by how much.
+    """
+
+    def __init__(self) -> None:
+        self.is_slower = False
+        self.num_pairs = 0
+        """Up to the decision, or since it."""
+        self.num_slower = 0
+        """Pairs in which speculation was slower."""
+        self._is_decided = False
+        self._bets = self._new()
+
+    def add(self, speedup: float) -> None:
+        """Count a pair: tokens a second with speculation over those without."""
+        if self._is_decided:
+            self.num_pairs, self.num_slower, self._is_decided = 0, 0, False
+        self.num_pairs += 1
+        self.num_slower += speedup < 1
+        self._bets.add(Value(1.0 if speedup > 1 else 0.0 if speedup < 1 else _EVEN))
+        if self._bets.evidence >= (CLEARING_EVIDENCE if self.is_slower else 1 / FALSE_ALARM_RATE):
+            self.is_slower, self._is_decided = not self.is_slower, True
+            self._bets = self._new()
+
+    def begin(self) -> None:
+        """Restart the test."""
+        self.is_slower, self.num_pairs, self.num_slower, self._is_decided = False, 0, 0, False
+        self._bets = self._new()
+
+    def _new(self) -> Bets:
+        return Bets(_EVEN, weight=1.0, variance=_EVEN**2, below=not self.is_slower)
 
 
 class Watch:

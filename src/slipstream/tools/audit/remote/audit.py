@@ -16,7 +16,7 @@ from slipstream.tools.audit.certificate import Certificate
 from slipstream.tools.audit.decision import probe_level
 from slipstream.tools.audit.findings import AuditCheck
 from slipstream.tools.audit.journal import AuditJournal
-from slipstream.tools.audit.local import encode
+from slipstream.tools.audit.local import encode, fits
 from slipstream.tools.audit.mix import COMMON, FULL, PLAIN, SAMPLES, SERVED, Profile
 from slipstream.tools.audit.reference import draws_alike
 from slipstream.tools.audit.remote.asking import ask_all
@@ -186,9 +186,7 @@ class _Run:
         if engine is None:
             prompts = settings.prompts(lambda prompt: True)
             return prompts, [None] * len(prompts)
-        prompts = settings.prompts(
-            lambda prompt: len(encode(engine, settings, prompt)) + settings.max_tokens <= engine.max_model_len
-        )
+        prompts = settings.prompts(lambda prompt: fits(engine, settings, prompt))
         return prompts, [encode(engine, settings, prompt) for prompt in prompts]
 
     def _check_sides(self) -> None:

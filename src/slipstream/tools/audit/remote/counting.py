@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 
 from slipstream.tools.audit.findings import AuditCheck
 from slipstream.tools.audit.remote.side import ServerSide
-from slipstream.tools.bench.server.counters import ClientCounts, Counters, disagreements, growth
-from slipstream.tools.bench.server.remote import read_counters
+from slipstream.tools.bench.server.counters import ClientCounts, Counters, disagreements
+from slipstream.tools.bench.server.remote import CounterWindow, read_counters
 
 PATIENCE_S = 2.0
 """Counters may be late by this much."""
@@ -23,19 +23,16 @@ class CounterWatch:
         self._sides = sides
         self._address = sides[0].address
         self._start = self._sums()
-        self._before, self._where = read_counters(self._address)
+        self._window = CounterWindow(self._address)
 
     def check(self) -> tuple[AuditCheck, list[str]]:
         """(the check, notes). Counters that move while nothing is asked count other traffic too, and decide nothing."""
         check = AuditCheck("counters", "the counters of /metrics against the sums of the answers")
-        if self._before is None:
-            check.skipped = self._where
-            return check, []
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
-            grown = self._growth()
+            grown, where = self._window.grown()
             if grown is None:
-                check.skipped = f"{self._where}: the counters decreased, as when a server restarts"
+                check.skipped = where
                 return check, []
             counts = self._counts(grown)
             found = disagreements(counts, grown)
@@ -45,7 +42,7 @@ class CounterWatch:
             time.sleep(_EVERY_S)
         if found and not why and self._moves():
             why = "other requests are served at the same time"
-        notes = _drafted(self._where, grown)
+        notes = _drafted(where, grown)
         if found and why:
             check.skipped = why
             return check, [*notes, *(f"not judged, because {why}: {text}" for text in found)]
@@ -81,11 +78,6 @@ class CounterWatch:
         return ClientCounts(
             requests, failed, prompt if told else None, output if told else None, num_chunks=0
         )
-
-    def _growth(self) -> Counters | None:
-        after, _ = read_counters(self._address)
-        assert self._before is not None
-        return None if after is None else growth(self._before, after)
 
     def _moves(self) -> bool:
         """Whether the counters move while this audit asks nothing."""

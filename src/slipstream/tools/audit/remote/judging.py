@@ -11,11 +11,10 @@ import numpy as np
 from slipstream.assets.workload.prompts import Prompt
 from slipstream.profiling.provenance import provenance, without_folders
 from slipstream.tools.audit.accounting import Knowledge, account
-from slipstream.tools.audit.certificate import Certificate
+from slipstream.tools.audit.certificate import Certificate, file_hashes
 from slipstream.tools.audit.claims import SmallestDeviations
 from slipstream.tools.audit.decision import AuditDecision, Evidence, decide, level_of_tests
 from slipstream.tools.audit.findings import AuditCheck, AuditTest
-from slipstream.tools.audit.hashes import file_hashes
 from slipstream.tools.audit.identity import AnswerComparison, compare
 from slipstream.tools.audit.journal import AuditJournal
 from slipstream.tools.audit.local import SAME, audit_data, lossy_settings

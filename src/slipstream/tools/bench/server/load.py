@@ -21,9 +21,9 @@ from slipstream.profiling.provenance import provenance
 from slipstream.rpc.client import Exchange, ServerAddress, ask, connect
 from slipstream.sampling.noise import derive_seed
 from slipstream.tools.bench.result import SCHEMA, PooledAcceptance, WorkloadSummary
-from slipstream.tools.bench.server.counters import Counters, growth
+from slipstream.tools.bench.server.counters import Counters
 from slipstream.tools.bench.server.load_result import Arrivals, LoadRequest, LoadResult
-from slipstream.tools.bench.server.remote import read_counters, summarised
+from slipstream.tools.bench.server.remote import CounterWindow, must_answer, summarised
 from slipstream.tools.bench.statistics import percentiles
 
 _SHOWN_EVERY_S = 0.25
@@ -84,49 +84,25 @@ def run(plan: LoadPlan) -> LoadResult:
     Raises `RemoteError` when the server does not answer the warm-up, or no request reached it.
     """
     if plan.warm_up:
-        _warm_up(plan)
-    before, metrics = read_counters(plan.server)
+        prompt = plan.prompts[0]
+        must_answer(plan.server, prompt, plan.raw, _body(plan, prompt, 0), plan.stream)
+    window = CounterWindow(plan.server)
     load = LoadRun(plan)
     complete = True
     try:
         asyncio.run(load.run())
     except KeyboardInterrupt:
         complete = False
-    grown, metrics = _grown(plan.server, before, metrics)
+    grown, metrics = window.grown()
     if load.exchanges and all(exchange.status is None for exchange in load.exchanges):
         raise RemoteError(f"{plan.server.url} does not answer: {load.exchanges[0].error}")
     return load.result(complete, grown, metrics)
-
-
-def _warm_up(plan: LoadPlan) -> None:
-    """One request, so that an error of all requests is reported once, before the load."""
-
-    async def once() -> Exchange:
-        async with connect(plan.server) as client:
-            prompt = plan.prompts[0]
-            return await ask(client, plan.server, 0, prompt, plan.raw, _body(plan, prompt, 0), plan.stream)
-
-    exchange = asyncio.run(once())
-    if exchange.error is not None:
-        raise RemoteError(f"{plan.server.url} does not answer: {exchange.error}")
 
 
 def _body(plan: LoadPlan, prompt: Prompt, number: int) -> dict[str, Any]:
     """Sampling parameters of the load's request `number`, with a seed of its own."""
     body = {**plan.sampling, "seed": derive_seed(plan.sampling.get("seed", 0), number)}
     return body | {"task": prompt.task} if plan.send_task else body
-
-
-def _grown(server: ServerAddress, before: Counters | None, where: str) -> tuple[Counters | None, str]:
-    """(growth of the server's counters or None, the URL of the metrics or why there are none)."""
-    after, _ = read_counters(server)
-    if before is None or after is None:
-        return None, where
-    grown = growth(before, after)
-    return (
-        grown,
-        where if grown else f"{server.metrics_url}: the counters decreased, as when a server restarts",
-    )
 
 
 class LoadRun:

@@ -66,9 +66,9 @@ def run(plan: RemotePlan) -> ServerResult:
         plan.settings.prompts_per_task,
         Lengths(plan.settings.max_tokens, plan.count),
         fits=lambda prompt: True,
-        answer=lambda prompt: _must_answer(plan, prompt).text,
+        answer=lambda prompt: _answer(plan, prompt).text,
     )
-    _must_answer(plan, chosen.prompts[0])  # the warm-up
+    _answer(plan, chosen.prompts[0])  # the warm-up
     levels: list[_Level] = []
     total = len(chosen.prompts) * len(plan.settings.concurrencies) * plan.settings.repeats
     metrics = "not read"
@@ -98,14 +98,10 @@ def run(plan: RemotePlan) -> ServerResult:
 
 def measure_level(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, progress: Meter) -> str:
     """Fill `level`; returns the URL of the counters, or why there are none."""
-    before, where = read_counters(plan.server)
+    window = CounterWindow(plan.server)
     for _ in range(plan.settings.repeats):
         asyncio.run(_closed_loop(plan, prompts, level, progress))
-    after, _ = read_counters(plan.server)
-    if before is not None and after is not None:
-        level.counters = growth(before, after)
-        if level.counters is None:
-            where = f"{plan.server.metrics_url}: the counters decreased, as when a server restarts"
+    level.counters, where = window.grown()
     level.complete = True
     return where
 
@@ -129,17 +125,43 @@ async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, pr
         await asyncio.gather(*(work() for _ in range(level.concurrency)))
 
 
-def _must_answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
-    """One answer outside the measurement; raises `RemoteError` for a failure."""
+def _answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
+    return must_answer(plan.server, prompt, plan.settings.raw, _sampling(plan, 0))
+
+
+def must_answer(
+    server: ServerAddress, prompt: Prompt, raw: bool, extra: Mapping[str, Any], stream: bool = True
+) -> Exchange:
+    """One answer outside the measurement; raises `RemoteError` for a failure, so that one of all requests is told once,
+    before they are sent."""
 
     async def once() -> Exchange:
-        async with connect(plan.server) as client:
-            return await ask(client, plan.server, 0, prompt, plan.settings.raw, _sampling(plan, 0))
+        async with connect(server) as client:
+            return await ask(client, server, 0, prompt, raw, extra, stream)
 
     exchange = asyncio.run(once())
     if exchange.error is not None:
-        raise RemoteError(f"{plan.server.url} does not answer: {exchange.error}")
+        raise RemoteError(f"{server.url} does not answer: {exchange.error}")
     return exchange
+
+
+class CounterWindow:
+    """What a server's own counters grow by from now on."""
+
+    def __init__(self, server: ServerAddress) -> None:
+        self._server = server
+        self.before, self.where = read_counters(server)
+        """The counters or None, and the URL of the metrics or why there are none."""
+
+    def grown(self) -> tuple[Counters | None, str]:
+        """(the growth so far or None, the URL of the metrics or why there is none)."""
+        if self.before is None:
+            return None, self.where
+        after, where = read_counters(self._server)
+        if after is None:
+            return None, where
+        grown = growth(self.before, after)
+        return grown, where if grown else f"{where}: the counters decreased, as when a server restarts"
 
 
 def read_counters(server: ServerAddress) -> tuple[Counters | None, str]:

@@ -17,9 +17,9 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.methods import EAGLE3
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS, check_head
-from slipstream.tools.export.checkpoints.gguf_models import FILE_TYPES, with_neighbours
+from slipstream.tools.export.checkpoints.gguf_models import with_neighbours
 from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes, read_rope, read_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, gguf_package, halves
+from slipstream.tools.export.checkpoints.gguf_tensors import add_file_type, add_tensor, gguf_package, halves
 from slipstream.tools.export.checkpoints.gguf_tokenizer import add_tokenizer
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 
@@ -50,8 +50,8 @@ def eagle3_writer(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Pa
     Raises `ExportError` where llama.cpp would not run the head as it was trained.
     """
     check_head(DIALECTS["llama_cpp"], head, target, path)
-    gguf, config = gguf_package(), head.config
-    writer = gguf.GGUFWriter(file, ARCH)
+    config = head.config
+    writer = gguf_package().GGUFWriter(file, ARCH)
     settings = {**config.llama().to_dict(), "num_key_value_heads": config.num_key_value_heads}
     add_sizes(writer, settings)
     factors = add_rope(writer, config.rope_parameters, config.head_dim, path)
@@ -60,8 +60,7 @@ def eagle3_writer(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Pa
     writer.add_uint32(f"{ARCH}.target_hidden_size", config.target_hidden_size)
     writer.add_bool(f"{ARCH}.norm_before_residual", config.norm_before_residual)
     writer.add_bool(f"{ARCH}.norm_before_fc", False)
-    dtype = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[head.fc.weight.dtype]
-    writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[dtype]))
+    add_file_type(writer, [head.fc.weight.dtype])
     add_tokenizer(writer, tokenizer, config.vocab_size, target.path)
     if factors is not None:
         add_tensor(writer, "rope_freqs.weight", factors)

@@ -18,11 +18,16 @@ from slipstream.models import load_config, load_tokenizer
 from slipstream.models.files.lora import has_adapter
 from slipstream.models.files.shards import weight_files
 from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import add_tensor, gguf_package, neighbouring
+from slipstream.tools.export.checkpoints.gguf_tensors import (
+    add_file_type,
+    add_tensor,
+    gguf_package,
+    neighbouring,
+    rotated_heads,
+    tensor_names,
+)
 from slipstream.tools.export.checkpoints.gguf_tokenizer import CONVERTER, add_tokenizer
 from slipstream.tools.export.refusals import ExportError
-
-FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,13 @@ def model_writer(path: str, file: Path) -> Any:
     add_tokenizer(writer, load_tokenizer(path), config.vocab_size, path)
     if factors is not None:
         add_tensor(writer, "rope_freqs.weight", factors)
-    kinds = set()
+    dtypes = set()
     for name, tensor in _tensors(folder):
         for theirs, values in _renamed(name, tensor, settings, family, path):
             add_tensor(writer, theirs, values)
         if tensor.ndim > 1:
-            kinds.add(
-                {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)]
-            )
-    writer.add_file_type(getattr(gguf_package().LlamaFileType, FILE_TYPES[min(kinds)]))
+            dtypes.add(tensor.dtype)
+    add_file_type(writer, dtypes)
     return writer
 
 
@@ -129,13 +132,11 @@ def _renamed(
     name: str, tensor: Tensor, settings: Mapping[str, Any], family: GgufFamily, path: str
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensor under llama.cpp's name; nothing for one that the file does not hold."""
-    gguf = gguf_package()
     if name.endswith("rotary_emb.inv_freq"):
         return
     if name == "lm_head.weight" and settings.get("tie_word_embeddings"):
         return
-    arch = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == family.arch)
-    names = gguf.get_tensor_name_map(arch, settings["num_hidden_layers"])
+    names = tensor_names(family.arch, settings["num_hidden_layers"])
     theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if theirs is None:
         raise ExportError(f"{path!r} has a tensor that llama.cpp's {family.arch} models have not: {name}")
@@ -146,6 +147,5 @@ def _renamed(
 
 def with_neighbours(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """A query or key projection in llama.cpp's order; any other tensor as it is."""
-    part = name.rsplit(".", 1)[0]
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(part.rsplit(".", 1)[-1])
-    return tensor if heads is None else neighbouring(tensor, settings[heads])
+    heads = rotated_heads(name, settings)
+    return tensor if heads is None else neighbouring(tensor, heads)

@@ -15,7 +15,7 @@ from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.models.huggingface import AutoConfig
 from slipstream.tools.export.checkpoints.gguf_models import FAMILIES
 from slipstream.tools.export.checkpoints.gguf_shape import read_rope, read_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import gguf_package, halves, read_tensors
+from slipstream.tools.export.checkpoints.gguf_tensors import halves, read_tensors, rotated_heads, tensor_names
 from slipstream.tools.export.refusals import ExportError
 
 
@@ -67,9 +67,7 @@ def write_folder(file: GgufFile, folder: Path) -> None:
 
 def _tensors(file: GgufFile, config: Any) -> dict[str, Tensor]:
     """Return the tensors under Transformers' names, vectors in the dtype of the matrices."""
-    gguf = gguf_package()
-    kind = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == file.arch)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    names, sizes = tensor_names(file.arch, config.num_hidden_layers), config.to_dict()
     wanted = [f"model.layers.{layer}.{part}" for layer in range(config.num_hidden_layers) for part in _PARTS]
     theirs = {names.get_name(name): name for name in [*wanted, *_ENDS]}
     dtype = file.tensors["token_embd.weight"].dtype
@@ -79,9 +77,7 @@ def _tensors(file: GgufFile, config: Any) -> dict[str, Tensor]:
         if stem not in theirs:
             raise ExportError(f"{file.path!r} has a tensor that {config.model_type} models have not: {name}")
         ours = theirs[stem]
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            ours.rsplit(".", 1)[-1]
-        )
+        heads = rotated_heads(ours, sizes)
         if heads is not None and FAMILIES[config.model_type].rotates_neighbours:
             tensor = halves(tensor, heads)
         tensors[f"{ours}.{ending}"] = tensor.to(dtype) if tensor.ndim == 1 else tensor
