@@ -34,10 +34,9 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import CausalLM, RowGroup, load_model, load_plain, load_tokenizer
 from slipstream.models.cpu.native import instructions
 from slipstream.text.prompts import encode_chat
-from slipstream.tools.quantize.calibration import round_layers
+from slipstream.tools.quantize.calibration import as_rows, read_texts, round_layers
 from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
 from slipstream.tools.quantize.rounding import rounded
-from slipstream.tools.quantize.texts import as_rows, read_texts
 
 RESULT = DOCS / "quantization.json"
 WEIGHTS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,8 @@ from slipstream.config import SpeculativeConfig
 from slipstream.tools.advise.candidates import Candidate
 from slipstream.tools.advise.costs import DrafterCost, StepCosts
 from slipstream.tools.advise.recording import NOT_DRAFTED, Drafted, Recorded, RecordedRequest
-from slipstream.tools.advise.reuse import SimulatedCache
 from slipstream.tools.advise.scores import RecordedScores
-from slipstream.tools.advise.simulate import Simulator
+from slipstream.tools.advise.simulate import SimulatedCache, Simulator
 
 FREE = StepCosts({1: ((0.0, 1.0), (64.0, 1.0))}, {1: 0.0}, 0.0, 0.0, ((1.0, 0.0),), {})
 """Every step takes a second, whatever it does."""

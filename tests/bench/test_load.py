@@ -19,9 +19,9 @@ from slipstream.assets.workload.reading import Question, Workload
 from slipstream.cli.main import app
 from slipstream.errors import RemoteError, RequestError
 from slipstream.rpc.client import Exchange, ServerAddress
+from slipstream.tools.bench.result import Arrivals, LoadResult
 from slipstream.tools.bench.server import load
 from slipstream.tools.bench.server.load import LoadPlan, first_turns
-from slipstream.tools.bench.server.load_result import Arrivals, LoadResult
 
 TOKENS = 8
 """Tokens of every answer of the fake server."""

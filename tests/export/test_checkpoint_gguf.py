@@ -20,7 +20,7 @@ from slipstream.errors import ModelError
 from slipstream.models import load_tokenizer
 from slipstream.models.files.gguf_rope import llama3_factors
 from slipstream.tools.export.checkpoints import convert, convert_back
-from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
+from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError

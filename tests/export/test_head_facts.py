@@ -12,8 +12,15 @@ from safetensors.numpy import save_file
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.errors import ConfigError, ModelError
 from slipstream.tools.export import ENGINES, SpeculativeRecord
-from slipstream.tools.export.head_facts import AuxLayers, VocabularyMap, context_length, head_facts
-from slipstream.tools.export.vocabulary import kind_of_map, to_absolute, to_offsets
+from slipstream.tools.export.head_facts import (
+    AuxLayers,
+    VocabularyMap,
+    context_length,
+    head_facts,
+    kind_of_map,
+    to_absolute,
+    to_offsets,
+)
 
 VOCAB = 64
 IDS = np.array([0, 1, 2, 5, 9, 10, 40, 63])

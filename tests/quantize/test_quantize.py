@@ -29,11 +29,10 @@ from slipstream.cli.main import app
 from slipstream.errors import ModelError
 from slipstream.models import load_model, load_plain, load_tokenizer
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
-from slipstream.tools.quantize.calibration import LayerDone, round_layers
+from slipstream.tools.quantize.calibration import LayerDone, as_rows, round_layers
 from slipstream.tools.quantize.folder import layer_tensors, packed, settings
 from slipstream.tools.quantize.job import FORMATS, QuantizeOptions, quantise
 from slipstream.tools.quantize.rounding import RoundedWeight, lost_share, rounded
-from slipstream.tools.quantize.texts import as_rows
 from tests.kit.gguf_files import write
 from tests.kit.logits import cached_logits
 

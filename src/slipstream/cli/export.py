@@ -46,8 +46,8 @@ def export(flags: ExportFlags) -> None:
     from slipstream.assets import EMBEDDED_TARGET
     from slipstream.errors import ConfigError
     from slipstream.tools.export import from_own, setting_or_nearest, settings_format
+    from slipstream.tools.export.contract import file_names, write_setting
     from slipstream.tools.export.converting import FOLDER, check_destination, converted
-    from slipstream.tools.export.writing import file_names, write_setting
 
     output = flags.output
     form = settings_format(flags.engine)
@@ -76,7 +76,7 @@ def export(flags: ExportFlags) -> None:
 
 
 def _report(setting: ExportedSetting, remarks: tuple[str, ...], written: list[Path], json: bool) -> None:
-    from slipstream.tools.export.writing import command_line
+    from slipstream.tools.export.contract import command_line
 
     if json:
         whole = asdict(setting) | {"record": setting.record.to_mapping()}

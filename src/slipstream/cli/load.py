@@ -19,8 +19,8 @@ from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.tools.bench.result import LoadResult
     from slipstream.tools.bench.server.load import LoadPlan
-    from slipstream.tools.bench.server.load_result import LoadResult
 
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = 8
@@ -79,8 +79,8 @@ class LoadFlags:
     def plan(self) -> LoadPlan:
         """The load, with everything checked that can be before it begins; asks the server for its model."""
         from slipstream.assets.workload.reading import read_workload
+        from slipstream.tools.bench.result import Arrivals
         from slipstream.tools.bench.server.load import LoadPlan, first_turns
-        from slipstream.tools.bench.server.load_result import Arrivals
 
         if self.concurrency is not None and self.rate is not None:
             raise ConfigError("--concurrency is a closed loop and --rate an open one; give one of them")

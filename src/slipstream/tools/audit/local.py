@@ -29,8 +29,8 @@ from slipstream.tools.audit.identity import AnswerComparison, compare
 from slipstream.tools.audit.journal import AuditJournal
 from slipstream.tools.audit.mix import FULL, Profile
 from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest
+from slipstream.tools.audit.reference import distribution_tests
 from slipstream.tools.audit.replaying import Replayer
-from slipstream.tools.audit.sampled import distribution_tests
 from slipstream.tools.audit.settings import AuditSettings, data_hash, make_requests
 from slipstream.tools.audit.ties import Rounding, joined
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,41 @@ from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchErr
 from slipstream.models import load_config, load_draft_tokenizer
 from slipstream.text.vocabulary import check_same_vocabulary
 from slipstream.tools.doctor.canary import BETTER, POOR, Canary, run_canary, variations, with_config
-from slipstream.tools.doctor.findings import Finding, fault, ok, warning
+
+
+class CheckOutcome(StrEnum):
+    """Outcome of a check."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Usable, but probably misconfigured."""
+    FAULT = "fault"
+    """Not usable as it is."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check with its outcome and explanation."""
+
+    check: str
+    verdict: CheckOutcome
+    text: str
+
+
+def ok(check: str, text: str) -> Finding:
+    """A passed check."""
+    return Finding(check, CheckOutcome.OK, text)
+
+
+def warning(check: str, text: str) -> Finding:
+    """A check with a probable problem."""
+    return Finding(check, CheckOutcome.WARNING, text)
+
+
+def fault(check: str, text: str) -> Finding:
+    """A failed check."""
+    return Finding(check, CheckOutcome.FAULT, text)
+
 
 KINDS = (DRAFT_MODEL.name, *HEADS)
 

@@ -1,10 +1,13 @@
-"""The contract of an engine's form of a speculative setting: written from a record, and read back into one."""
+"""The contract of an engine's form of a speculative setting: made from a record, written, and read back into one."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from slipstream.draft.methods import METHODS, NGRAM, OFF, WITH_MODEL, names_in
@@ -13,6 +16,35 @@ from slipstream.tools.export.keys import NEUTRAL
 from slipstream.tools.export.reading import SettingSource
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import refuse_method
+
+COMMAND = "command.sh"
+RECORD = "record.json"
+
+
+def file_names(setting: ExportedSetting) -> list[str]:
+    """Names of the files that `write_setting` makes."""
+    command = [COMMAND] if setting.argv else []
+    return [*(file.name for file in setting.files), *command, RECORD]
+
+
+def write_setting(setting: ExportedSetting, folder: Path) -> list[Path]:
+    """Write the files of a setting into `folder`, which is made where it is missing; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {file.name: file.text for file in setting.files}
+    if setting.argv:
+        texts[COMMAND] = f"#!/bin/sh\n# {setting.engine} {setting.version}\n{command_line(setting, folder)}\n"
+    texts[RECORD] = json.dumps(setting.record.to_mapping(), indent=2) + "\n"
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def command_line(setting: ExportedSetting, folder: Path | None = None) -> str:
+    """The command as a user types it; files of the setting are named in `folder`, where it is given."""
+    names = {file.name for file in setting.files}
+    words = [str(folder / word) if folder is not None and word in names else word for word in setting.argv]
+    return shlex.join(words)
+
 
 USUAL_DEPTH = 4
 _WRITTEN = "the depth is always written, so that it does not change with the engine's defaults"

@@ -22,13 +22,14 @@ from slipstream.models.files.gguf_model import find_gguf, quantised_kinds
 from slipstream.tools.quantize import folder
 from slipstream.tools.quantize.calibration import (
     LayerDone,
+    as_rows,
     decoder_layers,
     linear_layers,
+    read_texts,
     round_layers,
     unrounded,
 )
 from slipstream.tools.quantize.rounding import RoundedWeight, rounded
-from slipstream.tools.quantize.texts import as_rows, read_texts
 
 FORMATS: dict[str, tuple[int, int | None]] = {
     "int4": (4, 32),

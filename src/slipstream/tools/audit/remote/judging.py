@@ -19,13 +19,12 @@ from slipstream.tools.audit.identity import AnswerComparison, compare
 from slipstream.tools.audit.journal import AuditJournal
 from slipstream.tools.audit.local import SAME, audit_data, lossy_settings
 from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest, TokenTop
-from slipstream.tools.audit.reference import compare_with_reference, judge
+from slipstream.tools.audit.reference import DISTRIBUTION, compare_with_reference, distribution_tests, judge
 from slipstream.tools.audit.remote.margins import counted_margin, reported_gaps, reported_margin
 from slipstream.tools.audit.remote.pairs import BETTING, DISCREPANCY, SampledPairs
 from slipstream.tools.audit.remote.repeating import Repeats, log_prob_differences
 from slipstream.tools.audit.remote.side import ServerSide
 from slipstream.tools.audit.replaying import Floats, Replayer
-from slipstream.tools.audit.sampled import DISTRIBUTION, distribution_tests
 from slipstream.tools.audit.settings import AuditSettings
 from slipstream.tools.audit.ties import Rounding, joined, more_than_repeats
 

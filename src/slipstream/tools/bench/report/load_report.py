@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.tools.bench.report.grid import Grid, count, number
 from slipstream.tools.bench.report.server_tables import remarks_on, tables_of
-from slipstream.tools.bench.server.load_result import LoadRequest, LoadResult
+from slipstream.tools.bench.result import LoadRequest, LoadResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,9 +20,15 @@ from slipstream.errors import RemoteError, RequestError
 from slipstream.profiling.provenance import provenance
 from slipstream.rpc.client import Exchange, ServerAddress, ask, connect
 from slipstream.sampling.noise import derive_seed
-from slipstream.tools.bench.result import SCHEMA, PooledAcceptance, WorkloadSummary
+from slipstream.tools.bench.result import (
+    SCHEMA,
+    Arrivals,
+    LoadRequest,
+    LoadResult,
+    PooledAcceptance,
+    WorkloadSummary,
+)
 from slipstream.tools.bench.server.counters import Counters
-from slipstream.tools.bench.server.load_result import Arrivals, LoadRequest, LoadResult
 from slipstream.tools.bench.server.remote import CounterWindow, must_answer, summarised
 from slipstream.tools.bench.statistics import percentiles
 

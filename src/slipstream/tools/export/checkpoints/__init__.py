@@ -2,6 +2,6 @@
 
 from slipstream.tools.export.checkpoints.convert import convert
 from slipstream.tools.export.checkpoints.convert_back import convert_back
-from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
+from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint
 
 __all__ = ["ConvertedCheckpoint", "convert", "convert_back"]

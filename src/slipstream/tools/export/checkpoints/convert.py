@@ -7,11 +7,16 @@ from pathlib import Path
 from slipstream.config import reject_unknown
 from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA
 from slipstream.models import load_tokenizer
-from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import eagle3_writer
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
-from slipstream.tools.export.checkpoints.head_folders import read_head, read_medusa, write_eagle, write_medusa
+from slipstream.tools.export.checkpoints.head_folders import (
+    ConvertedCheckpoint,
+    read_head,
+    read_medusa,
+    write_eagle,
+    write_medusa,
+)
 from slipstream.tools.export.checkpoints.openvino_folders import write_openvino
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord

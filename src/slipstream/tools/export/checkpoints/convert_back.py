@@ -13,11 +13,10 @@ from slipstream.draft.heads.eagle_head import default_feature_layers
 from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints.convert import EAGLE_VERSIONS, ENGINES, model_of, target_of
-from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import ARCH, read_eagle3
 from slipstream.tools.export.checkpoints.gguf_reading import read_gguf, write_folder
-from slipstream.tools.export.checkpoints.head_folders import read_head
+from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint, read_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError

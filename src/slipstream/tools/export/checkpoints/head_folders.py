@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,23 @@ from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.medusa import WEIGHT_FILES, MedusaHeads, load_medusa, save_medusa
 from slipstream.draft.methods import EAGLE, EAGLE3
-from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import EagleDialect, check_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertedCheckpoint:
+    """The checkpoints that an engine must load, and what its user must know of them."""
+
+    target: Path | None = None
+    """None: the engine loads the record's target as it is."""
+    draft: Path | None = None
+    """None: the engine loads the record's draft model or head as it is, or the record has none."""
+    files: tuple[Path, ...] = ()
+    """All files that were written."""
+    notes: tuple[str, ...] = ()
+    """A line each, for the user."""
+
 
 SHIFTS = {0: "the layer that reads it", -1: "the layer that wrote it"}
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA
-from slipstream.tools.export.checkpoints.converted import ConvertedCheckpoint
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
-from slipstream.tools.export.checkpoints.head_folders import read_head, write_eagle
+from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint, read_head, write_eagle
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError
