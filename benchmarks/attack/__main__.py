@@ -2,7 +2,8 @@
 
 Each scenario starts a server of its own on 127.0.0.1, with the embedded pair. While it is attacked, one client after
 another asks it for two tokens, and another for /health; the longest of these delays, the server's memory, its log lines
-and the statuses are what is reported. Scenarios that are complete are in the result file when the run is stopped.
+and the statuses are what is reported. Scenarios that are complete are kept when the run is stopped, and the same
+command goes on from them.
 
     python -m benchmarks.attack --server-python-path OLD/src --output before.json
     python -m benchmarks.attack --before before.json
@@ -21,8 +22,7 @@ from benchmarks.attack.run import Bounds, attack
 from benchmarks.attack.scenarios import SCENARIOS
 from benchmarks.attack.table import table
 from benchmarks.harness.command import DOCS, ROOT, add_settings, command
-from benchmarks.harness.kept import write_result
-from slipstream.profiling.provenance import provenance
+from benchmarks.harness.kept import Kept
 
 RESULT = DOCS / "attack.json"
 
@@ -48,26 +48,27 @@ def main() -> None:
     if not (options.server_python_path / "slipstream").is_dir():
         parser.error(f"there is no package slipstream in {options.server_python_path}")
     earlier = _read(parser, options.before)
-    result: dict[str, Any] = {
-        "provenance": provenance(),
+    about = {
         "server_commit": _commit(options.server_python_path),
         "scale": options.scale,
         "memory_bytes": options.memory_bytes,
-        "scenarios": {},
     }
-    if earlier is not None:
-        result["before"] = earlier
+    kept = Kept(options.output, {**about, "seconds": options.seconds})
     bounds = Bounds(options.scale, options.seconds, options.memory_bytes)
+    names = options.only or list(SCENARIOS)
     stopped = False
     try:
-        for name, figures in attack(options.server_python_path, options.only or list(SCENARIOS), bounds):
-            result["scenarios"][name] = figures
-            write_result(options.output, result)
+        left = [name for name in names if not kept.has(name)]
+        for name, figures in attack(options.server_python_path, left, bounds):
+            kept.put(name, figures)
     except KeyboardInterrupt:
         stopped = True
-    print(table(result["scenarios"], None if earlier is None else earlier["scenarios"]))
-    print(f"{'stopped; ' if stopped else ''}{len(result['scenarios'])} scenarios in {options.output.name}")
-    sys.exit(130 if stopped else 0)
+    scenarios = {name: kept.get(name) for name in names if kept.has(name)}
+    print(table(scenarios, None if earlier is None else earlier["scenarios"]))
+    if stopped:
+        print(f"stopped; {len(scenarios)} scenarios are kept")
+        sys.exit(130)
+    kept.finish({**about, "scenarios": scenarios, **({} if earlier is None else {"before": earlier})})
 
 
 def _read(parser: argparse.ArgumentParser, file: Path | None) -> dict[str, Any] | None:

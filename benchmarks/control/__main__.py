@@ -37,13 +37,14 @@ from benchmarks.control.traffic import (
     make_engines,
     questions,
 )
-from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.command import DOCS, command, names, numbers
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.rounds import quartiles, turns
 from slipstream.engine.engine import Engine
 from slipstream.sampling.params import SamplingParams
 
 MIXED = "mixed"
+PARTS = ("grid", "unpaying", "shift")
 UNPAYING = {"task": "creative", "temperature": 1.2, "concurrency": 32}
 """Where speculation cannot pay."""
 UNPAYING_BAR = 0.98
@@ -53,19 +54,19 @@ QUICK = {
     "rounds": 3,
     "requests": 6,
     "max_tokens": 48,
-    "parts": "grid,unpaying",
+    "parts": ["grid", "unpaying"],
 }
 
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--models", default=",".join(TARGETS), help="of them")
+    parser.add_argument("--models", type=names(TARGETS), default=list(TARGETS), help="of them")
     parser.add_argument("--eagle3", metavar="HEAD", help="trained for the embedded target")
     parser.add_argument("--folder", type=Path, default=Path("build/control"), help="for cost-expanded copies")
     parser.add_argument("--quick", action="store_true", help="a few cells, and few requests of each")
-    parser.add_argument("--parts", default="grid,unpaying,shift")
+    parser.add_argument("--parts", type=names(PARTS), default=list(PARTS))
     parser.add_argument("--tasks", default="", help=f"{MIXED} and all tasks unless given")
-    parser.add_argument("--concurrency", default="1,4,8,16")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 8, 16])
     parser.add_argument("--pick-rounds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="in which the picked setting is compared")
     parser.add_argument(
@@ -77,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    for name in options.models.split(","):
+    for name in options.models:
         measure_model(name, options)
 
 
@@ -104,7 +105,7 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
         tasks = options.tasks.split(",") if options.tasks else [MIXED, *by_task]
         result["grid"] = []
-        for concurrency in map(int, options.concurrency.split(",")):
+        for concurrency in options.concurrency:
             for task in tasks:
                 asked = every if task == MIXED else by_task[task]
                 measure = partial(measure_cell, engines, fixed, asked, concurrency, params, *sizes)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import DOCS
 from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.page import machine
+from benchmarks.harness.pictures import drawing
 
 FOLDER = DOCS
 RESULTS = ("soak", "routing", "scaling", "affinity", "simulation")
@@ -251,6 +253,35 @@ default), on average over the loads.
 python -m benchmarks.deploy.simulation
 ```
 """
+
+
+def draw(cells: dict[str, Any], path: Path) -> None:
+    """What of one big cache is found, and how uneven the load is, over the load and the bound on imbalance."""
+    with drawing(path, 9, 3.4) as figure:
+        left, right = figure.subplots(1, 2)
+        for imbalance in sorted({cell["world"]["max_imbalance"] for cell in cells.values()}):
+            own = sorted(
+                (cell for name, cell in cells.items() if name.startswith("sweep") and cell["world"]["affine"]
+                 and cell["world"]["max_imbalance"] == imbalance),
+                key=lambda cell: cell["world"]["utilisation"],
+            )  # fmt: skip
+            if own:
+                loads = [cell["world"]["utilisation"] for cell in own]
+                label = f"max_imbalance {imbalance:g}"
+                left.plot(loads, [100 * cell["share_of_one_cache"] for cell in own], "o-", label=label)
+                right.plot(loads, [cell["load_max_over_mean"]["median"] for cell in own], "o-", label=label)
+        left.axhline(90, color="grey", linewidth=0.8, linestyle=":")
+        left.set(
+            xlabel="share of the capacity asked for",
+            ylabel="% of what one big cache would find",
+            ylim=(0, 101),
+        )
+        right.set(
+            xlabel="share of the capacity asked for", ylabel="fullest replica over the mean", ylim=(0.9, None)
+        )
+        left.legend(fontsize=8)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
 
 
 _HEAD = """# Replicas

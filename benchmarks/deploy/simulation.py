@@ -17,15 +17,13 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.deploy.page import FOLDER, write_page
+from benchmarks.deploy.page import FOLDER, draw, write_page
 from benchmarks.harness.command import command
 from benchmarks.harness.kept import Kept, say
-from benchmarks.harness.pictures import drawing
 from benchmarks.harness.rounds import tail
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
@@ -417,35 +415,6 @@ class Simulation:
 def simulate(world: World) -> dict[str, Any]:
     """One run."""
     return Simulation(world).run()
-
-
-def draw(cells: dict[str, Any], path: Path) -> None:
-    """What of one big cache is found, and how uneven the load is, over the load and the bound on imbalance."""
-    with drawing(path, 9, 3.4) as figure:
-        left, right = figure.subplots(1, 2)
-        for imbalance in sorted({cell["world"]["max_imbalance"] for cell in cells.values()}):
-            own = sorted(
-                (cell for name, cell in cells.items() if name.startswith("sweep") and cell["world"]["affine"]
-                 and cell["world"]["max_imbalance"] == imbalance),
-                key=lambda cell: cell["world"]["utilisation"],
-            )  # fmt: skip
-            if own:
-                loads = [cell["world"]["utilisation"] for cell in own]
-                label = f"max_imbalance {imbalance:g}"
-                left.plot(loads, [100 * cell["share_of_one_cache"] for cell in own], "o-", label=label)
-                right.plot(loads, [cell["load_max_over_mean"]["median"] for cell in own], "o-", label=label)
-        left.axhline(90, color="grey", linewidth=0.8, linestyle=":")
-        left.set(
-            xlabel="share of the capacity asked for",
-            ylabel="% of what one big cache would find",
-            ylim=(0, 101),
-        )
-        right.set(
-            xlabel="share of the capacity asked for", ylabel="fullest replica over the mean", ylim=(0.9, None)
-        )
-        left.legend(fontsize=8)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:

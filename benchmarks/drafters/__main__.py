@@ -20,10 +20,9 @@ from typing import Any
 
 from benchmarks.drafters import acceptance, page, plots, speed
 from benchmarks.drafters.lineup import UNTRAINED, trained, training_costs
-from benchmarks.harness.command import DOCS, command
+from benchmarks.harness.command import DOCS, command, names
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.page import write_between
-from slipstream.profiling.provenance import provenance
 
 RESULT = DOCS / "drafters.json"
 PAGE = DOCS / "drafters.md"
@@ -34,7 +33,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--trained", type=Path, help="what the recipe made")
     parser.add_argument("--expanded", help="a cost-expanded target, timed beside the embedded one")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", type=names(PARTS), default=list(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--only", default="", help="with --no-page: drafters whose name contains this")
     parser.add_argument("--prompts", type=int, default=50, help="prompts a task, acceptance")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer, acceptance")
@@ -52,8 +51,9 @@ def main() -> None:
     results: dict[str, Any] = {"speed": [], "acceptance": {"rows": []}, "training": {}, "trained": {}}
     if RESULT.exists() and not options.no_page:
         results |= {key: value for key, value in json.loads(RESULT.read_text()).items() if key in results}
-    asked = options.parts.split(",")
+    asked = options.parts
     kept = Kept(RESULT, vars(options))
+    kept.origin["command"] = _without_names(kept.origin["command"])
     if "acceptance" in asked:
         left = [entry for entry in chosen if not kept.has(entry.name)]
         found = acceptance.measure(left, options.prompts, options.max_tokens, options.jobs) if left else ()
@@ -61,12 +61,12 @@ def main() -> None:
             kept.put(entry.name, rows_of_it)
         rows = [row for entry in chosen for row in kept.get(entry.name)]
         facts = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}
-        results["acceptance"] = {"provenance": _provenance(), **facts, "rows": rows}
+        results["acceptance"] = {"provenance": kept.origin, **facts, "rows": rows}
         results["training"] = training_costs(options.trained)
         results["trained"] = {entry.name: entry.trained for entry in entries if entry.trained}
     if "speed" in asked:
         timed = [entry for entry in chosen if entry.timed]
-        results["speed"] = kept.cell("speed", lambda: _speeds(timed, options))
+        results["speed"] = kept.cell("speed", lambda: _speeds(timed, options, kept.origin))
     if options.no_page:
         print(page.measured(results))
         kept.partial.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def main() -> None:
         plots.draw(results, RESULT.parent)
 
 
-def _speeds(entries: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _speeds(entries: list[Any], options: argparse.Namespace, origin: dict[str, Any]) -> list[dict[str, Any]]:
     engine = {"num_threads": options.threads, "kv_cache_bytes": 64 << 20}
     sizes = {"prompts_per_task": options.timed_prompts, "repeats": options.repeats, "max_tokens": 64}
     found = [speed.measure(entries, None, engine, **sizes)]
@@ -88,17 +88,16 @@ def _speeds(entries: list[Any], options: argparse.Namespace) -> list[dict[str, A
         with tempfile.TemporaryDirectory() as folder:
             larger = speed.expanded(entries, options.expanded, Path(folder))
             found.append(speed.measure(larger, options.expanded, engine, **sizes))
-    return [{"provenance": _provenance(), **one} for one in found]
+    return [{"provenance": origin, **one} for one in found]
 
 
-def _provenance() -> dict[str, Any]:
-    """Without the folders of this machine, which tell a reader nothing."""
-    facts = provenance()
-    words = facts["command"].split(" ")
+def _without_names(command_line: str) -> str:
+    """Without the folders' names on this machine, which tell a reader nothing."""
+    words = command_line.split(" ")
     for flag, name in (("--trained", "OUT"), ("--expanded", "FOLDER")):
         if flag in words:
             words[words.index(flag) + 1] = name
-    return {**facts, "command": " ".join(words)}
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness.command import DOCS, add_settings, command
+from benchmarks.harness.command import DOCS, add_settings, command, numbers
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.models import expanded
 from benchmarks.overhead.rounds import Plan, facts, measure
@@ -35,18 +35,18 @@ def main() -> None:
     parser.add_argument("--spec", default=",".join(default.specs), help="drafters in short, with commas")
     own = ("streams", "rounds", "max_tokens", "temperature", "kv_cache_bytes")
     add_settings(parser, default, requests="of a round", threads="of each engine", **dict.fromkeys(own, ""))
-    parser.add_argument("--processes", default="1,2", help="of the servers, with commas")
+    parser.add_argument("--processes", type=numbers, default=[1, 2], help="of the servers, with commas")
     parser.add_argument("--expand", help="parameters of the enlarged target, as in 300M")
     parser.add_argument("--quantization", help="of the target")
     options = vars(parser.parse_args())
     output: Path = options.pop("output")
-    size, numbers = options.pop("expand"), options.pop("processes").split(",")
+    size, processes = options.pop("expand"), tuple(options.pop("processes"))
     with TemporaryDirectory() as folder:
         if size is not None:
             options["model"] = expanded(Path(folder) / size, size)
             options["name"] = f"the embedded pair's target at the cost of {size} parameters"
         specs = options.pop("spec").split(",")
-        run(Plan(specs=specs, processes=tuple(map(int, numbers)), **options), output)
+        run(Plan(specs=specs, processes=processes, **options), output)
 
 
 def run(plan: Plan, output: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from benchmarks.handoff.page import page
 from slipstream.cli.main import app
 from slipstream.control.monitor.alarms import LEARN_KINDS, AlarmKind
 from slipstream.tools.handoff.plan import OffSide
@@ -49,9 +47,3 @@ def test_its_defaults_and_names_are_the_codes() -> None:
     }
     options = {flag for each in command.commands["handoff"].commands["vllm"].params for flag in each.opts}
     assert named - options <= {"--url", "--duration"}
-
-
-def test_the_recorded_run_is_made_from_its_file() -> None:
-    folder = Path(__file__).parents[2] / "docs/benchmarks"
-    result = json.loads((folder / "handoff.json").read_text(encoding="utf-8"))
-    assert (folder / "handoff.md").read_text(encoding="utf-8") == page(result)
