@@ -29,7 +29,7 @@ def sequence(number: int = 0, **params: Any) -> Sequence:
 
 
 def trees(method: str = "greedy", top_k: int = 1) -> DraftTrees:
-    return DraftTrees(ProposalShape(depth=2, top_k=top_k, num_nodes=2 * top_k, method=method), WIDTH)
+    return DraftTrees(ProposalShape(depth=2, top_k=top_k, num_nodes=2 * top_k, method=method), WIDTH, {})
 
 
 def rows(value: float = 0.0) -> torch.Tensor:
