@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from slipstream.assets.embedded import EMBEDDED, EMBEDDED_TARGET, in_package, writer_in_package
 from slipstream.draft import methods
@@ -94,6 +94,8 @@ def options_from(cls: type[T], mapping: Mapping[str, Any], what: str) -> T:
 def check_types(options: Any, what: str) -> None:
     """Raise `ConfigError` for the first field of the dataclass `options` whose value is not of its type."""
     for name, hint in get_type_hints(type(options)).items():
+        if get_origin(hint) is ClassVar:
+            continue
         value = getattr(options, name)
         allowed = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
         if get_origin(hint) not in (None, Union, UnionType):

@@ -35,8 +35,9 @@ from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOpti
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
 from slipstream.draft.outline import DraftOutline
-from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
+from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.errors import ConfigError
@@ -107,7 +108,7 @@ class _Shadow:
     """Leading tokens that are known to be in the real text."""
 
 
-class CascadeDrafter(LevelDrafter):
+class CascadeDrafter(AutoregressiveDrafter):
     """Drafts with a model whose passes verify an inner drafter's proposals. Making one makes one of its subclasses."""
 
     Options = CascadeOptions

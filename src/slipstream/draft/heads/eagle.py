@@ -21,8 +21,9 @@ from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, s
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.head_executor import eagle_executor
 from slipstream.draft.outline import DraftOutline
-from slipstream.draft.proposers.autoregressive import Feed
+from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
@@ -52,7 +53,7 @@ class EagleOptions(CorrectedOptions):
         check_quantization(self.quantization, "eagle")
 
 
-class EagleDrafter(CachedDrafter):
+class EagleDrafter(CachedDrafter, AutoregressiveDrafter):
     """Drafts with an EAGLE head; chains, fixed trees and EAGLE-2's dynamic trees."""
 
     Options = EagleOptions

@@ -7,18 +7,17 @@ Decoding" (COLM 2024). These are the paper's plain Hydra heads; Hydra++ adds a d
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.checkpoints import HeadCheckpoint, write_checkpoint
 from slipstream.draft.heads.residual import HeadsConfig, ProjectedHeads, Projection, ResidualBlock
-from slipstream.draft.proposers.draft_tree import DraftTree
-from slipstream.draft.proposers.parallel import HeadDrafter, HeadOptions, target_of
+from slipstream.draft.proposers.parallel import HeadDrafter, HeadOptions
+from slipstream.models.causal_lm import CausalLM
 
 PICKLED = "hydra_lm_head.pt"
 """The weights' file as the authors' own code reads it."""
@@ -124,57 +123,15 @@ def _names(heads: HydraHeads) -> dict[str, str]:
 class HydraOptions(HeadOptions):
     """Keys of `speculative_config` for `method: hydra`."""
 
-    def __post_init__(self) -> None:
-        self.check("hydra")
+    method: ClassVar[str] = "hydra"
 
 
 class HydraDrafter(HeadDrafter):
-    """One pass over one head a level, with a row for each node of the frontier."""
+    """Drafts with Hydra heads."""
 
     Options = HydraOptions
     weight_files = WEIGHT_FILES
 
-    def __init__(self, options: HydraOptions, context: DraftContext) -> None:
-        target = target_of(context, "hydra")
-        self.heads = load_hydra(options.model, target.project, options.revision)
-        super().__init__(options, context, target, self.heads)
-
-    def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
-        for tree, feature in zip(trees, features, strict=True):
-            tree.state = feature
-        level, growing = 0, list(trees)
-        while growing:
-            rows = torch.cat([self._above(growing), self.target.embed(self._tokens(growing))], dim=-1)
-            logits = self.executor.forward(rows, level, 1)[0]
-            end = 0
-            for tree in growing:
-                begin, end = end, end + len(tree.frontier)
-                for node, row in zip(tree.frontier, rows[begin:end], strict=True):
-                    if node is None:
-                        tree.state = row
-                    else:
-                        node.state = row
-                tree.grow(logits[begin:end])
-            level, growing = level + 1, [tree for tree in growing if tree.frontier]
-
-    def _above(self, trees: Seq[DraftTree]) -> Tensor:
-        """Each frontier node's prefix of its input row: its parent's row, or the target's state for the committed
-        text."""
-        return torch.stack(
-            [
-                node.parent.state if node and node.parent else tree.state
-                for tree in trees
-                for node in tree.frontier
-            ]
-        )
-
-    def _tokens(self, trees: Seq[DraftTree]) -> Tensor:
-        """The token of each frontier node; the last committed token for the committed text."""
-        return torch.tensor(
-            [
-                node.token_id if node else tree.sequence.token_ids[-1]
-                for tree in trees
-                for node in tree.frontier
-            ],
-            device=self.target.device,
-        )
+    @classmethod
+    def load(cls, options: HeadOptions, target: CausalLM) -> HydraHeads:
+        return load_hydra(options.model, target.project, options.revision)

@@ -9,17 +9,16 @@ changes the target's output distribution.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.checkpoints import HeadCheckpoint, write_checkpoint
 from slipstream.draft.heads.residual import HeadsConfig, ProjectedHeads, Projection, ResidualBlock
-from slipstream.draft.proposers.draft_tree import DraftTree
-from slipstream.draft.proposers.parallel import HeadDrafter, HeadOptions, target_of
+from slipstream.draft.proposers.parallel import HeadDrafter, HeadOptions
+from slipstream.models.causal_lm import CausalLM
 
 PICKLED = "medusa_lm_head.pt"
 """The weights' file as the authors' own code reads it."""
@@ -135,25 +134,15 @@ def _usual_name(name: str, num_layers: int) -> str:
 class MedusaOptions(HeadOptions):
     """Keys of `speculative_config` for `method: medusa`."""
 
-    def __post_init__(self) -> None:
-        self.check("medusa")
+    method: ClassVar[str] = "medusa"
 
 
 class MedusaDrafter(HeadDrafter):
-    """One pass over the heads gives the logits of all levels; all nodes of a level share them."""
+    """Drafts with Medusa heads."""
 
     Options = MedusaOptions
     weight_files = WEIGHT_FILES
 
-    def __init__(self, options: MedusaOptions, context: DraftContext) -> None:
-        target = target_of(context, "medusa")
-        self.heads = load_medusa(options.model, target.project, options.revision)
-        super().__init__(options, context, target, self.heads)
-
-    def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
-        depth = max(tree.max_depth for tree in trees)
-        logits = self.executor.forward(features, 0, depth)  # [depth, trees, vocab]
-        for number, tree in enumerate(trees):
-            for level in range(tree.max_depth):
-                if tree.frontier:
-                    tree.grow(logits[level, number].expand(len(tree.frontier), -1))
+    @classmethod
+    def load(cls, options: HeadOptions, target: CausalLM) -> MedusaHeads:
+        return load_medusa(options.model, target.project, options.revision)

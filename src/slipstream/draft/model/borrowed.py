@@ -22,9 +22,10 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.self_model import check_copy, copy_options, target_copy
 from slipstream.draft.outline import DraftOutline
-from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
+from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
@@ -33,7 +34,7 @@ from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import Chains
 
 
-class BorrowingDrafter(LevelDrafter):
+class BorrowingDrafter(AutoregressiveDrafter):
     """Drafts with the target, or with a copy of it in another weight format, in the target's cache.
 
     It drafts where the target has computed all of the text but its last token: in every step but the first.
@@ -61,7 +62,7 @@ class BorrowingDrafter(LevelDrafter):
 
     def memory_bytes(self) -> int:
         own = 0 if self.model is self.context.target else self.model.weight_bytes
-        return super().memory_bytes() + own + self.correction_bytes()
+        return super().memory_bytes() + own
 
     def rewind(self, sequence: Sequence) -> None:
         return  # nothing is known of a text
@@ -70,7 +71,7 @@ class BorrowingDrafter(LevelDrafter):
 
     def _has_room(self, sequence: Sequence) -> bool:
         """The engine has reserved slots for as many entries as the budget has nodes."""
-        return sequence.num_pending == 1 and self._trees.may_draft(sequence)
+        return sequence.num_pending == 1 and super()._has_room(sequence)
 
     def _committed(self, trees: list[DraftTree]) -> list[Feed]:
         feeds: list[Feed] = []

@@ -14,8 +14,9 @@ from torch import Tensor
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
 from slipstream.draft.outline import DraftOutline
-from slipstream.draft.proposers.autoregressive import Feed
+from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.kv.cache import KVCache
@@ -59,7 +60,7 @@ class DraftModelOptions(CorrectedOptions):
         check_quantization(self.quantization, what)
 
 
-class DraftModelDrafter(CachedDrafter):
+class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
     """Drafts with a small causal language model."""
 
     Options = DraftModelOptions

@@ -22,7 +22,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.model.foreign_model import ForeignModelDrafter
-from slipstream.draft.proposers.autoregressive import Feed
+from slipstream.draft.proposers.growing import Feed
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.text.token_bytes import shared_tokens
 

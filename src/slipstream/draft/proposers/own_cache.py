@@ -1,4 +1,4 @@
-"""Drafters with a model and a KV cache of their own.
+"""Drafters whose keys and values are their own.
 
 Committed tokens that the cache does not hold yet (the last draft token after full acceptance, a stretch decoded without
 speculation, a whole prompt) are all handled alike: they are fed before the first draft token is computed.
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.proposers.autoregressive import Feed, LevelDrafter
 from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError
+from slipstream.draft.proposers.growing import EntriesDrafter, Feed
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
@@ -20,7 +20,7 @@ from slipstream.models.batch import RowGroup
 from slipstream.models.causal_lm import CausalLM
 
 
-class CachedDrafter(LevelDrafter):
+class CachedDrafter(EntriesDrafter):
     """By default every committed token has a cache entry, and accepted draft tokens keep theirs."""
 
     keeps_accepted = True
@@ -64,13 +64,13 @@ class CachedDrafter(LevelDrafter):
         self._cache = self._new_cache(num_tokens, prefix_caching)
 
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
-        """In the layout that `_forward` reads."""
+        """In the layout that passes read."""
         pool = KVPool(self._shapes, num_tokens, self._dtype, self._device, cache_dtype=self._cache_dtype)
         return KVCache(pool, prefix_caching)
 
     def memory_bytes(self) -> int:
         cached = self.cache.memory_bytes() if self._cache else 0
-        return super().memory_bytes() + self.weight_bytes() + cached + self.correction_bytes()
+        return super().memory_bytes() + self.weight_bytes() + cached
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that are the drafter's own."""
@@ -153,7 +153,7 @@ class CachedDrafter(LevelDrafter):
 
     def _draft(self, trees: list[DraftTree]) -> None:
         try:
-            super()._draft(trees)
+            self.grow(trees)
         except NotFiniteError as error:
             self._drop_entries(error.sequence_id)
             raise

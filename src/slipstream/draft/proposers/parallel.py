@@ -1,23 +1,22 @@
-"""Drafters of heads on the target: they read only the hidden state of its last computed token.
+"""From the target's last hidden state: drafters without keys and values, and heads that draft a level each.
 
-They have no keys and values of their own, so there is nothing to catch up with and nothing to roll back.
+They read only the state of the token that the target computed last, so there is nothing to catch up with and nothing
+to roll back.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from slipstream.config import check_types
-from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.checkpoints import (
     WEIGHT_FILES,
     check_fits,
@@ -28,9 +27,9 @@ from slipstream.draft.heads.checkpoints import (
 from slipstream.draft.heads.head_executor import heads_executor
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.draft.outline import DraftOutline
-from slipstream.draft.proposers.draft_tree import DraftTree, DraftTrees, whole_chains
+from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
+from slipstream.draft.proposers.growing import GrowingDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
-from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.causal_lm import CausalLM
@@ -42,6 +41,8 @@ from slipstream.models.linear.formats import check_quantization
 class HeadOptions(ShapeOptions):
     """The keys that drafters of heads have in common."""
 
+    method: ClassVar[str] = "a head"
+    """The drafter's name in messages."""
     model: str
     """Folder or hub id of the heads; they must have been trained for this target."""
     num_speculative_tokens: int = 4
@@ -50,48 +51,25 @@ class HeadOptions(ShapeOptions):
     """Weight format of the heads, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
     revision: str | None = None
 
-    def check(self, what: str) -> None:
-        """Raise `ConfigError` for an invalid value; `what` is the drafter's name in the message."""
-        check_types(self, what)
-        self.check_shape(what)
-        check_quantization(self.quantization, what)
+    def __post_init__(self) -> None:
+        check_types(self, self.method)
+        self.check_shape(self.method)
+        check_quantization(self.quantization, self.method)
 
 
-class HeadDrafter(Drafter):
-    """Grows a chain or a tree for all sequences at once; a subclass computes the logits."""
+class StateDrafter(GrowingDrafter):
+    """Drafts where the target has computed all of the text but its last token, from the state before that token."""
 
-    traits = DrafterTraits(kinds=frozenset(ProposalKind))
     weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES
     """Names that the heads' file may have."""
 
     def __init__(
-        self,
-        options: HeadOptions,
-        context: DraftContext,
-        target: CausalLM,
-        heads: ProjectedHeads,
+        self, options: HeadOptions, context: DraftContext, *, most_levels: int | None = None
     ) -> None:
-        """Moves `heads` to the target's device and dtype, and packs them for its kernels."""
-        super().__init__(options, context)
-        config = heads.config
-        check_fits(options.model, config.hidden_size, config.vocab_size, target)
-        depth = min(options.num_speculative_tokens, config.num_heads)
-        self.shape = ProposalShape.of(
-            dataclasses.replace(options, num_speculative_tokens=depth), context.verifier
-        )
-        if self.shape.depth > config.num_heads:
-            raise ConfigError(
-                f"tree_choices is {self.shape.depth} levels deep, but {options.model!r} has "
-                f"{config.num_heads} heads; omit the deeper nodes"
-            )
-        heads.to(target.device, target.dtype).eval().requires_grad_(False)
-        self.executor = heads_executor(heads, target, options.quantization)
-        self.target = target
-        own = dataclasses.replace(self.traits, feature_layers=(target.num_layers,))
-        self.traits = self.shape.traits(own, options)
-        self._trees = DraftTrees(
-            self.shape, config.vocab_size, self.by_sequence(), options.confidence_threshold
-        )
+        """`most_levels` is the number of levels that it can draft; None is any."""
+        self.target = target_of(options, context)
+        super().__init__(options, context, vocab_size=self.target.vocab_size, most_levels=most_levels)
+        self.traits = replace(self.traits, feature_layers=(self.target.num_layers,))
         self.target_cache: KVCache | None = None
 
     @classmethod
@@ -118,40 +96,57 @@ class HeadDrafter(Drafter):
             logit_rows=shape.depth * shape.logit_rows,  # Medusa computes all levels at once
         )
 
-    @abstractmethod
-    def _grow(self, trees: Seq[DraftTree], features: Tensor) -> None:
-        """Grow all trees to the end; `features` [trees, hidden] are the states of the tokens computed last."""
-
     def attach(self, cache: KVCache) -> None:
         self.target_cache = cache
 
-    def memory_bytes(self) -> int:
-        return self.executor.footprint()
+    def states(self, trees: Seq[DraftTree]) -> Tensor:
+        """[trees, hidden]: what the target's final norm put out for the token before the last one of each text."""
+        assert self.target_cache is not None, "attach() comes before the first proposal"
+        read = self.target_cache.features
+        last = [(tree.sequence.id, tree.sequence.num_computed) for tree in trees]
+        return torch.cat([read(sequence_id, computed - 1, computed) for sequence_id, computed in last])
 
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        trees = {
-            sequence.id: self._trees.begin(sequence, budget)
-            for sequence, budget in zip(sequences, budgets, strict=True)
-            # The heads predict the tokens after the single token that the target has not computed.
-            if budget > 0
-            and 0 < sequence.num_computed == len(sequence.token_ids) - 1
-            and self._trees.may_draft(sequence)
-        }
-        if trees:
-            self._draft(list(trees.values()))
-        return [
-            trees[sequence.id].proposal() if sequence.id in trees else EMPTY_PROPOSAL
-            for sequence in sequences
-        ]
+    def _has_room(self, sequence: Sequence) -> bool:
+        return 0 < sequence.num_computed == len(sequence.token_ids) - 1 and super()._has_room(sequence)
 
     def _draft(self, trees: list[DraftTree]) -> None:
-        """Grow all trees; chains that one call can draw apart from the others."""
+        if trees := [tree for tree in trees if tree.frontier]:
+            self.grow(trees)
+
+
+class HeadDrafter(StateDrafter):
+    """A set of heads, one for each level."""
+
+    def __init__(self, options: HeadOptions, context: DraftContext) -> None:
+        """Moves the heads to the target's device and dtype, and packs them for its kernels."""
+        target = target_of(options, context)
+        heads = self.load(options, target)
+        config = heads.config
+        check_fits(options.model, config.hidden_size, config.vocab_size, target)
+        super().__init__(options, context, most_levels=config.num_heads)
+        if self.shape.depth > config.num_heads:
+            raise ConfigError(
+                f"tree_choices is {self.shape.depth} levels deep, but {options.model!r} has "
+                f"{config.num_heads} heads; omit the deeper nodes"
+            )
+        heads.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.executor = heads_executor(heads, target, options.quantization)
+
+    @classmethod
+    @abstractmethod
+    def load(cls, options: HeadOptions, target: CausalLM) -> ProjectedHeads:
+        """The heads that the options name; raises `ModelError` where they cannot be read."""
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + self.executor.footprint()
+
+    def grow(self, trees: list[DraftTree]) -> None:
+        """Chains that one call can draw apart from the others."""
         draws = whole_chains(trees)
         drawn = [tree for tree in trees if tree.sequence.id in draws]
         if drawn:
             chains = self.executor.draft_chain(
-                self._features(drawn),
+                self.states(drawn),
                 [tree.sequence.token_ids[-1] for tree in drawn],
                 Chains(list(draws.values()), self._trees.vocab_size),
             )
@@ -159,20 +154,47 @@ class HeadDrafter(Drafter):
                 tree.take_chain(token_ids)
         others = [tree for tree in trees if tree.sequence.id not in draws]
         if others:
-            self._grow(others, self._features(others))
+            grow = self._grow_in_turn if self.executor.reads_tokens else self._grow_at_once
+            grow(others, self.states(others))
 
-    def _features(self, trees: Seq[DraftTree]) -> Tensor:
-        """[trees, hidden]"""
-        return torch.cat([self._feature(tree.sequence) for tree in trees])
+    def _grow_at_once(self, trees: list[DraftTree], states: Tensor) -> None:
+        """One pass gives the logits of all levels; all nodes of a level share them."""
+        depth = max(tree.max_depth for tree in trees)
+        logits = self.executor.forward(states, 0, depth)  # [depth, trees, vocab]
+        for number, tree in enumerate(trees):
+            for level in range(tree.max_depth):
+                if tree.frontier:
+                    tree.grow(logits[level, number].expand(len(tree.frontier), -1))
 
-    def _feature(self, sequence: Sequence) -> Tensor:
-        """[1, hidden]: the hidden state of the token that the target computed last."""
-        assert self.target_cache is not None, "attach() comes before the first proposal"
-        return self.target_cache.features(sequence.id, sequence.num_computed - 1, sequence.num_computed)
+    def _grow_in_turn(self, trees: list[DraftTree], states: Tensor) -> None:
+        """A pass over one head a level, with a row for each node of the frontier.
+
+        A row is its parent's row, or the target's state for the committed text, and the embedding of its own token.
+        """
+        for tree, state in zip(trees, states, strict=True):
+            tree.state = state
+        level, growing = 0, trees
+        while growing:
+            nodes = [(tree, node) for tree in growing for node in tree.frontier]
+            above = [node.parent.state if node and node.parent else tree.state for tree, node in nodes]
+            tokens = [node.token_id if node else tree.sequence.token_ids[-1] for tree, node in nodes]
+            embeds = self.target.embed(torch.tensor(tokens, device=self.target.device))
+            rows = torch.cat([torch.stack(above), embeds], dim=-1)
+            logits = self.executor.forward(rows, level, 1)[0]
+            for (tree, node), row in zip(nodes, rows, strict=True):
+                if node is None:
+                    tree.state = row
+                else:
+                    node.state = row
+            end = 0
+            for tree in growing:
+                begin, end = end, end + len(tree.frontier)
+                tree.grow(logits[begin:end])
+            level, growing = level + 1, [tree for tree in growing if tree.frontier]
 
 
-def target_of(context: DraftContext, what: str) -> CausalLM:
+def target_of(options: HeadOptions, context: DraftContext) -> CausalLM:
     """The loaded target; raises `ConfigError` where there is none."""
     if context.target is None:
-        raise ConfigError(f"{what} reads the target's hidden states, and no target is loaded")
+        raise ConfigError(f"{options.method} reads the target's hidden states, and no target is loaded")
     return context.target
