@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from slipstream.core.proposal import Proposal
 from slipstream.core.request import RequestOptions
 from slipstream.draft.combine.merging import depth_along
-from slipstream.engine.closed_loop import BenchJob
+from slipstream.engine.closed_loop import AddedRequest, BenchJob, steps_in_turn
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.tools.advise.candidates import Candidate
@@ -114,27 +115,20 @@ def _answers(
 ) -> dict[str, Any]:
     """The answers of the jobs that were begun within the budget, by the job's number; two jobs at least."""
     engine.reset_caches()
-    waiting = deque(enumerate(jobs))
-    running: set[str] = set()
     answers: dict[str, Any] = {}
     started_s = time.perf_counter()
-    try:
-        while waiting or running:
-            late = time.perf_counter() - started_s > budget_s and len(answers) + len(running) > 1
-            while waiting and not late and len(running) < concurrency:
-                number, job = waiting.popleft()
-                engine.add_request(str(number), job.token_ids, job.params, RequestOptions(task=job.task))
-                running.add(str(number))
-            if not running:
-                break
-            for update in engine.step():
-                if update.output is not None:
-                    answers[update.request_id] = update.output.outputs[0]
-                    running.remove(update.request_id)
-                    on_progress(len(answers), len(jobs))
-    finally:
-        for request_id in running:
-            engine.abort(request_id)
+
+    def begun() -> Iterator[AddedRequest]:
+        for number, job in enumerate(jobs):
+            if number > 1 and time.perf_counter() - started_s > budget_s:
+                return
+            yield str(number), job.token_ids, job.params, RequestOptions(task=job.task)
+
+    with closing(steps_in_turn(engine, begun(), concurrency)) as steps:
+        for update in chain.from_iterable(steps):
+            if update.output is not None:
+                answers[update.request_id] = update.output.outputs[0]
+                on_progress(len(answers), len(jobs))
     return answers
 
 

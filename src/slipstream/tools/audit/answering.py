@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 
 from slipstream.core.request import RequestOptions
+from slipstream.engine.closed_loop import steps_in_turn
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.sampling.params import SamplingParams
@@ -45,27 +47,18 @@ def answer_all(
     on_reply: Callable[[AuditReply, RequestOutput, Streamed], None],
 ) -> None:
     """Answer the requests, `concurrency` at a time: when one ends, the next is added. Nothing is left behind."""
-    waiting = deque(requests)
-    running: dict[str, AuditRequest] = {}
-    streamed: dict[str, Streamed] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < concurrency:
-                request = waiting.popleft()
-                name = f"audit-{request.number}"
-                assert request.token_ids is not None
-                options = RequestOptions(task=request.task)
-                engine.add_request(name, list(request.token_ids), sampling_params(request), options)
-                running[name], streamed[name] = request, Streamed()
-            for update in engine.step():
-                streamed[update.request_id].add(update)
-                if update.output is not None:
-                    request = running.pop(update.request_id)
-                    shown = streamed.pop(update.request_id)
-                    on_reply(reply_of(request, update.output), update.output, shown)
-    finally:
-        for name in list(running):
-            engine.abort(name)
+    asked = {f"audit-{request.number}": request for request in requests}
+    streamed = {name: Streamed() for name in asked}
+    added = (
+        (name, list(one.token_ids or ()), sampling_params(one), RequestOptions(task=one.task))
+        for name, one in asked.items()
+    )
+    with closing(steps_in_turn(engine, added, concurrency)) as steps:
+        for update in chain.from_iterable(steps):
+            streamed[update.request_id].add(update)
+            if update.output is not None:
+                reply = reply_of(asked[update.request_id], update.output)
+                on_reply(reply, update.output, streamed.pop(update.request_id))
 
 
 def reply_of(request: AuditRequest, output: RequestOutput) -> AuditReply:
