@@ -8,7 +8,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.config import SpeculativeConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.tools.advise.candidates import make_candidates, own_draft
-from slipstream.tools.advise.engines import make_shadow
+from slipstream.tools.advise.engines import make_recording_engine
 from slipstream.tools.advise.job import AdviceJob, make_jobs
 from slipstream.tools.advise.recording import record
 from slipstream.tools.advise.traffic import read_traffic
@@ -40,7 +40,7 @@ def tape(request: pytest.FixtureRequest) -> Tape:
         prompts_per_task=1,
         max_tokens=12,
     )
-    engine = make_shadow(job)
+    engine = make_recording_engine(job)
     jobs = make_jobs(job, engine)[:3]
     recorded = record(engine, job.candidates, jobs, 3, 60.0, lambda done, total: None)
     assert engine.integrity() == []

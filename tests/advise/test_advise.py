@@ -97,7 +97,7 @@ def test_refused_before_any_work(words: list[str], message: str, monkeypatch: py
     def loaded(*arguments: object) -> None:
         raise AssertionError("nothing is loaded")
 
-    monkeypatch.setattr(module, "make_shadow", loaded)
+    monkeypatch.setattr(module, "make_recording_engine", loaded)
     code, output = invoke(*words)
     assert code == 2
     assert message in output

@@ -11,7 +11,7 @@ from slipstream.errors import RequestError
 from slipstream.sampling.params import SamplingParams
 from slipstream.tools.advise.candidates import OFF, Setting, make_candidates
 from slipstream.tools.advise.costs import along, between
-from slipstream.tools.advise.engines import make_shadow
+from slipstream.tools.advise.engines import make_recording_engine
 from slipstream.tools.advise.rehearse import measure_costs
 from slipstream.tools.advise.simulate import always
 from tests.kit.tape import ENGINE, Tape
@@ -128,7 +128,7 @@ def test_a_load_that_never_runs_has_no_costs(tape: Tape) -> None:
     """Else costs of four requests would be those of one, drawn out."""
     lookups = make_candidates([], with_trees=False)
     sizes = {"kv_cache_bytes": 200 * tape.engine.model.kv_bytes_per_token, "max_model_len": 128}
-    engine = make_shadow(replace(tape.job, candidates=lookups, engine_options={**ENGINE, **sizes}))
+    engine = make_recording_engine(replace(tape.job, candidates=lookups, engine_options={**ENGINE, **sizes}))
     known = recorded([request(30, num_prompt=40)])
     with pytest.raises(RequestError, match="4 requests never ran at once"):
         measure_costs(engine, lookups, known, SamplingParams(), [4], 0.01, lambda done, total: None)

@@ -45,11 +45,11 @@ def on_trial(version: str, loop: VersionLoop | None = None) -> VersionLoop:
     return loop
 
 
-def test_a_better_candidate_goes_from_shadow_over_a_share_to_everyone() -> None:
+def test_a_better_candidate_goes_from_offline_evaluation_over_a_share_to_everyone() -> None:
     loop, rng = VersionLoop(), random.Random(0)
     loop.offer("good", 1.3)
-    assert loop.phase is TrialPhase.SHADOW
-    assert {loop.version_for(share / 100) for share in range(100)} == {BASE}, "the shadow serves nobody"
+    assert loop.phase is TrialPhase.OFFLINE
+    assert {loop.version_for(share / 100) for share in range(100)} == {BASE}, "none is its own yet"
     assert loop.judged("good", Judgment.UNDECIDED) is None
     loop.judged("good", Judgment.BETTER)
     shares = [loop.version_for(share / 100) for share in range(100)]
@@ -65,7 +65,7 @@ def test_a_better_candidate_goes_from_shadow_over_a_share_to_everyone() -> None:
 
 
 @pytest.mark.parametrize("version", ["bad", "broken"])
-def test_a_worse_candidate_that_the_shadow_let_pass_never_reaches_everyone(version: str) -> None:
+def test_a_worse_candidate_that_the_offline_evaluation_let_pass_never_reaches_everyone(version: str) -> None:
     for seed in range(50):
         loop, rng = on_trial(version), random.Random(seed)
         [decision] = serve(loop, rng, 20_000)
@@ -73,7 +73,7 @@ def test_a_worse_candidate_that_the_shadow_let_pass_never_reaches_everyone(versi
         assert loop.serving == BASE, seed
 
 
-def test_what_the_shadow_finds_worse_is_refused_and_serves_nobody() -> None:
+def test_what_the_offline_evaluation_finds_worse_is_refused_and_serves_nobody() -> None:
     loop = VersionLoop()
     loop.offer("bad", 1.3)
     decision = loop.judged("bad", Judgment.WORSE, "slower")

@@ -48,7 +48,7 @@ class _Thinker:
     tracker: StepTracker
     judge: StepJudge
     processor: LogitsProcessor
-    shadow: Sequence
+    draft_sequence: Sequence
     """The text as the draft sees it: the committed one and what it has written behind it."""
     draft: list[int] = field(default_factory=list)
     num_silent_calls: int = 0
@@ -64,7 +64,7 @@ class _Thinker:
         """Whether the request's rules allow a token, no end token, behind what is written. A kept token is not
         sampled, so no mask would have kept it out."""
         processor = self.processor
-        return not processor.masks or processor.permits(self.shadow.output_token_ids, token_id)
+        return not processor.masks or processor.permits(self.draft_sequence.output_token_ids, token_id)
 
 
 class StepSpeculation(StepExtension):
@@ -149,7 +149,7 @@ class StepSpeculation(StepExtension):
             tracker.read_prompt(self._text(prompt))
         for token_id in sequence.output_token_ids:
             tracker.push(self._bytes.get(token_id, b""))
-        shadow = Sequence(
+        draft_sequence = Sequence(
             id=sequence.id,
             request_id=sequence.request_id,
             index=sequence.index,
@@ -161,7 +161,7 @@ class StepSpeculation(StepExtension):
             nonce=sequence.nonce,
         )
         self._thinkers[sequence.id] = _Thinker(
-            sequence, tracker, self._judges[options.judge], processor, shadow
+            sequence, tracker, self._judges[options.judge], processor, draft_sequence
         )
         sequence.metrics.lossy = True
 
@@ -174,9 +174,9 @@ class StepSpeculation(StepExtension):
             _record(thinker)
         if thinker.tracker.stage is not StepStage.OWN:
             self._abandon(thinker, "the request had to wait for room in the cache", counts=False)
-        thinker.shadow.finish_reason = sequence.finish_reason
-        self._guard.release(thinker.shadow)
-        thinker.shadow.token_ids.clear()
+        thinker.draft_sequence.finish_reason = sequence.finish_reason
+        self._guard.release(thinker.draft_sequence)
+        thinker.draft_sequence.token_ids.clear()
         if sequence.finished:
             del self._thinkers[sequence.id]
 
@@ -220,16 +220,18 @@ class StepSpeculation(StepExtension):
     def _write_once(self, writing: Seq[_Thinker]) -> None:
         """One call of the draft for all of them."""
         budgets = [self.config.chunk_tokens] * len(writing)
-        proposals = self._guard.ask([thinker.shadow for thinker in writing], budgets)
+        proposals = self._guard.ask([thinker.draft_sequence for thinker in writing], budgets)
         seen: list[Observation] = []
         for thinker, proposal in zip(writing, proposals, strict=True):
-            before = len(thinker.shadow.token_ids)
-            taken = self._take(thinker, proposal) if self._guard.serves(thinker.shadow) else 0
+            before = len(thinker.draft_sequence.token_ids)
+            taken = self._take(thinker, proposal) if self._guard.serves(thinker.draft_sequence) else 0
             if not len(proposal) and thinker.tracker.stage is StepStage.DRAFTING:
                 self._note_silence(thinker)
             seen.append(
                 # No pass of the target has seen them: the drafters that write steps do not look at logits.
-                Observation(thinker.shadow, proposal, taken, _no_logits(), num_before=before, was_cut=True)
+                Observation(
+                    thinker.draft_sequence, proposal, taken, _no_logits(), num_before=before, was_cut=True
+                )
             )
         self._guard.observe(seen)
 
@@ -247,7 +249,7 @@ class StepSpeculation(StepExtension):
                 self._stop_writing(thinker)
                 return number
             thinker.draft.append(token_id)
-            thinker.shadow.token_ids.append(token_id)
+            thinker.draft_sequence.token_ids.append(token_id)
             if stage is StepStage.DRAFTED:
                 self._finish_step(thinker)
                 return number + 1
@@ -271,9 +273,9 @@ class StepSpeculation(StepExtension):
 
     def _note_silence(self, thinker: _Thinker) -> None:
         thinker.num_silent_calls += 1
-        num_reading = len(thinker.shadow.token_ids) // self._max_read_rows * len(self._thinkers)
+        num_reading = len(thinker.draft_sequence.token_ids) // self._max_read_rows * len(self._thinkers)
         if (
-            not self._guard.serves(thinker.shadow)
+            not self._guard.serves(thinker.draft_sequence)
             or thinker.num_silent_calls > num_reading + MAX_SILENT_CALLS
         ):
             self._abandon(thinker, "the draft wrote nothing")
@@ -289,11 +291,11 @@ class StepSpeculation(StepExtension):
 
     def _read(self, thinker: _Thinker) -> None:
         """Bring the draft's text to the committed one."""
-        text, seen = thinker.sequence.token_ids, thinker.shadow.token_ids
+        text, seen = thinker.sequence.token_ids, thinker.draft_sequence.token_ids
         common = common_prefix_length(seen, text)
         if common < len(seen):
             del seen[common:]
-            self._guard.rewind(thinker.shadow)
+            self._guard.rewind(thinker.draft_sequence)
         seen.extend(text[common:])
 
     # --- in the step ------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class CascadeOptions(ShapeOptions):
 
 
 @dataclass(slots=True)
-class _Shadow:
+class _InnerSequence:
     """A sequence for the inner drafter, in which the draft model's tokens count as committed."""
 
     sequence: Sequence
@@ -174,7 +174,7 @@ class CascadeDrafter(AutoregressiveDrafter):
             kv_bytes_per_token=self.traits.kv_bytes_per_token + inner.traits.kv_bytes_per_token,
             remembers=inner.traits.remembers,
         )
-        self._shadows: dict[int, _Shadow] = self.by_sequence()
+        self._inner_sequences: dict[int, _InnerSequence] = self.by_sequence()
 
     @property
     def inner(self) -> Drafter:
@@ -195,14 +195,14 @@ class CascadeDrafter(AutoregressiveDrafter):
 
     def rewind(self, sequence: Sequence) -> None:
         super().rewind(sequence)
-        if shadow := self._shadows.get(sequence.id):
-            shadow.num_committed = min(shadow.num_committed, len(sequence.token_ids))
+        if inner := self._inner_sequences.get(sequence.id):
+            inner.num_committed = min(inner.num_committed, len(sequence.token_ids))
 
     def release(self, sequence: Sequence) -> None:
-        if sequence.id in self._shadows:
-            shadow = self._shadow(sequence)
-            shadow.finish_reason = sequence.finish_reason
-            self.guard.release(shadow)
+        if sequence.id in self._inner_sequences:
+            inner = self._inner_sequence(sequence)
+            inner.finish_reason = sequence.finish_reason
+            self.guard.release(inner)
         super().release(sequence)
 
     # --- drafting ---------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class CascadeDrafter(AutoregressiveDrafter):
     def _has_room(self, sequence: Sequence) -> bool:
         if not super()._has_room(sequence):
             return False
-        self._shadow(sequence)
+        self._inner_sequence(sequence)
         return True
 
     def draws_chains(self) -> bool:
@@ -218,16 +218,18 @@ class CascadeDrafter(AutoregressiveDrafter):
 
     def _compute(self, feeds: list[Feed]) -> None:
         """One pass over the feeds, each with the inner drafter's proposal below it."""
-        shadows = [self._shadows[feed.tree.sequence.id].sequence for feed in feeds]
+        inner_sequences = [self._inner_sequences[feed.tree.sequence.id].sequence for feed in feeds]
         budgets: list[int] = []
-        for feed, shadow in zip(feeds, shadows, strict=True):
-            shadow.num_computed = feed.rows.num_past
+        for feed, inner in zip(feeds, inner_sequences, strict=True):
+            inner.num_computed = feed.rows.num_past
             # The pass itself yields one more token.
             missing = feed.tree.max_depth - len(feed.tree.nodes) - 1
             budgets.append(min(missing, self.inner.traits.max_nodes) if feed.rows.logit_rows else 0)
-        served = [place for place, shadow in enumerate(shadows) if self.guard.serves(shadow)]
-        answers = self.guard.ask([shadows[place] for place in served], [budgets[place] for place in served])
-        proposals = [EMPTY_PROPOSAL] * len(shadows)
+        served = [place for place, inner in enumerate(inner_sequences) if self.guard.serves(inner)]
+        answers = self.guard.ask(
+            [inner_sequences[place] for place in served], [budgets[place] for place in served]
+        )
+        proposals = [EMPTY_PROPOSAL] * len(inner_sequences)
         for place, proposal in zip(served, answers, strict=True):
             proposals[place] = proposal
         own_rows = [feed.rows for feed in feeds]
@@ -239,21 +241,21 @@ class CascadeDrafter(AutoregressiveDrafter):
         logits = self._forward(feeds)
         seen: list[Observation] = []
         end = 0
-        for feed, shadow, proposal, rows in zip(feeds, shadows, proposals, own_rows, strict=True):
+        for feed, inner, proposal, rows in zip(feeds, inner_sequences, proposals, own_rows, strict=True):
             feed.rows = rows
             self._commit(feed)
             if rows.logit_rows:
                 begin, end = end, end + 1 + len(proposal)
                 accepted = self._walk(feed.tree, proposal, logits[begin:end])
                 self.cache.pool.gather(rows.slots, rows.num_entries, accepted)
-                length = len(shadow.token_ids)
+                length = len(inner.token_ids)
                 tokens = [node.token_id for node in feed.tree.nodes]
-                shadow.token_ids[len(feed.tree.sequence.token_ids) :] = tokens
-                was_cut = len(shadow.token_ids) - length == len(
+                inner.token_ids[len(feed.tree.sequence.token_ids) :] = tokens
+                was_cut = len(inner.token_ids) - length == len(
                     accepted
                 )  # the chain lacked confidence to go on
                 num = len(accepted)
-                seen.append(Observation(shadow, proposal, num, logits[begin:end], length, was_cut))
+                seen.append(Observation(inner, proposal, num, logits[begin:end], length, was_cut))
         self.guard.observe(seen)
 
     def _walk(self, tree: DraftTree, proposal: Proposal, logits: Tensor) -> list[int]:
@@ -276,22 +278,22 @@ class CascadeDrafter(AutoregressiveDrafter):
                 tree.stored.append(draft)
         return accepted
 
-    def _shadow(self, sequence: Sequence) -> Sequence:
+    def _inner_sequence(self, sequence: Sequence) -> Sequence:
         """The inner drafter's sequence, rewound to the committed text."""
-        shadow = self._shadows.get(sequence.id)
-        if shadow is None:
-            shadow = self._shadows[sequence.id] = _Shadow(self._new_shadow(sequence))
-        seen, text = shadow.sequence.token_ids, sequence.token_ids
-        common = shadow.num_committed
+        inner = self._inner_sequences.get(sequence.id)
+        if inner is None:
+            inner = self._inner_sequences[sequence.id] = _InnerSequence(self._new_inner_sequence(sequence))
+        seen, text = inner.sequence.token_ids, sequence.token_ids
+        common = inner.num_committed
         common += common_prefix_length(seen[common:], text[common:])
         if common < len(seen):
             del seen[common:]
-            self.guard.rewind(shadow.sequence)
+            self.guard.rewind(inner.sequence)
         seen.extend(text[common:])
-        shadow.num_committed = len(seen)
-        return shadow.sequence
+        inner.num_committed = len(seen)
+        return inner.sequence
 
-    def _new_shadow(self, sequence: Sequence) -> Sequence:
+    def _new_inner_sequence(self, sequence: Sequence) -> Sequence:
         params = sequence.params
         if self.shape.method == "greedy" and params.temperature > 0:
             params = dataclasses.replace(params, temperature=0.0)  # the draft model takes the argmax

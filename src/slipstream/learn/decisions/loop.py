@@ -1,4 +1,4 @@
-"""What becomes of a candidate: judged in the shadow, tried on a share, given to everyone, watched, rolled back.
+"""What becomes of a candidate: evaluated offline, tried on a share, given to everyone, watched, rolled back.
 
 A state machine of one scope, without clock, files or tensors. It is told what was judged and what finished requests
 gained, and says what to do. Versions are compared on live traffic by requests that hash at random to one or the other
@@ -31,14 +31,14 @@ MAX_PROMISE = 2.0
 class TrialPhase(StrEnum):
     """Where a candidate is."""
 
-    SHADOW = "shadow"
+    OFFLINE = "offline"
     """It serves nobody; served answers that it was not trained on are held against it."""
     CANARY = "canary"
     """It serves a share of the requests."""
 
 
 class Judgment(StrEnum):
-    """What the shadow's test says so far."""
+    """What the offline evaluation says so far."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -70,7 +70,7 @@ class LoopSettings:
     """How many requests are compared, and how sure a comparison must be."""
 
     canary_share: float = 0.2
-    """Share of the requests for a candidate that the shadow found better."""
+    """Share of the requests for a candidate that the offline evaluation found better."""
     control_share: float = 0.05
     """Share of the requests that the base drafter drafts for while a version serves, for comparison."""
     doubt_share: float = 0.5
@@ -91,7 +91,7 @@ class LoopSettings:
     max_canary_pairs: int = 400
     """A candidate that was not shown to be as good within so many comparisons is refused."""
     max_judgments: int = 50
-    """A candidate that stays undecided in the shadow for so many looks is refused."""
+    """A candidate that stays undecided in the offline evaluation for so many looks is refused."""
 
     def __post_init__(self) -> None:
         for name in ("canary_share", "control_share", "doubt_share", "canary_error", "rollback_error"):
@@ -233,13 +233,13 @@ class VersionLoop:
             raise LearnError(f"version {version} is not tried: {self.candidate} still is")
         if version in (BASE, self.serving):
             raise LearnError(f"version {version or 'base'} serves already")
-        self.candidate, self.phase = version, TrialPhase.SHADOW
+        self.candidate, self.phase = version, TrialPhase.OFFLINE
         self._promises[version] = promise
         self._num_judgments = 0
 
     def judged(self, version: str, judgment: Judgment, reason: str = "") -> Decision | None:
-        """The shadow's test was looked at; of another version than the candidate it is ignored."""
-        if self.frozen or version != self.candidate or self.phase is not TrialPhase.SHADOW:
+        """The offline evaluation was looked at; of another version than the candidate it is ignored."""
+        if self.frozen or version != self.candidate or self.phase is not TrialPhase.OFFLINE:
             return None
         self._num_judgments += 1
         if judgment is Judgment.WORSE:

@@ -12,15 +12,17 @@ from slipstream.errors import RequestError
 from slipstream.tools.advise.job import AdviceJob
 from slipstream.tools.advise.rehearse import CHECKED
 
-SHADOW = "slipstream.tools.advise.shadow:ShadowDrafter"
+RECORDING_DRAFTER = "slipstream.tools.advise.recording_drafter:RecordingDrafter"
 ENGINES = 4
 """Engines that share the memory for keys and values."""
 
 
-def make_shadow(job: AdviceJob) -> Engine:
+def make_recording_engine(job: AdviceJob) -> Engine:
     """The engine that records and rehearses."""
     drafters = [{"method": one.speculative.method, **one.speculative.options} for one in job.candidates]
-    config = SpeculativeConfig(SHADOW, options={"drafters": drafters, "room": max(CHECKED)}, probe_share=0.0)
+    config = SpeculativeConfig(
+        RECORDING_DRAFTER, options={"drafters": drafters, "room": max(CHECKED)}, probe_share=0.0
+    )
     return make_engine(job.model, config, own_options(job))
 
 

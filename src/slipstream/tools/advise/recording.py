@@ -17,7 +17,7 @@ from slipstream.engine.closed_loop import AddedRequest, BenchJob, steps_in_turn
 from slipstream.engine.engine import Engine
 from slipstream.errors import RequestError
 from slipstream.tools.advise.candidates import Candidate
-from slipstream.tools.advise.shadow import ShadowDraft, ShadowDrafter
+from slipstream.tools.advise.recording_drafter import RecordedDraft, RecordingDrafter
 
 OnProgress = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
@@ -82,15 +82,15 @@ def record(
     budget_s: float,
     on_progress: OnProgress,
 ) -> Recorded:
-    """Answer the jobs on an engine whose drafter is a `ShadowDrafter` of the candidates.
+    """Answer the jobs on an engine whose drafter is a `RecordingDrafter` of the candidates.
 
     No request is begun after `budget_s`; those under way are ended. Raises `RequestError` where a job's answer has no
     token.
     """
-    shadow = engine.drafter_as(ShadowDrafter)
-    shadow.rehearsal, shadow.drafts = None, []
+    drafter = engine.drafter_as(RecordingDrafter)
+    drafter.rehearsal, drafter.drafts = None, []
     answers = _answers(engine, jobs, concurrency, budget_s, on_progress)
-    drafts, shadow.drafts = shadow.drafts, []
+    drafts, drafter.drafts = drafter.drafts, []
     scored = _scored(drafts, candidates, answers)
     requests = [
         RecordedRequest(
@@ -133,7 +133,7 @@ def _answers(
 
 
 def _scored(
-    drafts: Seq[ShadowDraft], candidates: Seq[Candidate], answers: Mapping[str, Any]
+    drafts: Seq[RecordedDraft], candidates: Seq[Candidate], answers: Mapping[str, Any]
 ) -> dict[str, dict[str, list[Drafted]]]:
     """Request id to candidate to what was drafted at each place, once it is known what came."""
     names = [candidate.name for candidate in candidates if not candidate.is_lookup]

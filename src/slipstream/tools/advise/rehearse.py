@@ -29,7 +29,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.tools.advise.candidates import Candidate
 from slipstream.tools.advise.costs import DrafterCost, Points, StepCosts
 from slipstream.tools.advise.recording import OnProgress, Recorded, RecordedRequest
-from slipstream.tools.advise.shadow import Rehearsal, ShadowDrafter
+from slipstream.tools.advise.recording_drafter import RecordingDrafter, Rehearsal
 
 CHECKED = (1, 2, 4, 8, 16)
 """Draft tokens a request, checked without a drafter's call."""
@@ -87,19 +87,19 @@ def measure_costs(
     budget_s: float,
     on_progress: OnProgress,
 ) -> StepCosts:
-    """The costs of an engine whose drafter is a `ShadowDrafter` of the candidates, for requests with `params`.
+    """The costs of an engine whose drafter is a `RecordingDrafter` of the candidates, for requests with `params`.
 
     `batches` are the numbers of requests at once. Takes about `budget_s`, more where two rounds of each take more.
     Raises `RequestError` where so many never run at once.
     """
-    shadow = engine.drafter_as(ShadowDrafter)
+    drafter = engine.drafter_as(RecordingDrafter)
     samples = Samples()
     for done, batch in enumerate(batches):
         on_progress(done, len(batches))
-        kinds = _kinds(candidates, shadow)
-        _Rehearsals(engine, shadow, recorded, params, batch, samples).run(kinds, budget_s / len(batches))
+        kinds = _kinds(candidates, drafter)
+        _Rehearsals(engine, drafter, recorded, params, batch, samples).run(kinds, budget_s / len(batches))
     on_progress(len(batches), len(batches))
-    shadow.rehearsal = None
+    drafter.rehearsal = None
     engine.reset_caches()
     return fitted(samples, [candidate.name for candidate in candidates], context_cost(engine.model))
 
@@ -113,12 +113,12 @@ def context_cost(model: CausalLM) -> float:
     return max(times_s[1] - times_s[0], 0.0) / (long - short)
 
 
-def _kinds(candidates: Seq[Candidate], shadow: ShadowDrafter) -> list[Kind]:
+def _kinds(candidates: Seq[Candidate], drafter: RecordingDrafter) -> list[Kind]:
     """Steps without drafts come several times in a round: everything is compared with them."""
-    room = shadow.traits.max_nodes
+    room = drafter.traits.max_nodes
     found = [Kind(-1, 0, checked) for checked in CHECKED if checked <= room]
     for number, candidate in enumerate(candidates):
-        most = shadow.members[number].drafter.traits.max_nodes
+        most = drafter.members[number].drafter.traits.max_nodes
         levels = candidate.depths if candidate.depths != (0,) else (most,)
         ends = {levels[0], levels[len(levels) // 2], levels[-1]}
         found += [Kind(number, level, level) for level in sorted(ends)]
@@ -135,13 +135,13 @@ class _Rehearsals:
     def __init__(
         self,
         engine: Engine,
-        shadow: ShadowDrafter,
+        drafter: RecordingDrafter,
         recorded: Recorded,
         params: SamplingParams,
         batch: int,
         samples: Samples,
     ) -> None:
-        self._engine, self._shadow, self._batch, self._samples = engine, shadow, batch, samples
+        self._engine, self._drafter, self._batch, self._samples = engine, drafter, batch, samples
         self._params = params
         self._requests = itertools.cycle([one for one in recorded.requests if one.num_output])
         self._reports: list[StepReport] = []
@@ -188,16 +188,16 @@ class _Rehearsals:
         """Add as many requests as run at once, and compute their prompts."""
         names: list[str] = []
         self._engine.reset_caches()
-        self._shadow.texts = {}
+        self._drafter.texts = {}
         for _ in range(self._batch):
             request = next(self._requests)
             name = str(next(self._names))
-            self._shadow.texts[name] = request.output_token_ids
+            self._drafter.texts[name] = request.output_token_ids
             self._engine.add_request(
                 name, request.prompt_token_ids, self._params_of(request), RequestOptions()
             )
             names.append(name)
-        self._shadow.rehearsal = Rehearsal()
+        self._drafter.rehearsal = Rehearsal()
         while True:
             self._engine.step()
             report = self._reports[-1]
@@ -205,7 +205,7 @@ class _Rehearsals:
                 return names
             extra = report.num_rows - report.num_sequences
             self._samples.prompts.append((report.num_sequences, extra, report.verify_s + report.other_s))
-            for member, seconds in self._shadow.times.prompt_seconds.items():
+            for member, seconds in self._drafter.times.prompt_seconds.items():
                 self._samples.draft_prompts[member].append((extra, seconds))
             if not all(self._engine.is_unfinished(name) for name in names):
                 return names
@@ -217,9 +217,9 @@ class _Rehearsals:
 
     def _step(self, kind: Kind, right: bool, counts: bool) -> None:
         member, levels, num_checked = kind
-        self._shadow.rehearsal = Rehearsal(member, levels, num_checked, right)
+        self._drafter.rehearsal = Rehearsal(member, levels, num_checked, right)
         updates = self._engine.step()
-        report, times = self._reports[-1], self._shadow.times
+        report, times = self._reports[-1], self._drafter.times
         whole = report.num_draft_tokens == num_checked * self._batch
         if not counts or not report.only_decodes or report.num_sequences != self._batch or not whole:
             return

@@ -17,7 +17,7 @@ from slipstream.tools.advise.candidates import OFF
 from slipstream.tools.advise.check import CheckedSetting
 from slipstream.tools.advise.contest import Contest
 from slipstream.tools.advise.costs import StepCosts
-from slipstream.tools.advise.engines import CheckEngines, make_shadow
+from slipstream.tools.advise.engines import CheckEngines, make_recording_engine
 from slipstream.tools.advise.findings import find
 from slipstream.tools.advise.job import AdviceJob, make_jobs
 from slipstream.tools.advise.kept_parts import KeptParts
@@ -57,7 +57,7 @@ class AdviceWork:
         self.job, self._kept, self._meter = job, kept, shown
         self._started_s = time.perf_counter()
         self._begin("loading")
-        self.engine = make_shadow(job)
+        self.engine = make_recording_engine(job)
         self.jobs = make_jobs(job, self.engine)
         self.recorded: Recorded
         self.costs: StepCosts

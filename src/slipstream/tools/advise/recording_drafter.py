@@ -22,7 +22,7 @@ NOT_ASKED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowOptions:
+class RecordingOptions:
     """Keys of the recording's own `speculative_config`."""
 
     drafters: list[Any] = field(default_factory=list)
@@ -31,11 +31,11 @@ class ShadowOptions:
     """The most draft tokens that a step may check, where steps are rehearsed."""
 
     def __post_init__(self) -> None:
-        check_types(self, "shadow")
+        check_types(self, "recording")
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowDraft:
+class RecordedDraft:
     """What one drafter would have proposed at one place of one answer."""
 
     request_id: str
@@ -67,15 +67,15 @@ class DraftTimes:
     """By drafter, for the prompts that the target computes in the step."""
 
 
-class ShadowDrafter(DrafterGroup):
+class RecordingDrafter(DrafterGroup):
     """Asks all of its members for everything and proposes nothing; or rehearses steps of chosen sizes, timed."""
 
     summary = "records what other drafters would have proposed"
 
-    Options = ShadowOptions
+    Options = RecordingOptions
     traits = replace(DrafterGroup.traits, observes_all=False)
 
-    def __init__(self, options: ShadowOptions, context: DraftContext) -> None:
+    def __init__(self, options: RecordingOptions, context: DraftContext) -> None:
         configs = [SpeculativeConfig.from_mapping(drafter) for drafter in options.drafters]
         super().__init__(options, context, configs)
         self.traits = replace(
@@ -86,7 +86,7 @@ class ShadowDrafter(DrafterGroup):
         )
         self.rehearsal: Rehearsal | None = None
         """What a rehearsed step does; None records."""
-        self.drafts: list[ShadowDraft] = []
+        self.drafts: list[RecordedDraft] = []
         """What was recorded; the caller takes it out."""
         self.times = DraftTimes()
         """Times of the last rehearsed step."""
@@ -111,7 +111,7 @@ class ShadowDrafter(DrafterGroup):
             most = guard.drafter.traits.max_nodes
             proposals = guard.ask(sequences, [min(budget, most) for budget in budgets])
             self.drafts += [
-                ShadowDraft(sequence.request_id, number, sequence.num_output_tokens, proposal)
+                RecordedDraft(sequence.request_id, number, sequence.num_output_tokens, proposal)
                 for sequence, budget, proposal in zip(sequences, budgets, proposals, strict=True)
                 if budget
             ]
