@@ -26,6 +26,7 @@ RENAMED = {
     "lanes": "versions",
     "num_lanes": "num_versions",
     "learn_lanes": "learn_versions",
+    "anchors": "older_answers",
 }
 """Names of keys and flags in the release before to those of now. The old ones work with a warning for one release."""
 

@@ -7,7 +7,7 @@ import pytest
 from learn_cases import some_record
 
 from slipstream.errors import LearnError
-from slipstream.learn.decisions.judge import ANCHOR, JudgeOptions, VersionJudge, judge
+from slipstream.learn.decisions.judge import OLDER, JudgeOptions, VersionJudge, judge
 from slipstream.learn.learners.scoring import replayed
 from slipstream.learn.records.served import Purpose
 from slipstream.stats.betting import PairedTest
@@ -49,10 +49,10 @@ def _judged(gains: dict[str, float], num: int = 120, seed: int = 0) -> VersionJu
 
 
 def test_a_better_candidate_passes_and_one_that_forgets_or_harms_a_task_does_not():
-    assert _judged({"sql": 0.6, ANCHOR: 0.5}).verdict().better
-    forgets = _judged({"sql": 0.7, ANCHOR: 0.45}).verdict()
+    assert _judged({"sql": 0.6, OLDER: 0.5}).verdict().better
+    forgets = _judged({"sql": 0.7, OLDER: 0.45}).verdict()
     assert not forgets.better
-    assert "anchor" in forgets.why
+    assert "older answers" in forgets.why
     harms = _judged({"sql": 0.8, "math": 0.4}).verdict()
     assert not harms.better
     assert "math" in harms.why

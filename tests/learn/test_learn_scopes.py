@@ -99,13 +99,13 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.given: list[tuple[set[str], set[str], bool]] = []
-        self.anchors: list[list[str]] = []
-        """Tasks of each anchor."""
+        self.older: list[list[str]] = []
+        """Tasks of the older records, for each candidate."""
 
-    def learn(self, records: Any, anchor: Any, *, start: Any, before_step: Any) -> LearnedWeights:
-        tenants, tasks = ({getattr(one, name) for one in (*records, *anchor)} for name in ("tenant", "task"))
+    def learn(self, records: Any, older: Any, *, start: Any, before_step: Any) -> LearnedWeights:
+        tenants, tasks = ({getattr(one, name) for one in (*records, *older)} for name in ("tenant", "task"))
         self.given.append((tenants, tasks, start is not None))
-        self.anchors.append([one.task for one in anchor])
+        self.older.append([one.task for one in older])
         return LearnedWeights(some_tensors(len(self.given)), {}, {})
 
     def scorer(self, tensors: Any) -> FixedScorer:
@@ -317,15 +317,15 @@ def test_a_few_older_answers_alone_refuse_no_candidate(
     assert [line["event"] for line in lines] == ["learning", "candidate" if is_kept else "refused"]
 
 
-def test_the_first_candidate_has_an_anchor_of_all_tasks(
+def test_the_first_candidate_has_older_records_of_all_tasks(
     tmp_path: Path, learner: FakeLearner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shifted_ring(tmp_path, 0, ["old"] * 10 + ["new"] * 40)
     made = worker_on(tmp_path, LearnBy.EVERYONE)
     made.config = WorkerConfig(**{**asdict(made.config), "max_records": 20})
     made.turn()
-    [anchor] = learner.anchors
-    assert sorted(anchor) == ["new"] * 10 + ["old"] * 10
+    [older] = learner.older
+    assert sorted(older) == ["new"] * 10 + ["old"] * 10
     [found] = told(capsys, "candidate")
     window = VersionStore(LearnFolder(tmp_path)).get(found["version"]).window
     assert 20 < window.num_records < 40, "one that is in both parts counts once"

@@ -63,9 +63,9 @@ def test_a_branch_sees_the_text_before_it_and_no_more():
     assert batch.previous[-1] == example.tokens[-1]
 
 
-def test_half_of_a_batch_is_the_anchor():
-    anchors = [replace(told(number), prompt_ids=np.full(8, 5, np.int32)) for number in range(3)]
-    found = next(batches([told(1)], anchors, rows=4, length=40, seed=0))
+def test_half_of_a_batch_is_older():
+    older = [replace(told(number), prompt_ids=np.full(8, 5, np.int32)) for number in range(3)]
+    found = next(batches([told(1)], older, rows=4, length=40, seed=0))
     assert [(row == 5).any().item() for row in found.token_ids] == [False, False, True, True]
     with pytest.raises(LearnError, match="none of 1 records"):
         next(batches([replace(told(1), rows=CheckedRows())], [], rows=4, length=40, seed=0))

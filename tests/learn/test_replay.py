@@ -13,7 +13,7 @@ from slipstream.learn.decisions.replay import ReplayOptions, replay
 from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
-from slipstream.learn.records.selection import anchor_of, judging_parts, training_parts
+from slipstream.learn.records.selection import judging_parts, older_records, training_parts
 from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.sampling.params import SamplingParams
 
@@ -43,15 +43,15 @@ def test_a_trace_is_answered_in_order_with_the_rows_of_every_token():
     assert set(report.base) == {"all", *(task for task, _ in questions)}
 
 
-def test_an_anchor_is_spread_over_tasks():
+def test_older_records_are_spread_over_tasks():
     records = [
         ServedRecord(
             f"{number}", "m", "t", np.zeros(1, np.int32), np.zeros(1, np.int32), task="a" if number else "b"
         )
         for number in range(20)
     ]
-    assert sorted(one.task for one in anchor_of(records, Purpose.TRAIN, 3)) == ["a", "a", "b"]
-    assert not anchor_of(records, Purpose.JUDGE, 3)
+    assert sorted(one.task for one in older_records(records, Purpose.TRAIN, 3)) == ["a", "a", "b"]
+    assert not older_records(records, Purpose.JUDGE, 3)
 
 
 def a_record(number: int, purpose: Purpose) -> ServedRecord:
@@ -61,30 +61,30 @@ def a_record(number: int, purpose: Purpose) -> ServedRecord:
     )
 
 
-def test_there_is_an_anchor_of_all_tasks_from_the_first_candidate_on():
+def test_there_are_older_records_of_all_tasks_from_the_first_candidate_on():
     records = [a_record(number, (Purpose.JUDGE, Purpose.TRAIN)[number % 5 > 0]) for number in range(100)]
-    latest, anchor = training_parts(records, 8, 6)
+    latest, older = training_parts(records, 8, 6)
     assert [one.number for one in latest] == [91, 92, 93, 94, 96, 97, 98, 99]
-    assert sorted(one.task for one in anchor) == ["a"] * 3 + ["b"] * 3
-    assert all(one.purpose is Purpose.TRAIN for one in (*latest, *anchor))
-    everything, anchor = training_parts(records, 100, 6)
-    assert (len(everything), len(anchor)) == (80, 6)
+    assert sorted(one.task for one in older) == ["a"] * 3 + ["b"] * 3
+    assert all(one.purpose is Purpose.TRAIN for one in (*latest, *older))
+    everything, older = training_parts(records, 100, 6)
+    assert (len(everything), len(older)) == (80, 6)
     assert training_parts(records, 8, 6, 1) != training_parts(records, 8, 6, 2)
     assert training_parts([], 8, 6) == ([], [])
 
 
-def test_the_latest_held_out_answers_are_judged_and_older_ones_are_the_anchor():
+def test_the_latest_held_out_answers_are_judged_and_older_ones_are_the_holdout():
     records = [a_record(number, (Purpose.JUDGE, Purpose.TRAIN)[number % 5 > 0]) for number in range(100)]
-    latest, anchor = judging_parts(records, 8, 6, least=12)
+    latest, older = judging_parts(records, 8, 6, least=12)
     assert [one.number for one in latest] == [*range(60, 100, 5)]
-    assert len({one.number for one in anchor}) == 6
-    assert {one.number for one in anchor} <= {*range(0, 60, 5)}
-    assert sorted(one.task for one in anchor) == ["a"] * 3 + ["b"] * 3
+    assert len({one.number for one in older}) == 6
+    assert {one.number for one in older} <= {*range(0, 60, 5)}
+    assert sorted(one.task for one in older) == ["a"] * 3 + ["b"] * 3
     assert [len(part) for part in judging_parts(records, 100, 6, least=1)] == [20, 0]
     assert [len(part) for part in judging_parts(records, 0, 6, least=20)] == [0, 6]
-    latest, anchor = judging_parts(records, 8, 6, least=13)
-    assert [one.number for one in latest] == [*range(0, 100, 5)], "too few are no anchor, and judged on"
-    assert anchor == []
+    latest, older = judging_parts(records, 8, 6, least=13)
+    assert [one.number for one in latest] == [*range(0, 100, 5)], "too few are no holdout, and judged on"
+    assert older == []
 
 
 def test_an_empty_trace_says_so():

@@ -44,7 +44,7 @@ class ReplayFlags:
     """Requests between two candidates."""
     window: Annotated[int, Option(min=1)] = 400
     """The latest requests, which a candidate learns from."""
-    num_anchors: Annotated[int, Option("--anchors", min=0)] = 400
+    num_older: Annotated[int, Option("--older-answers", min=0)] = 400
     """Older answers that must not be forgotten."""
     num_steps: Annotated[int, Option("--steps", min=1)] = 120
     """Optimizer steps for a candidate."""

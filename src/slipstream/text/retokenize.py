@@ -51,7 +51,7 @@ class Encoder:
         return token_ids, shares
 
 
-def anchor(shares: Seq[bytes | None]) -> int:
+def first_to_encode(shares: Seq[bytes | None]) -> int:
     """Index of the first token to encode again, with all after it, when text is appended. A share of None is a special
     token; encoding never reaches across it."""
     least, most = LOOKBEHIND
@@ -105,7 +105,7 @@ class Translation:
         """Encode the unread text and re-encode the tokens before it; returns the number of tokens left unchanged."""
         if not self._unread:
             return len(self.token_ids)
-        first = anchor(self._shares)
+        first = first_to_encode(self._shares)
         again = b"".join(share or b"" for share in self._shares[first:])
         token_ids, shares = self._encoder.encode(again + self._unread)
         kept = first + common_prefix_length(self.token_ids[first:], token_ids)

@@ -15,7 +15,7 @@ from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.errors import VocabularyMismatchError
-from slipstream.text.retokenize import Encoder, Translator, anchor
+from slipstream.text.retokenize import Encoder, Translator, first_to_encode
 from slipstream.text.token_bytes import TokenBytes, match_special, shared_tokens
 from tests.kit.tokenizer_families import FAMILIES, SENTENCES, byte_level
 
@@ -158,13 +158,13 @@ def test_a_text_begins_once() -> None:
     assert both.token_ids == [unigram.bos_token_id, unigram.convert_tokens_to_ids("▁the")]
 
 
-def test_an_anchor_is_a_word_far_enough_back_or_a_special_token() -> None:
-    assert anchor([]) == 0
-    assert anchor([b"a", None]) == 2
-    assert anchor([None, b"a", b"b"]) == 1
-    assert anchor([b" x", b" y", b"a", b"b", b"c"]) == 1
-    assert anchor([b"x"] * 40) == 16
-    assert anchor([b"x"] * 10 + [b"\xe6\x97\xa5"] + [b""] * 30) == 41
+def test_encoding_begins_at_a_word_far_enough_back_or_a_special_token() -> None:
+    assert first_to_encode([]) == 0
+    assert first_to_encode([b"a", None]) == 2
+    assert first_to_encode([None, b"a", b"b"]) == 1
+    assert first_to_encode([b" x", b" y", b"a", b"b", b"c"]) == 1
+    assert first_to_encode([b"x"] * 40) == 16
+    assert first_to_encode([b"x"] * 10 + [b"\xe6\x97\xa5"] + [b""] * 30) == 41
 
 
 def test_tokens_that_spell_no_bytes_are_refused() -> None:

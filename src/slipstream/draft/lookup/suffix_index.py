@@ -1,7 +1,7 @@
 """Finds earlier occurrences of a text's suffix and what followed them: hash chains over one flat text, as in LZ77.
 
 A suffix tree would take about a kilobyte a token in Python. Here the text is one array of token ids, and for
-two short *anchor* lengths each position links to the previous position at which the same n-gram ended. A
+two short lengths of n-grams each position links to the previous position at which the same n-gram ended. A
 look-up walks the two chains of the suffix's n-grams, newest first, at most `max_occurrences` links each, and
 measures the length of each match backwards. Positions only grow: the oldest text is dropped by cutting off the
 front of the arrays, and links that point before it are dead.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-ANCHOR_LENGTHS = (3, 1)
+NGRAM_LENGTHS = (3, 1)
 """Trigrams are rare enough to lead to long matches in few links; single tokens find the short matches."""
 
 _SEPARATOR = -1
@@ -56,7 +56,7 @@ class SuffixIndex:
         """Position of `_text[0]`."""
         self._first = 0
         """Position of the oldest live document; the dead text before it is cut off from time to time."""
-        self._chains = [_Chains(n) for n in ANCHOR_LENGTHS]
+        self._chains = [_Chains(n) for n in NGRAM_LENGTHS]
         self._starts: deque[int] = deque()
         """Positions of the separators, oldest document first."""
 
@@ -106,7 +106,7 @@ class SuffixIndex:
     def occurrences(self, tail: Seq[int]) -> list[tuple[int, int]]:
         """Earlier occurrences of the end of `tail`: (position of the next token, length of the match).
 
-        Matches of the longer anchor come first, and the newest first within an anchor.
+        Matches of the longer n-gram come first, and the newest first of each length.
         """
         last_first = tail[: -self._max_depth - 1 : -1]
         found = []
@@ -115,8 +115,8 @@ class SuffixIndex:
             if len(last_first) >= chains.n:
                 for position in self._walk(chains, array("i", tail[-chains.n :]).tobytes()):
                     length = self._agreement(position, last_first)
-                    # Matches that long were found by the longer anchor already: its newest occurrences include
-                    # all of them that are among the newest of the shorter anchor.
+                    # Matches that long were found by the longer n-gram already: its newest occurrences include
+                    # all of them that are among the newest of the shorter n-gram.
                     if length < longer:
                         found.append((position + 1, length))
             longer = chains.n

@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError
 from slipstream.models import CausalLM
 from slipstream.models.linear.formats import check_quantization
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.retokenize import LOOKBEHIND, Encoder, anchor
+from slipstream.text.retokenize import LOOKBEHIND, Encoder, first_to_encode
 from slipstream.text.token_bytes import match_special
 
 
@@ -154,7 +154,7 @@ class SlemDrafter(Drafter):
                 break
             text += self._draft.ordinary[token]
         shares = [self._target.ordinary.get(token) for token in sequence.token_ids[-LOOKBEHIND[1] :]]
-        first = anchor(shares)
+        first = first_to_encode(shares)
         committed = sequence.token_ids[len(sequence.token_ids) - len(shares) + first :]
         end = b"".join(share or b"" for share in shares[first:])
         token_ids, pieces = self._encoder.encode(end + text)

@@ -70,7 +70,7 @@ class WorkerConfig:
     min_records: int = 64
     """Answers to learn from that must have come since the last candidate."""
     max_records: int = 512
-    """The latest ones that a candidate learns from; as many of all, evenly by task, are the anchor."""
+    """The latest ones that a candidate learns from; as many of all, evenly by task, are learned again."""
     judged_records: int = 400
     """The latest held-out answers, on which a candidate must be faster; of those before them, evenly by task, as many
     as `max_records` must not be forgotten."""
@@ -224,17 +224,17 @@ class LearnWorker:
             return
         records = found[key]
         most = self.config.max_records
-        recent, anchor = training_parts(records, most, most, seed=records[-1].number)
+        recent, older = training_parts(records, most, most, seed=records[-1].number)
         serving = self._serving(state, key)
         served = self._store.load(serving) if serving else None
-        window = DataWindow.of({one.number: one for one in (*recent, *anchor)}.values(), read_s)
+        window = DataWindow.of({one.number: one for one in (*recent, *older)}.values(), read_s)
         start: Tensors | None = served
         before = self._unfinished.pop(key, None)
         if before is not None and before.parent == serving:
             window, start = window.with_(before.window), before.tensors
         self.server.tell("learning", num_records=len(recent), parent=serving, **_whose(key))
         self._last[key] = records[-1].number
-        learned = self._learner.learn(recent, anchor, start=start, before_step=self.server.beat)
+        learned = self._learner.learn(recent, older, start=start, before_step=self.server.beat)
         scorers = self._learner.scorer(learned.tensors), self._learner.scorer(served)
         made = BeatingScorer(scorers[0], self.server), BeatingScorer(scorers[1], self.server)
         self._candidate = _Candidate(key, learned, serving, window, recent[-1], made)
@@ -251,7 +251,7 @@ class LearnWorker:
         if candidate.num_looks:
             num_latest = sum(one.number >= candidate.first_judged for one in held_out)
         options = JudgeOptions(depth=self.config.depth)
-        latest, anchor = judging_parts(
+        latest, older = judging_parts(
             held_out, num_latest, self.config.max_records, least=options.min_requests
         )
         candidate.num_looks += 1
@@ -261,7 +261,7 @@ class LearnWorker:
         verdict = judge(
             *candidate.scorers,
             latest,
-            anchor,
+            older,
             options,
             candidate_cost=version_cost,
             incumbent_cost=version_cost if candidate.parent else base_cost,

@@ -3,8 +3,8 @@
 Three things are asked of a candidate, all of them without a pass of the target:
 
 - faster: over requests, one after another, predicted time with it is shorter, by a test that bets (anytime valid);
-- nowhere worse: no task, and not the anchor, shows by the same kind of test that it loses more than `max_loss`;
-- the anchor's figure itself does not fall by more than `max_loss`: that is what must not be forgotten.
+- nowhere worse: no task, and not the older answers, shows by the same kind of test that it loses more than `max_loss`;
+- the figure of the older answers itself does not fall by more than `max_loss`: that is what must not be forgotten.
 
 A request's value is (old time - new time) / (old time + new time): bounded, the same either way round, and half of
 the relative gain where that is small.
@@ -22,7 +22,7 @@ from slipstream.learn.learners.scoring import RedraftedAnswer, Scorer, replayed
 from slipstream.learn.records.served import Purpose, ServedRecord
 from slipstream.stats.betting import PairedTest
 
-ANCHOR = "anchor"
+OLDER = "older answers"
 _MARGIN = 1e-3
 """For what rounding and an answer's last step may add to a bound."""
 
@@ -93,7 +93,7 @@ class VersionJudge:
         self._groups: dict[str, _PairedAnswers] = {}
 
     def add(self, group: str, candidate: RedraftedAnswer, incumbent: RedraftedAnswer) -> None:
-        """A held-out answer, decoded again with both. Those of the anchor are in the group `ANCHOR`."""
+        """A held-out answer, decoded again with both. Those of the old-data holdout are in the group `OLDER`."""
         if not candidate.num_steps or not incumbent.num_steps:
             return
         seconds = [one.seconds(cost) for one, cost in zip((incumbent, candidate), self._costs, strict=True)]
@@ -103,17 +103,17 @@ class VersionJudge:
             one.harm = PairedTest(self.options.confidence, self.options.max_loss / 2, self._least_harm)
         steps = [float(each.num_steps) for each in (incumbent, candidate)]  # tokens a pass, whatever it costs
         one.harm.add((steps[1] - steps[0]) / (steps[0] + steps[1]))
-        counted = [one] if group == ANCHOR else [one, self._all]
+        counted = [one] if group == OLDER else [one, self._all]
         for sums in counted:
             sums.tokens += candidate.num_tokens
             sums.steps[0] += incumbent.num_steps
             sums.steps[1] += candidate.num_steps
-        if group != ANCHOR:
+        if group != OLDER:
             self._test.add(value)
 
     @property
     def num_requests(self) -> int:
-        """Those of the traffic, without the anchor."""
+        """Those of the traffic, without the old-data holdout."""
         return self._test.wealth.num_bets
 
     @property
@@ -128,7 +128,7 @@ class VersionJudge:
         """What is known now; it may be asked after every request."""
         options, figures = self.options, self._figures()
         harmed = [name for name, one in self._groups.items() if one.harm is not None and one.harm.rejects]
-        anchor = self._groups.get(ANCHOR)
+        older = self._groups.get(OLDER)
         undecided = False
         if self.num_requests < options.min_requests:
             undecided = True
@@ -136,8 +136,8 @@ class VersionJudge:
         elif harmed:
             losses = ", ".join(f"{name} {self._groups[name].loss:.1%}" for name in sorted(harmed))
             why = f"it loses tokens a pass: {losses}"
-        elif anchor is not None and anchor.loss > options.max_loss:
-            why = f"it forgets: {anchor.loss:.1%} of the anchor's tokens a pass, {options.max_loss:.1%} are allowed"
+        elif older is not None and older.loss > options.max_loss:
+            why = f"it forgets: {older.loss:.1%} of older answers' tokens a pass, {options.max_loss:.1%} are allowed"
         elif self.gain <= 0:
             why = f"predicted speed {self.gain:+.1%}"
         elif not self._test.rejects:
@@ -174,23 +174,24 @@ def judge(
     candidate: Scorer,
     incumbent: Scorer,
     records: Seq[ServedRecord],
-    anchor: Seq[ServedRecord] = (),
+    older: Seq[ServedRecord] = (),
     options: JudgeOptions | None = None,
     *,
     candidate_cost: float = 0.0,
     incumbent_cost: float = 0.0,
 ) -> VersionVerdict:
-    """Judge a candidate on held-out records of the traffic and the anchor; both must have the purpose judge.
+    """Judge a candidate on held-out records of the traffic and of the old-data holdout; both must have the purpose
+    judge.
 
     Raises `LearnError` for a record that learners may have seen.
     """
     options = JudgeOptions() if options is None else options
-    if any(one.purpose is not Purpose.JUDGE for one in (*records, *anchor)):
+    if any(one.purpose is not Purpose.JUDGE for one in (*records, *older)):
         raise LearnError("a candidate is judged on held-out records only")
     made = VersionJudge(options, candidate_cost, incumbent_cost)
-    for part, is_anchor in ((records, False), (anchor, True)):
+    for part, is_older in ((records, False), (older, True)):
         hits = candidate.hits(part), incumbent.hits(part)
         for record, new, old in zip(part, *hits, strict=True):
-            group = ANCHOR if is_anchor else record.task or "traffic"
+            group = OLDER if is_older else record.task or "traffic"
             made.add(group, replayed(new, options.depth), replayed(old, options.depth))
     return made.verdict()

@@ -30,14 +30,14 @@ class ReplayOptions:
     """The latest requests, from which a candidate learns."""
     judge_window: int = 2000
     """The latest requests, on whose held-out fifth it is judged: nothing ever learned from them, however old."""
-    num_anchors: int = 400
-    """Records of all that came before, for learning; as many older ones at most for judging. 0 works without an
-    anchor."""
+    num_older: int = 400
+    """Records of all that came before, for learning; as many older ones at most for judging. 0 works without
+    older answers."""
 
     def __post_init__(self) -> None:
         check_types(self, "replay")
         check_at_least("replay", 1, every=self.every, window=self.window, judge_window=self.judge_window)
-        check_at_least("replay", 0, num_anchors=self.num_anchors)
+        check_at_least("replay", 0, num_older=self.num_older)
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,15 @@ class _ReplayedVersion:
     ) -> tuple[LearnedWeights | None, str, dict[str, Any]]:
         """Make a candidate from `records` and promote it where it is faster: it, why, and the figures."""
         num_recent = len(split(records[-options.window :], Purpose.TRAIN))
-        recent, anchor = training_parts(records, num_recent, options.num_anchors, number)
+        recent, older = training_parts(records, num_recent, options.num_older, number)
         if not recent:
             return None, "no record to learn from", {}
-        learned = self._learner.learn(recent, anchor, start=self._beginning)
+        learned = self._learner.learn(recent, older, start=self._beginning)
         self.learn_s += learned.figures["elapsed_s"]
         candidate = self._learner.scorer(learned.tensors)
         num_latest = len(split(records[-options.judge_window :], Purpose.JUDGE))
         latest, held_out = judging_parts(
-            records, num_latest, options.num_anchors, number, least=judging.min_requests
+            records, num_latest, options.num_older, number, least=judging.min_requests
         )
         verdict = judge(candidate, self.scorer, latest, held_out, judging)
         if verdict.better:

@@ -67,10 +67,10 @@ class Learner(ABC):
         """float32 [n, vocab]: the draft's logits at the batch's places."""
         return hidden_logits(model, batch)
 
-    def batches(self, records: Seq[ServedRecord], anchor: Seq[ServedRecord]) -> Iterator[Any]:
+    def batches(self, records: Seq[ServedRecord], older: Seq[ServedRecord]) -> Iterator[Any]:
         """What `loss` reads, without end; raises `LearnError` where there is nothing to learn."""
         options = self.options
-        return batches(records, anchor, rows=options.batch_rows, length=options.row_length, seed=options.seed)
+        return batches(records, older, rows=options.batch_rows, length=options.row_length, seed=options.seed)
 
     def num_tokens(self, batch: Any) -> int:
         """Return the number of tokens of a batch, padding included."""
@@ -102,12 +102,12 @@ class Learner(ABC):
     def learn(
         self,
         records: Seq[ServedRecord],
-        anchor: Seq[ServedRecord] = (),
+        older: Seq[ServedRecord] = (),
         *,
         start: Tensors | None = None,
         before_step: BeforeStep = no_rest,
     ) -> LearnedWeights:
-        """Learn from `records`; half of each batch is from `anchor`, so that what is in it is not forgotten.
+        """Learn from `records`; half of each batch is from `older`, so that what is in it is not forgotten.
 
         It begins with the base drafter, or with the tensors `start`. Deterministic for its options and threads. Raises
         `LearnError` where the records have nothing to learn, or the loss is no number.
@@ -117,7 +117,7 @@ class Learner(ABC):
         model, parameters = self.begin(start)
         optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        source = self.batches(records, anchor)
+        source = self.batches(records, older)
         seen: list[tuple[float, float, float]] = []
         num_tokens, busy_s = 0, 0.0
         for step in range(options.num_steps):
@@ -141,7 +141,7 @@ class Learner(ABC):
             "divergence_first": _mean(seen[:_WINDOW], 2),
             "divergence_last": _mean(seen[-_WINDOW:], 2),
             "num_records": len(records),
-            "num_anchors": len(anchor),
+            "num_older": len(older),
             "num_tokens": num_tokens,
             "num_parameters": sum(one.numel() for one in parameters),
             "busy_s": busy_s,

@@ -194,14 +194,15 @@ def _joined(parts: Seq[NDArray[np.generic]]) -> Tensor:
 
 
 def batches(
-    records: Seq[ServedRecord], anchor: Seq[ServedRecord], *, rows: int, length: int, seed: int
+    records: Seq[ServedRecord], older: Seq[ServedRecord], *, rows: int, length: int, seed: int
 ) -> Iterator[LearnBatch]:
-    """Batches without end of `rows` rows of at most `length` tokens, half of the rows from the anchor, if there is one.
+    """Batches without end of `rows` rows of at most `length` tokens, half of the rows from older records, if there are
+    any.
 
     Each of the two is read in a new order, again and again. Raises `LearnError` where no record has anything to learn.
     """
     rng = np.random.default_rng(seed)
-    sources = [_examples(part, length) for part in (records, anchor)]
+    sources = [_examples(part, length) for part in (records, older)]
     if not sources[0]:
         raise LearnError(f"none of {len(records)} records has rows of the target to learn from")
     if not sources[1] or rows < 2:

@@ -139,11 +139,11 @@ class EagleLearner(Learner):
         logits: Tensor = model.logits(states).float()
         return logits
 
-    def batches(self, records: Seq[ServedRecord], anchor: Seq[ServedRecord]) -> Iterator[Any]:
+    def batches(self, records: Seq[ServedRecord], older: Seq[ServedRecord]) -> Iterator[Any]:
         options = self.options
         parts = [
             [one for record in part if (one := HeadExample.of(record, options.row_length)) is not None]
-            for part in (records, anchor)
+            for part in (records, older)
         ]
         if not parts[0]:
             raise LearnError(f"none of {len(records)} records has hidden states of the target to learn from")

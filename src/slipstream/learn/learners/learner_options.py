@@ -15,7 +15,7 @@ class LearnerOptions:
     num_steps: int = 120
     """Optimizer steps."""
     batch_rows: int = 8
-    """Rows of a batch; half of them are from the anchor."""
+    """Rows of a batch; half of them are from older records."""
     row_length: int = 512
     """The most tokens of a row; longer texts lose their beginnings."""
     learning_rate: float = 1e-3

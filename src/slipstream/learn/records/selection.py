@@ -1,4 +1,4 @@
-"""The anchor: older records, spread over tasks, that half of each batch is made of and that the judge looks at too."""
+"""Older records, spread over tasks, that half of each batch is made of and that the judge looks at too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from slipstream.learn.records.served import Purpose, ServedRecord
 
 
-def anchor_of(
+def older_records(
     records: Iterable[ServedRecord], purpose: Purpose, num_records: int, seed: int = 0
 ) -> list[ServedRecord]:
     """Return at most `num_records` of a purpose, evenly from each task as far as there are. The seed decides which.
 
-    A task that is not served any more keeps its share: that is what an anchor is for.
+    A task that is not served any more keeps its share, so that it is not forgotten.
     """
     by_task: dict[str, list[ServedRecord]] = defaultdict(list)
     for record in records:
@@ -36,28 +36,28 @@ def split(records: Seq[ServedRecord], purpose: Purpose) -> list[ServedRecord]:
 
 
 def training_parts(
-    records: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0
+    records: Seq[ServedRecord], num_latest: int, num_older: int, seed: int = 0
 ) -> tuple[list[ServedRecord], list[ServedRecord]]:
-    """What a candidate learns from, of records in their order: the latest ones, and the anchor, from all of them.
+    """What a candidate learns from, of records in their order: the latest ones, and some of all of them.
 
-    The latest count among all, so that there is an anchor from the first candidate on: it has as much of a task that
-    is seldom asked as of the others.
+    The latest count among all, so that some are learned again from the first candidate on: there is as much of a task
+    that is seldom asked as of the others.
     """
     known = split(records, Purpose.TRAIN)
-    return known[max(len(known) - num_latest, 0) :], anchor_of(known, Purpose.TRAIN, num_anchors, seed)
+    return known[max(len(known) - num_latest, 0) :], older_records(known, Purpose.TRAIN, num_older, seed)
 
 
 def judging_parts(
-    held_out: Seq[ServedRecord], num_latest: int, num_anchors: int, seed: int = 0, *, least: int
+    held_out: Seq[ServedRecord], num_latest: int, num_older: int, seed: int = 0, *, least: int
 ) -> tuple[list[ServedRecord], list[ServedRecord]]:
     """What a candidate is judged on, from records in their order: the latest held-out ones, on which it must be faster,
-    and of the older ones the anchor, which must not be forgotten.
+    and of the older ones a holdout, which must not be forgotten.
 
-    The anchor's figure counts without any benefit of doubt. Of fewer than `least` answers it would mean little, and one
-    unlucky answer could refuse a good candidate for good: so few count among the latest.
+    The figure of the old-data holdout counts without any benefit of doubt. Of fewer than `least` answers it would mean
+    little, and one unlucky answer could refuse a good candidate for good: so few count among the latest.
     """
     known = split(held_out, Purpose.JUDGE)
     first = max(len(known) - num_latest, 0)
     if first < least:
         first = 0
-    return known[first:], anchor_of(known[:first], Purpose.JUDGE, num_anchors, seed)
+    return known[first:], older_records(known[:first], Purpose.JUDGE, num_older, seed)
