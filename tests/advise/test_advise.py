@@ -33,8 +33,8 @@ def invoke(*words: str) -> tuple[int, str]:
 def test_the_whole_advice(tmp_path: Path, drafts_loaded_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped before the check, resumed, and its file is what an engine takes."""
     folder = tmp_path / "advice"
-    monkeypatch.setattr("slipstream.tools.advise.rehearse.MIN_ROUNDS", 1)
-    monkeypatch.setattr("slipstream.tools.advise.rehearse.CHECKED", (1, 4))
+    monkeypatch.setattr("slipstream.tools.advise.step_costs.MIN_ROUNDS", 1)
+    monkeypatch.setattr("slipstream.tools.advise.step_costs.CHECKED", (1, 4))
     monkeypatch.setattr("slipstream.tools.advise.check.MIN_PAIRS", 1)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "What is {n} + 2?", "task": "{n}"}}\n' for n in (1, 2)))

@@ -12,8 +12,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.tools.advise.candidates import OFF, Setting, make_candidates
 from slipstream.tools.advise.costs import along, between
 from slipstream.tools.advise.engines import make_recording_engine
-from slipstream.tools.advise.rehearse import measure_costs
 from slipstream.tools.advise.simulate import always
+from slipstream.tools.advise.step_costs import measure_costs
 from tests.kit.tape import ENGINE, Tape
 
 DRAFT = Setting(0, 4)

@@ -4,7 +4,7 @@
         context = draft_context(vocab_size=50)
         check_drafter(lambda: MyDrafter(MyDrafter.Options(), context), vocab_size=50)
 
-No model is needed. A random scene is simulated (see `slipstream.testing.rehearsal`), then repeated in other ways,
+No model is needed. A random scene is simulated (see `slipstream.testing.replay_engine`), then repeated in other ways,
 and the proposals are compared.
 """
 
@@ -20,9 +20,9 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.leftovers import remembered, size
-from slipstream.testing.rehearsal import (
-    RehearsalStep,
+from slipstream.testing.replay_engine import (
     Scene,
+    SceneStep,
     Stage,
     improvise,
     repeat,
@@ -112,9 +112,7 @@ def _scene(
     return Scene(vocab_size, max_len, num_sequences, traits, dealt, tuple(tasks), expected)
 
 
-def _check_alone(
-    fresh: Callable[[], Stage], steps: list[RehearsalStep], shares_across_requests: bool
-) -> None:
+def _check_alone(fresh: Callable[[], Stage], steps: list[SceneStep], shares_across_requests: bool) -> None:
     """Require that a tenant's requests, or each request, are drafted for as they are without the others."""
     arrivals = {i: arrival for step in steps for i, arrival in step.arrivals.items()}
     if shares_across_requests:
@@ -128,7 +126,7 @@ def _check_alone(
             _compare(alone, repeat(fresh(), alone), "proposals depend on the other sequences of the batch")
 
 
-def _check_forgotten(stage: Stage, steps: list[RehearsalStep]) -> None:
+def _check_forgotten(stage: Stage, steps: list[SceneStep]) -> None:
     """Require that nothing of the released sequences of `steps` remains, and that repeating them adds no memory."""
     drafter, apart = stage.drafter, stage.belongings()
     released = {i for step in steps for i in step.arrivals}
@@ -153,7 +151,7 @@ def _memory_when_idle(stage: Stage, shares_across_requests: bool) -> int:
     return stage.memory_bytes()
 
 
-def _compare(steps: list[RehearsalStep], repeated: list[dict[int, Proposal]], complaint: str) -> None:
+def _compare(steps: list[SceneStep], repeated: list[dict[int, Proposal]], complaint: str) -> None:
     for number, (step, proposals) in enumerate(zip(steps, repeated, strict=True)):
         for i, proposal in proposals.items():
             first = step.proposals[i]

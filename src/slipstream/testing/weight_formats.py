@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.layers import PackedLinear
-from slipstream.testing.rehearsal import require
+from slipstream.testing.replay_engine import require
 
 SHAPES = ((64, 128), (33, 70), (2, 1))
 """Inputs and outputs: round ones, odd ones, and very small ones."""

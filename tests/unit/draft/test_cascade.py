@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
 from slipstream.testing.conformance import check_drafter
-from slipstream.testing.rehearsal import same_proposal
+from slipstream.testing.replay_engine import same_proposal
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 4096

@@ -1,4 +1,4 @@
-"""The engine that records and rehearses, and those that a check measures; they share one target."""
+"""The engine that records and replays, and those that a check measures; they share one target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.factory import make_engine
 from slipstream.errors import RequestError
 from slipstream.tools.advise.job import AdviceJob
-from slipstream.tools.advise.rehearse import CHECKED
+from slipstream.tools.advise.step_costs import CHECKED
 
 RECORDING_DRAFTER = "slipstream.tools.advise.recording_drafter:RecordingDrafter"
 ENGINES = 4
@@ -18,7 +18,7 @@ ENGINES = 4
 
 
 def make_recording_engine(job: AdviceJob) -> Engine:
-    """The engine that records and rehearses."""
+    """The engine that records and replays."""
     drafters = [{"method": one.speculative.method, **one.speculative.options} for one in job.candidates]
     config = SpeculativeConfig(
         RECORDING_DRAFTER, options={"drafters": drafters, "room": max(CHECKED)}, probe_share=0.0

@@ -88,7 +88,7 @@ def record(
     token.
     """
     drafter = engine.drafter_as(RecordingDrafter)
-    drafter.rehearsal, drafter.drafts = None, []
+    drafter.replay, drafter.drafts = None, []
     answers = _answers(engine, jobs, concurrency, budget_s, on_progress)
     drafts, drafter.drafts = drafter.drafts, []
     scored = _scored(drafts, candidates, answers)

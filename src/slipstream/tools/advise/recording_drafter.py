@@ -28,7 +28,7 @@ class RecordingOptions:
     drafters: list[Any] = field(default_factory=list)
     """Each a `speculative_config` of its own."""
     room: int = 1
-    """The most draft tokens that a step may check, where steps are rehearsed."""
+    """The most draft tokens that a step may check, where steps are replayed."""
 
     def __post_init__(self) -> None:
         check_types(self, "recording")
@@ -46,7 +46,7 @@ class RecordedDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class ReplayedStep:
     """What the next steps are to do: which drafter is asked for how many levels, and how many tokens are checked."""
 
     member: int = NOT_ASKED
@@ -68,7 +68,7 @@ class DraftTimes:
 
 
 class RecordingDrafter(DrafterGroup):
-    """Asks all of its members for everything and proposes nothing; or rehearses steps of chosen sizes, timed."""
+    """Asks all of its members for everything and proposes nothing; or replays steps of chosen sizes, timed."""
 
     summary = "records what other drafters would have proposed"
 
@@ -84,21 +84,21 @@ class RecordingDrafter(DrafterGroup):
             observes_all=False,
             remembers=False,  # nothing is proposed but what the caller says
         )
-        self.rehearsal: Rehearsal | None = None
-        """What a rehearsed step does; None records."""
+        self.replay: ReplayedStep | None = None
+        """What a replayed step does; None records."""
         self.drafts: list[RecordedDraft] = []
         """What was recorded; the caller takes it out."""
         self.times = DraftTimes()
-        """Times of the last rehearsed step."""
+        """Times of the last replayed step."""
         self.texts: dict[str, list[int]] = {}
         """Request id to the answer that is known to come."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
-        """Empty proposals while it records, those of the rehearsal otherwise."""
-        if self.rehearsal is None:
+        """Empty proposals while it records, those of the replay otherwise."""
+        if self.replay is None:
             self._record(sequences, budgets)
             return [EMPTY_PROPOSAL] * len(sequences)
-        return self._rehearse(self.rehearsal, sequences, budgets)
+        return self._replay(self.replay, sequences, budgets)
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Members that learn from verdicts are no candidates."""
@@ -116,7 +116,7 @@ class RecordingDrafter(DrafterGroup):
                 if budget
             ]
 
-    def _rehearse(self, rehearsal: Rehearsal, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+    def _replay(self, replay: ReplayedStep, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         self.times = DraftTimes(num_sequences=sum(budget > 0 for budget in budgets))
         if any(sequence.num_pending > 1 for sequence in sequences):  # prompts: for all members, apart
             for number, guard in enumerate(self.members):
@@ -124,14 +124,14 @@ class RecordingDrafter(DrafterGroup):
                 guard.ask(sequences, [0] * len(sequences))
                 self.times.prompt_seconds[number] = time.perf_counter() - started_s
             return [EMPTY_PROPOSAL] * len(sequences)
-        if rehearsal.member != NOT_ASKED:
-            guard = self.members[rehearsal.member]
-            limit = min(rehearsal.levels, guard.drafter.traits.max_nodes)
+        if replay.member != NOT_ASKED:
+            guard = self.members[replay.member]
+            limit = min(replay.levels, guard.drafter.traits.max_nodes)
             started_s = time.perf_counter()
             guard.ask(sequences, [min(budget, limit) for budget in budgets])
             self.times.seconds = time.perf_counter() - started_s
         return [
-            self._known(sequence, min(budget, rehearsal.num_checked), rehearsal.right)
+            self._known(sequence, min(budget, replay.num_checked), replay.right)
             for sequence, budget in zip(sequences, budgets, strict=True)
         ]
 

@@ -23,10 +23,10 @@ from slipstream.tools.advise.job import AdviceJob, make_jobs
 from slipstream.tools.advise.kept_parts import KeptParts
 from slipstream.tools.advise.predict import AdvisedPlan, PredictedCell, Rates, make_plan, predict
 from slipstream.tools.advise.recording import OnProgress, Recorded, record
-from slipstream.tools.advise.rehearse import measure_costs
 from slipstream.tools.advise.scores import scores_of
 from slipstream.tools.advise.served import as_mapping, speculative_of
 from slipstream.tools.advise.simulate import SimulatedCache, Simulator, always
+from slipstream.tools.advise.step_costs import measure_costs
 from slipstream.tools.bench.result import EMBEDDED
 
 RECORDING_SHARE, COSTS_SHARE = 0.3, 0.2

@@ -64,7 +64,7 @@ class Arrival:
 
 
 @dataclass
-class RehearsalStep:
+class SceneStep:
     """A recorded step of the engine, by sequence id, which can be repeated."""
 
     arrivals: dict[int, Arrival] = field(default_factory=dict)
@@ -75,10 +75,10 @@ class RehearsalStep:
     """New tokens, and how many of them were draft tokens."""
     finished: dict[int, FinishReason] = field(default_factory=dict)
 
-    def only(self, ids: set[int]) -> RehearsalStep:
+    def only(self, ids: set[int]) -> SceneStep:
         """The part of this step that concerns the sequences `ids`."""
         parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return RehearsalStep(
+        return SceneStep(
             **{name: {i: x for i, x in part.items() if i in ids} for name, part in parts.items()}
         )
 
@@ -145,7 +145,7 @@ class Stage:
         self._proposals.update(zip(budgets, proposals, strict=True))
         return dict(zip(budgets, proposals, strict=True))
 
-    def ask_again(self, i: int, step: RehearsalStep) -> None:
+    def ask_again(self, i: int, step: SceneStep) -> None:
         """Call `propose` for one sequence alone, as an engine does to find the one that made a batch fail."""
         again = self.propose({i: step.budgets[i]})[i]
         require(
@@ -291,13 +291,13 @@ def same_proposal(a: Proposal, b: Proposal) -> bool:
     return a.kind == b.kind and bool((a.draft_probs - b.draft_probs).abs().max() < 1e-4)
 
 
-def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[RehearsalStep]:
+def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[SceneStep]:
     """Simulate until all sequences have finished; returns the recorded steps."""
-    steps: list[RehearsalStep] = []
+    steps: list[SceneStep] = []
     waiting = list(range(first_id, first_id + stage.scene.num_sequences))
     paused: set[int] = set()
     while waiting or stage.live:
-        step = RehearsalStep()
+        step = SceneStep()
         steps.append(step)
         if waiting and len(stage.live) < MAX_LIVE and (not stage.live or rng.random() < 0.6):
             step.arrivals[waiting.pop(0)] = _arrival(rng, stage.scene)
@@ -325,7 +325,7 @@ def improvise(stage: Stage, rng: random.Random, first_id: int) -> list[Rehearsal
     return steps
 
 
-def repeat(stage: Stage, steps: list[RehearsalStep], cold: Stage | None = None) -> list[dict[int, Proposal]]:
+def repeat(stage: Stage, steps: list[SceneStep], cold: Stage | None = None) -> list[dict[int, Proposal]]:
     """Repeat `steps`; returns the proposals of `stage`, or those of `cold`, for which each text is new."""
     proposals = []
     for step in steps:
@@ -348,7 +348,7 @@ def _arrival(rng: random.Random, scene: Scene) -> Arrival:
     return Arrival(tuple(prompt), rng.choice(TENANTS), rng.getrandbits(32))
 
 
-def _decide(rng: random.Random, stage: Stage, step: RehearsalStep, i: int) -> None:
+def _decide(rng: random.Random, stage: Stage, step: SceneStep, i: int) -> None:
     """Record the tokens that sequence `i` gains in this step, and whether it finishes."""
     proposal = step.proposals.get(i, EMPTY_PROPOSAL)
     text = stage.live[i].token_ids

@@ -29,7 +29,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.tools.advise.candidates import Candidate
 from slipstream.tools.advise.costs import DrafterCost, Points, StepCosts
 from slipstream.tools.advise.recording import OnProgress, Recorded, RecordedRequest
-from slipstream.tools.advise.recording_drafter import RecordingDrafter, Rehearsal
+from slipstream.tools.advise.recording_drafter import RecordingDrafter, ReplayedStep
 
 CHECKED = (1, 2, 4, 8, 16)
 """Draft tokens a request, checked without a drafter's call."""
@@ -40,7 +40,7 @@ MAX_ROUNDS = 12
 MAX_BEGUN = 3
 """Batches of requests that are begun without one step of all of them at once."""
 MIN_LENGTH = 192
-"""Tokens of a rehearsed answer, at least: each begins with a prompt."""
+"""Tokens of a replayed answer, at least: each begins with a prompt."""
 CONTEXTS = (32, 544)
 """Tokens of context between which the cost of a longer one is measured."""
 
@@ -97,9 +97,9 @@ def measure_costs(
     for done, batch in enumerate(batches):
         on_progress(done, len(batches))
         kinds = _kinds(candidates, drafter)
-        _Rehearsals(engine, drafter, recorded, params, batch, samples).run(kinds, budget_s / len(batches))
+        _TimedReplays(engine, drafter, recorded, params, batch, samples).run(kinds, budget_s / len(batches))
     on_progress(len(batches), len(batches))
-    drafter.rehearsal = None
+    drafter.replay = None
     engine.reset_caches()
     return fitted(samples, [candidate.name for candidate in candidates], context_cost(engine.model))
 
@@ -129,8 +129,8 @@ def _kinds(candidates: Seq[Candidate], drafter: RecordingDrafter) -> list[Kind]:
     return mixed
 
 
-class _Rehearsals:
-    """Rehearses at one number of requests at once."""
+class _TimedReplays:
+    """Replays steps at one number of requests at once."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Rehearsals:
                 name, request.prompt_token_ids, self._params_of(request), RequestOptions()
             )
             names.append(name)
-        self._drafter.rehearsal = Rehearsal()
+        self._drafter.replay = ReplayedStep()
         while True:
             self._engine.step()
             report = self._reports[-1]
@@ -217,7 +217,7 @@ class _Rehearsals:
 
     def _step(self, kind: Kind, right: bool, counts: bool) -> None:
         member, levels, num_checked = kind
-        self._drafter.rehearsal = Rehearsal(member, levels, num_checked, right)
+        self._drafter.replay = ReplayedStep(member, levels, num_checked, right)
         updates = self._engine.step()
         report, times = self._reports[-1], self._drafter.times
         whole = report.num_draft_tokens == num_checked * self._batch
