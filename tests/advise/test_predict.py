@@ -15,12 +15,12 @@ from slipstream.draft.combine.auto import AutoOptions
 from slipstream.profiling.break_even import acceptance_length
 from slipstream.tools.advise.candidates import OFF, Candidate, Setting, setting_name
 from slipstream.tools.advise.check import LEAST_ERROR, PREDICTION_ERROR, UNKNOWN_ERROR, CheckedSetting
-from slipstream.tools.advise.contest import BY_TASK, Contest
 from slipstream.tools.advise.costs import StepCosts
 from slipstream.tools.advise.findings import AdviceFindings, find
 from slipstream.tools.advise.predict import AdvisedPlan, Band, Rates, make_plan, predict
 from slipstream.tools.advise.recording import NOT_DRAFTED, Recorded
 from slipstream.tools.advise.served import serve_file, speculative_of
+from slipstream.tools.advise.shortlist import BY_TASK, Shortlist
 from slipstream.tools.bench.statistics import Interval
 
 LOADS = (1, 4, 16)
@@ -222,8 +222,10 @@ def checked(
 def test_the_measurement_decides(of_best: float, of_rival: float, expected: str) -> None:
     of = traffic(0.9)
     known = rates(of, CHEAP)
-    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
-    best, rival = contest.settings_at(1)
+    shortlist = Shortlist(
+        [CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS)
+    )
+    best, rival = shortlist.settings_at(1)
     names = {best: "draft γ=4", rival: "draft γ=2"}
     assert best == Setting(0, 4)
     measured = [
@@ -231,7 +233,7 @@ def test_the_measurement_decides(of_best: float, of_rival: float, expected: str)
         checked("draft γ=4", of_best),
         checked(f"draft γ={rival.depth}", of_rival),
     ]
-    advised = contest.decide(1, measured).setting
+    advised = shortlist.decide(1, measured).setting
     assert advised == expected.replace(names[rival], f"draft γ={rival.depth}")
 
 
@@ -254,14 +256,16 @@ def test_few_noisy_pairs_do_not_outweigh_the_prediction(
     """Each is the measured speedup, the predicted one and the spread of the interval."""
     of = traffic(0.9)
     known = rates(of, CHEAP)
-    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
-    best, rival = contest.settings_at(1)
+    shortlist = Shortlist(
+        [CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS)
+    )
+    best, rival = shortlist.settings_at(1)
     measured = [
         checked("off", None),
         checked(setting_name(best, [CANDIDATE]), *of_best),
         checked(setting_name(rival, [CANDIDATE]), *of_rival),
     ]
-    advised = contest.decide(1, measured)
+    advised = shortlist.decide(1, measured)
     wanted = {4: best, 2: rival, None: OFF}[expected]
     assert advised.setting == setting_name(wanted, [CANDIDATE])
     told = advised.as_json()["checked"]
@@ -290,18 +294,22 @@ def test_weights_are_the_inverse_squares_of_the_errors() -> None:
 def test_settings_by_task_must_gain_as_much_as_any_other(of_best: float, by_task: float, kept: bool) -> None:
     of = traffic(0.9)
     known = rates(of, CHEAP)
-    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
+    shortlist = Shortlist(
+        [CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS)
+    )
     measured = [checked("off", None), checked("draft γ=4", of_best), checked("draft γ=2", 0.9)]
-    contest.decide(1, [*measured, checked(BY_TASK, by_task)])
-    assert contest.decisions.keeps_tasks is kept
+    shortlist.decide(1, [*measured, checked(BY_TASK, by_task)])
+    assert shortlist.decisions.keeps_tasks is kept
 
 
 def test_without_a_measurement_the_plan_is_what_is_told() -> None:
     of = traffic(0.9)
     known = rates(of, CHEAP)
-    contest = Contest([CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS))
-    told = {load: contest.decide(load, []).setting for load in LOADS}
-    plan = make_plan(known, ["a"], LOADS, contest.decisions.settings)
+    shortlist = Shortlist(
+        [CANDIDATE], hand_made(of.requests, CHEAP), known, of, make_plan(known, ["a"], LOADS)
+    )
+    told = {load: shortlist.decide(load, []).setting for load in LOADS}
+    plan = make_plan(known, ["a"], LOADS, shortlist.decisions.settings)
     assert {load: setting_name(plan.choose("a", load), [CANDIDATE]) for load in LOADS} == told
-    assert contest.decisions.settings.keys() == set(LOADS)
-    assert contest.decisions.keeps_tasks
+    assert shortlist.decisions.settings.keys() == set(LOADS)
+    assert shortlist.decisions.keeps_tasks

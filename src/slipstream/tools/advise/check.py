@@ -30,7 +30,7 @@ UNKNOWN_ERROR = 0.15
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ShortlistedSetting:
     """A setting to be measured."""
 
     name: str
@@ -110,18 +110,18 @@ def blocks(number: int, concurrency: int) -> list[range]:
 
 
 def check(
-    contestants: Seq[Contestant],
+    shortlisted: Seq[ShortlistedSetting],
     jobs: Seq[BenchJob],
     concurrency: int,
     budget_s: float,
     on_progress: OnProgress,
 ) -> list[CheckedSetting]:
-    """Every contestant, the first of which is off, on each block in turns, until the time is up."""
+    """Every each, the first of which is off, on each block in turns, until the time is up."""
     cut = blocks(len(jobs), concurrency)
-    runs: list[list[tuple[range, int, float]]] = [[] for _ in contestants]
-    engines = [contestant.engine() for contestant in contestants]
-    for engine, contestant in zip(engines, contestants, strict=True):
-        closed_loop(engine, jobs[: max(1, concurrency)][:4], concurrency, contestant.max_draft_tokens)
+    runs: list[list[tuple[range, int, float]]] = [[] for _ in shortlisted]
+    engines = [each.engine() for each in shortlisted]
+    for engine, each in zip(engines, shortlisted, strict=True):
+        closed_loop(engine, jobs[: max(1, concurrency)][:4], concurrency, each.max_draft_tokens)
     started_s = time.perf_counter()
     total = len(cut) * MAX_ROUNDS
     for turn in range(total):
@@ -131,21 +131,21 @@ def check(
         on_progress(turn, total)
         places = cut[turn % len(cut)]
         batch = [jobs[place] for place in places]
-        for number in rotated(len(contestants), turn):
-            limit = contestants[number].max_draft_tokens
+        for number in rotated(len(shortlisted), turn):
+            limit = shortlisted[number].max_draft_tokens
             answers, _, seconds = closed_loop(engines[number], batch, concurrency, limit)
             tokens = sum(len(answer.token_ids) for answer in answers)
             runs[number].append((places, tokens, seconds))
     on_progress(total, total)
     return [
-        _checked(contestant, contestants[0], own, runs[0], concurrency)
-        for contestant, own in zip(contestants, runs, strict=True)
+        _checked(each, shortlisted[0], own, runs[0], concurrency)
+        for each, own in zip(shortlisted, runs, strict=True)
     ]
 
 
 def _checked(
-    contestant: Contestant,
-    off: Contestant,
+    each: ShortlistedSetting,
+    off: ShortlistedSetting,
     own: Seq[tuple[range, int, float]],
     without: Seq[tuple[range, int, float]],
     concurrency: int,
@@ -156,12 +156,12 @@ def _checked(
         tokens_off=[tokens for _, tokens, _ in without],
         seconds_off=[seconds for _, _, seconds in without],
     )
-    predicted_s = _predicted_s(contestant, own, concurrency)
+    predicted_s = _predicted_s(each, own, concurrency)
     without_s = _predicted_s(off, without, concurrency)
     tokens = sum(pairs.tokens_on)
-    is_off = contestant is off
+    is_off = each is off
     return CheckedSetting(
-        name=contestant.name,
+        name=each.name,
         concurrency=concurrency,
         measured_goodput=tokens / sum(pairs.seconds_on),
         predicted_goodput=tokens / predicted_s,
@@ -172,9 +172,9 @@ def _checked(
     )
 
 
-def _predicted_s(contestant: Contestant, runs: Seq[tuple[range, int, float]], concurrency: int) -> float:
+def _predicted_s(each: ShortlistedSetting, runs: Seq[tuple[range, int, float]], concurrency: int) -> float:
     known: dict[range, float] = {}
     for places, _, _ in runs:
         if places not in known:
-            known[places] = contestant.predicted_s(places, concurrency)
+            known[places] = each.predicted_s(places, concurrency)
     return sum(known[places] for places, _, _ in runs)

@@ -15,7 +15,6 @@ from slipstream.profiling.provenance import provenance
 from slipstream.tools.advise.advice import Advice, LoadAdvice, TraceAdvice
 from slipstream.tools.advise.candidates import OFF
 from slipstream.tools.advise.check import CheckedSetting
-from slipstream.tools.advise.contest import Contest
 from slipstream.tools.advise.costs import StepCosts
 from slipstream.tools.advise.engines import CheckEngines, make_recording_engine
 from slipstream.tools.advise.findings import find
@@ -25,6 +24,7 @@ from slipstream.tools.advise.predict import AdvisedPlan, PredictedCell, Rates, m
 from slipstream.tools.advise.recording import OnProgress, Recorded, record
 from slipstream.tools.advise.scores import scores_of
 from slipstream.tools.advise.served import as_mapping, speculative_of
+from slipstream.tools.advise.shortlist import Shortlist
 from slipstream.tools.advise.simulate import SimulatedCache, Simulator, always
 from slipstream.tools.advise.step_costs import measure_costs
 from slipstream.tools.bench.result import EMBEDDED
@@ -63,7 +63,7 @@ class AdviceWork:
         self.costs: StepCosts
         self.simulator: Simulator
         self.rates: Rates
-        self.contest: Contest
+        self.shortlist: Shortlist
         self.wanted: AdvisedPlan
         """What is predicted to be best."""
 
@@ -111,7 +111,7 @@ class AdviceWork:
         )
         self.rates = Rates(self.simulator, self.recorded, job.candidates, self.costs)
         self.wanted = make_plan(self.rates, self.recorded.tasks, job.loads)
-        self.contest = Contest(job.candidates, self.simulator, self.rates, self.recorded, self.wanted)
+        self.shortlist = Shortlist(job.candidates, self.simulator, self.rates, self.recorded, self.wanted)
 
     def predicted(self) -> list[PredictedCell]:
         """All settings at all loads."""
@@ -128,15 +128,15 @@ class AdviceWork:
 
     def _checked(self, engines: CheckEngines, load: int) -> LoadAdvice:
         if not self.job.checks:
-            return self.contest.decide(load, [])
+            return self.shortlist.decide(load, [])
         part = f"checking {load} at once"
         budget_s = (1 - RECORDING_SHARE - COSTS_SHARE) * self.job.budget_s / len(self.job.loads)
 
         def make() -> object:
-            checked = self.contest.measure(engines, self.jobs, load, budget_s, self._shown(part))
+            checked = self.shortlist.measure(engines, self.jobs, load, budget_s, self._shown(part))
             return [one.as_json() for one in checked]
 
-        return self.contest.decide(load, self._kept.part(part, list[CheckedSetting], make))
+        return self.shortlist.decide(load, self._kept.part(part, list[CheckedSetting], make))
 
     def _begin(self, part: str) -> None:
         self._meter.say(f"{time.perf_counter() - self._started_s:5.0f} s  {part} …")
@@ -150,7 +150,7 @@ class AdviceWork:
 
     def advice(self, loads: list[LoadAdvice], started_s: float) -> Advice:
         """The result; what was measured decides for the loads nearest to it."""
-        job, recorded, decisions = self.job, self.recorded, self.contest.decisions
+        job, recorded, decisions = self.job, self.recorded, self.shortlist.decisions
         plan = make_plan(
             self.rates, recorded.tasks, job.loads, decisions.settings, by_task=decisions.keeps_tasks
         )

@@ -10,7 +10,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.engine.closed_loop import BenchJob
 from slipstream.tools.advise.advice import LoadAdvice
 from slipstream.tools.advise.candidates import OFF, Candidate, Setting, setting_name
-from slipstream.tools.advise.check import CheckedSetting, Contestant, check
+from slipstream.tools.advise.check import CheckedSetting, ShortlistedSetting, check
 from slipstream.tools.advise.engines import CheckEngines
 from slipstream.tools.advise.predict import MIN_GAIN, AdvisedPlan, Rates
 from slipstream.tools.advise.recording import OnProgress, Recorded
@@ -41,7 +41,7 @@ class Decided:
         return not self.is_measured or (bool(self.by_task) and sum(map(math.log, self.by_task)) >= 0)
 
 
-class Contest:
+class Shortlist:
     """Off, what is predicted to be best, and the best of another drafter, at each load."""
 
     def __init__(
@@ -84,10 +84,10 @@ class Contest:
     ) -> list[CheckedSetting]:
         """The check at one load."""
         chosen = dict.fromkeys([OFF, *self.settings_at(load)])
-        contestants = [self._contestant(engines, setting) for setting in chosen]
+        shortlisted = [self._shortlisted(engines, setting) for setting in chosen]
         if self._differs(load):
-            contestants.append(self._plan_contestant(engines))
-        return check(contestants, jobs, load, budget_s, on_progress)
+            shortlisted.append(self._shortlisted_plan(engines))
+        return check(shortlisted, jobs, load, budget_s, on_progress)
 
     def decide(self, load: int, checked: Seq[CheckedSetting]) -> LoadAdvice:
         """What is advised at a load; `checked` is empty where nothing is measured."""
@@ -124,22 +124,22 @@ class Contest:
         common = self._plan.choose("", load)
         return any(self._plan.choose(task, load) != common for task in self._recorded.tasks)
 
-    def _contestant(self, engines: CheckEngines, setting: Setting) -> Contestant:
+    def _shortlisted(self, engines: CheckEngines, setting: Setting) -> ShortlistedSetting:
         config = SpeculativeConfig() if setting.is_off else self._candidates[setting.candidate].speculative
         name = "off" if setting.is_off else self._candidates[setting.candidate].name
         used = [] if setting.is_off else [setting.candidate]
         choose = always(setting)
-        return Contestant(
+        return ShortlistedSetting(
             name=setting_name(setting, self._candidates),
             engine=lambda: engines.get(name, config),
             max_draft_tokens=setting.depth or None,
             predicted_s=lambda places, load: self._simulator.closed_loop(places, load, choose, used).wall_s,
         )
 
-    def _plan_contestant(self, engines: CheckEngines) -> Contestant:
+    def _shortlisted_plan(self, engines: CheckEngines) -> ShortlistedSetting:
         """The plan as a server would run it."""
         config = speculative_of(self._plan, self._candidates)
-        return Contestant(
+        return ShortlistedSetting(
             name=BY_TASK,
             engine=lambda: engines.get(BY_TASK, config),
             max_draft_tokens=None,
