@@ -251,8 +251,8 @@ class EngineConfig:
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""
     attention_backend: str = "auto"
-    """How models attend over their caches: `native`, `packed` (PyTorch), `posed` (for models that ask a cache), or one
-    that a package brings. `auto`: the best built-in one that can run the model."""
+    """How models attend over their caches: `native`, `packed` (PyTorch), `cache_adapter` (for models that call the
+    methods of a cache), or one that a package brings. `auto`: the best built-in one that can run the model."""
     executor: str = "auto"
     """What computes the passes of target and draft models: `cpu_kernels` (whole passes in the native kernels), `eager`
     (Transformers' code), or one that a package brings. `auto`: the one that the attention backend names."""

@@ -13,10 +13,10 @@ from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
 from slipstream.models.attention.base import Variant
+from slipstream.models.attention.cache_adapter import CacheAdapterPass
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.packed import PackedAttention, attend
-from slipstream.models.attention.posed import PosedPass
 from slipstream.models.batch import ForwardBatch, tree_rows
 
 CPU = torch.device("cpu")
@@ -178,14 +178,14 @@ def test_layers_of_one_pass_may_have_different_windows(slots: Any) -> None:
 def test_the_packed_mask_keeps_sequences_apart() -> None:
     pool = KVPool([LayerShape(1, 4, 4)], 16, torch.float32, CPU)
     rows = ForwardBatch([RowGroup(pool.slots, 1, [7, 7], []), RowGroup(pool.slots[8:], 2, [7], [])])
-    mask = PosedPass(rows, pool, share=1).arguments()["attention_mask"]
+    mask = CacheAdapterPass(rows, pool, share=1).arguments()["attention_mask"]
     assert mask.int().tolist() == [[[[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]]]
 
 
 def test_copies_of_a_key_head_are_stored_once() -> None:
     pool = KVPool([LayerShape(2, 4, 4)], 8, torch.float32, CPU)
     rows = ForwardBatch([RowGroup(pool.slots, 0, [7, 7], [])])
-    cache = PosedPass(rows, pool, share=3).arguments()["past_key_values"]
+    cache = CacheAdapterPass(rows, pool, share=3).arguments()["past_key_values"]
     heads = torch.randn(1, 2, 2, 4).repeat_interleave(3, dim=1)
     keys, values = cache.update(heads, heads, 0)
     torch.testing.assert_close(keys, heads)

@@ -20,9 +20,9 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits
+from slipstream.models.attention.cache_adapter import CacheAdapterBackend
 from slipstream.models.attention.native import NativeBackend
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
-from slipstream.models.attention.posed import PosedBackend
 from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
@@ -49,8 +49,8 @@ def traits(family: str, *, kernels: bool = True, device: str = "cpu") -> ModelTr
         ("llama", {}, NativeBackend),
         ("llama", {"kernels": False}, PackedBackend),
         ("llama", {"device": "meta"}, PackedBackend),
-        ("falcon", {}, PosedBackend),
-        ("falcon", {"kernels": False}, PosedBackend),
+        ("falcon", {}, CacheAdapterBackend),
+        ("falcon", {"kernels": False}, CacheAdapterBackend),
     ],
 )
 def test_auto_takes_the_best_that_can_run_the_model(family: str, options: Any, backend: type) -> None:
@@ -60,7 +60,11 @@ def test_auto_takes_the_best_that_can_run_the_model(family: str, options: Any, b
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
-        ("posed", traits("llama"), "'posed' cannot run llama: only falcon is known to .*; use 'auto'"),
+        (
+            "cache_adapter",
+            traits("llama"),
+            "'cache_adapter' cannot run llama: only falcon is known to .*; use 'auto'",
+        ),
         ("packed", traits("falcon"), "'packed' cannot run falcon: its attention asks a cache"),
         ("native", traits("llama", kernels=False), "'native' cannot run llama: .*cpu_kernels"),
         ("native", traits("llama", device="meta"), "'native' cannot run llama"),

@@ -28,7 +28,9 @@ ENTRY_POINT_GROUP = "slipstream.attention"
 
 AUTO = "auto"
 
-BY_PREFERENCE = ("posed", "native", "packed")
+_RENAMED = {"posed": "cache_adapter"}
+"""Names of the release before, which work with a warning for one release."""
+BY_PREFERENCE = ("cache_adapter", "native", "packed")
 """What `auto` takes: the first that can run the model."""
 
 ATTENTION: Registry[AttentionBackend] = Registry(
@@ -38,7 +40,7 @@ ATTENTION: Registry[AttentionBackend] = Registry(
     {
         "native": "slipstream.models.attention.native:NativeBackend",
         "packed": "slipstream.models.attention.packed:PackedBackend",
-        "posed": "slipstream.models.attention.posed:PosedBackend",
+        "cache_adapter": "slipstream.models.attention.cache_adapter:CacheAdapterBackend",
     },
 )
 
@@ -51,6 +53,9 @@ def choose_backend(name: str, traits: ModelTraits) -> AttentionBackend:
     if name == AUTO:
         found = (ATTENTION.load(each) for each in BY_PREFERENCE)
         return next(backend for backend in found if backend.refusal(traits) is None)(traits)
+    if name in _RENAMED:
+        log.warning("attention backend %r is now called %r", name, _RENAMED[name])
+        name = _RENAMED[name]
     if ":" not in name:
         reject_unknown([name], [AUTO, *ATTENTION.names()], "attention backend")
     backend = ATTENTION.load(name)

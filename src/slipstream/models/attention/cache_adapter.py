@@ -19,7 +19,7 @@ from slipstream.models.attention.own_cache import HEADS_SHARED, asks_a_cache
 from slipstream.models.batch import ForwardBatch
 
 
-class PosedPass(AttentionPass):
+class CacheAdapterPass(AttentionPass):
     """Looks like a Transformers cache that holds the past of every sequence in the pass."""
 
     def __init__(self, rows: ForwardBatch, pool: KVPool, share: int) -> None:
@@ -77,7 +77,7 @@ class ProbedCache:
         return key, value
 
 
-class PosedBackend(AttentionBackend):
+class CacheAdapterBackend(AttentionBackend):
     """The model's own attention, over keys and values that a cache hands out."""
 
     attn_implementation: ClassVar[str] = "sdpa"
@@ -92,8 +92,8 @@ class PosedBackend(AttentionBackend):
             return f"only {', '.join(HEADS_SHARED)} is known to attend over what a cache hands out"
         return None
 
-    def prepare(self, rows: ForwardBatch, pool: KVPool) -> PosedPass:
-        return PosedPass(rows, pool, self._share)
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> CacheAdapterPass:
+        return CacheAdapterPass(rows, pool, self._share)
 
     def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:
         return {"past_key_values": ProbedCache(probe, self._share)}
