@@ -68,7 +68,7 @@ def test_answers_that_are_over_help_a_lookup_as_on_the_engine(tape: Tape) -> Non
     assert done.num_request_steps < 2 * sum(steps for steps, _, _ in alone[:3]), "it remembered"
 
 
-def test_company_does_not_change_what_is_counted(tape: Tape) -> None:
+def test_other_requests_do_not_change_what_is_counted(tape: Tape) -> None:
     """A draft token is right or wrong whichever drafter runs: a chain takes the same steps alone and in a batch."""
     place = next(i for i, one in enumerate(tape.candidates) if one.name == "draft")
     setting = Setting(place, 3)

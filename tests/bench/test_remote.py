@@ -247,11 +247,11 @@ def test_accepted_tokens_past_the_end_are_found() -> None:
 def test_other_traffic_is_noticed(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = client.ask
 
-    async def with_company(*args: Any) -> Any:
+    async def with_others(*args: Any) -> Any:
         fake.count()
         return await asked(*args)
 
-    monkeypatch.setattr(remote, "ask", with_company)
+    monkeypatch.setattr(remote, "ask", with_others)
     found = whole(remote.run(plan(fake))).disagreements
     assert any("3 finished requests, the server 6 (+100.0%)" in line for line in found)
 

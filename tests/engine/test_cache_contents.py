@@ -23,7 +23,7 @@ from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cpu import native
 
 pytestmark = pytest.mark.skipif(
-    native.unavailable() is not None, reason="bits depend on the company without the kernels"
+    native.unavailable() is not None, reason="bits depend on the batch without the kernels"
 )
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}

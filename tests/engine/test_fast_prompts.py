@@ -79,14 +79,16 @@ def test_an_answer_is_computed_anew_where_it_is_part_of_a_later_prompt(
         assert again.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
 
 
-def logits_of(lm: CausalLM, text: list[int], chunks: list[int], num_fast: int, company: bool) -> torch.Tensor:
+def logits_of(
+    lm: CausalLM, text: list[int], chunks: list[int], num_fast: int, in_batch: bool
+) -> torch.Tensor:
     """Return the logits of each row of `text`, computed in chunks, perhaps beside another text's rows."""
     cache = lm.new_cache(2 * 256, prefix_caching=False)
     begin, rows = 0, []
     for size in chunks:
         fast = min(max(num_fast - begin, 0), size)
         groups = [RowGroup(range(256), begin, text[begin : begin + size], range(size), num_fast=fast)]
-        if company:
+        if in_batch:
             other = RowGroup(range(256, 512), begin, text[::-1][begin : begin + size], [], num_fast=size // 2)
             groups.insert(0, other)
         rows.append(lm.forward(groups, cache.pool).logits)
@@ -94,13 +96,13 @@ def logits_of(lm: CausalLM, text: list[int], chunks: list[int], num_fast: int, c
     return torch.cat(rows)
 
 
-def test_a_rows_bits_do_not_depend_on_its_chunk_or_its_company() -> None:
+def test_a_rows_bits_do_not_depend_on_its_chunk_or_its_batch() -> None:
     lm = load_model(EMBEDDED_TARGET, fast_prompts=True)
     text = [(17 * i * i + 5 * i + 3) % 90 for i in range(110)]
-    alone = logits_of(lm, text, [1] * 110, 80, company=False)
+    alone = logits_of(lm, text, [1] * 110, 80, in_batch=False)
     for chunks in ([110], [79, 1, 30], [37, 37, 36], [16] * 6 + [14]):
-        assert torch.equal(logits_of(lm, text, chunks, 80, company=True), alone)
-    exact = logits_of(lm, text, [110], 0, company=False)
+        assert torch.equal(logits_of(lm, text, chunks, 80, in_batch=True), alone)
+    exact = logits_of(lm, text, [110], 0, in_batch=False)
     spread = (exact.max() - exact.min()).item()
     difference = (alone - exact).abs()
     assert 1e-4 < difference[:80].max() / spread < 0.03

@@ -11,7 +11,7 @@ from slipstream.models.cpu import native
 from tests.kit.engines import MakeLLM
 
 pytestmark = pytest.mark.skipif(
-    native.unavailable() is not None, reason="bits depend on the company without the kernels"
+    native.unavailable() is not None, reason="bits depend on the batch without the kernels"
 )
 
 TREE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 3, "num_draft_nodes": 10}

@@ -19,7 +19,7 @@ from slipstream.testing.paged import PAGE, PagedAccounting, PagedBackend
 from tests.kit.engines import MakeLLM
 
 TOLERANCE = 1e-3
-"""Tolerance of an entry: PyTorch's attention gives a row other last bits in other company."""
+"""Tolerance of an entry: PyTorch's attention gives a row other last bits in another batch."""
 
 
 @pytest.fixture(autouse=True)

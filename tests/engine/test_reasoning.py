@@ -117,7 +117,7 @@ def test_what_follows_a_kept_step_is_the_targets_own(plain: LLM, make_llm: MakeL
         assert on.outputs[0].token_ids[num_told:] == rest.outputs[0].token_ids
 
 
-def test_answers_in_company_and_streamed(plain: LLM, make_llm: MakeLLM) -> None:
+def test_answers_in_a_batch_and_streamed(plain: LLM, make_llm: MakeLLM) -> None:
     """Others beside it get their own text; every token is passed on once, in order."""
     llm = lossy(make_llm, {"model": EMBEDDED_DRAFT}, max_num_seqs=6)
     several = SamplingParams(n=2, temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)

@@ -74,7 +74,7 @@ def test_an_answer_says_whether_its_seed_gives_it_again(verifier: str, make_llm:
         for answer in output.outputs:
             assert answer.reproducible
             wanted = replace(params, n=1, seed=answer.seed)
-            others = [[5]] * 3  # in other company
+            others = [[5]] * 3  # in another batch
             again = llm.generate([*others, prompt], wanted)[-1].outputs[0]
             assert again.token_ids == answer.token_ids
     learning = make_llm({"method": "suffix", "verifier": verifier})

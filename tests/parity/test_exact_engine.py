@@ -31,7 +31,7 @@ PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
 """Sixteen answers; the first token comes with the prompt, before any draft."""
 TEXT = "one two three one two"
 CLOSE = 1e-5
-"""A row that is computed in other company differs in the last bits of its float32 numbers."""
+"""A row that is computed in another batch differs in the last bits of its float32 numbers."""
 CHOICES = [[0], [1], [0, 0]]
 TREE: dict[str, Any] = {"tree_choices": CHOICES}
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 2}

@@ -1,6 +1,6 @@
-"""Random requests, random parameters, random company, too little memory: every answer is the one without speculation.
+"""Random requests, random parameters, random batches, too little memory: every answer is the one without speculation.
 
-The engine's kernels give a row the same bits in any company, so the comparison is exact: tokens, text, reason, and what
+The engine's kernels give a row the same bits in any batch, so the comparison is exact: tokens, text, reason, and what
 was said of each token but for its log-probability's last bits.
 """
 
@@ -23,7 +23,7 @@ from slipstream.text.prompts import encode_chat
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        native.unavailable() is not None, reason="bits depend on the company without the kernels"
+        native.unavailable() is not None, reason="bits depend on the batch without the kernels"
     ),
 ]
 
@@ -131,7 +131,7 @@ def cut_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_cut_draft(tmp_path_factory.mktemp("pair") / "draft")
 
 
-def companies(rng: random.Random, number: int) -> Iterator[range]:
+def batches(rng: random.Random, number: int) -> Iterator[range]:
     """0 to `number` in batches of random sizes."""
     begin = 0
     while begin < number:
@@ -160,7 +160,7 @@ def test_every_answer_is_that_of_speculation_off(
     share = range(len(jobs)) if not short_of_memory else range(0, len(jobs), 3)
     chosen = [jobs[i] for i in share]
     num_accepted = num_preempted = 0
-    for batch in companies(rng, len(chosen)):
+    for batch in batches(rng, len(chosen)):
         outputs = llm.generate([chosen[i][0] for i in batch], [chosen[i][1] for i in batch])
         for i, output in zip(batch, outputs, strict=True):
             num_accepted += output.metrics.num_accepted_tokens

@@ -185,7 +185,7 @@ def reproduces(
     """
     undrafted = options.max_draft_tokens == 0 or not (drafts or options.prediction is not None)
     if options.reasoning is not None:
-        return False  # a step is drafted or not as memory and company allow
+        return False  # a step is drafted or not as memory and the batch allow
     return verifier_reproduces or params.greedy or undrafted
 
 

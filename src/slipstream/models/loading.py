@@ -304,7 +304,8 @@ def _tell_cache_dtype(lm: CausalLM, asked: str) -> None:
 def _warn_of_copies(name: str) -> None:
     log.warning(
         "kv_cache_dtype is %s where the fused decoder does not run: every pass copies the entries that it reads, "
-        "widened, and where company changes PyTorch's last bits, text may differ at near ties by a step of the type",
+        "widened; where other rows of the batch change PyTorch's last bits, text may differ at near ties by a step of "
+        "the type",
         name,
     )
 

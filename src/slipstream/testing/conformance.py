@@ -63,7 +63,7 @@ def check_drafter(
     turn; `max_len` (96) bounds prompt and answer together, in tokens, and `verifier` ("coupled") judges.
 
     With `shares_across_requests` a drafter may learn from one request for another *of the same tenant* and must forget
-    it at `reset`; without, a sequence's proposals must not depend on its company. Of a sequence that was released
+    it at `reset`; without, a sequence's proposals must not depend on its batch. Of a sequence that was released
     nothing may be reachable from the drafter, whatever it says of its memory. `depends_on_text_only` demands more than
     the contract does: that a drafter which meets a sequence for the first time proposes just what one proposes that has
     followed it all along.

@@ -1,4 +1,4 @@
-"""Heads and draft chains in the CPU kernels: PyTorch's numbers, a row's own bits in any company, the same tokens."""
+"""Heads and draft chains in the CPU kernels: PyTorch's numbers, a row's own bits in any batch, the same tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // The CPU kernels over odd shapes: no access outside a buffer and no undefined behaviour (in a build with sanitizers), the
-// same bits for a row in any company, and a digest of all results, which every build must print alike. Buffers are exactly
+// same bits for a row in any batch, and a digest of all results, which every build must print alike. Buffers are exactly
 // as large as the kernels are promised, and cache entries that nobody wrote are NaN, so that reading one shows.
 //
 // usage: odd_shapes SEED NUM_CASES; prints one line and exits 1 at the first row that differs.
@@ -80,7 +80,7 @@ void take(const float* values, size_t size) {
 
 bool same_bits(const float* a, const float* b, size_t size) { return std::memcmp(a, b, size * sizeof(float)) == 0; }
 
-[[noreturn]] void differs(const char* what, int number_of_case, const char* than = "in company than alone") {
+[[noreturn]] void differs(const char* what, int number_of_case, const char* than = "in a batch than alone") {
   std::printf("case %d: %s has other bits %s\n", number_of_case, what, than);
   std::exit(1);
 }
@@ -771,7 +771,7 @@ int main(int, char** arguments) {
   }
   std::printf("memory was short in reserve %d, divide %d, plan %d times\n", shortages.in_reserve, shortages.in_divide,
               shortages.in_plan);
-  std::printf("%d cases on %s: equal in any company, digest %016llx\n", num_cases, slipstream_instructions(),
+  std::printf("%d cases on %s: equal in any batch, digest %016llx\n", num_cases, slipstream_instructions(),
               (unsigned long long)digest);
   std::fflush(stdout);
   std::_Exit(0);  // the kernels' threads never end

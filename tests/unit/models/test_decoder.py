@@ -1,4 +1,4 @@
-"""The kernels' decoder: a row's logits are the same bits in any company, and its weights are held once."""
+"""The kernels' decoder: a row's logits are the same bits in any batch, and its weights are held once."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_a_registered_family_is_fused_and_computes_what_it_did(
     tree = Proposal((wrong, TEXT[17], TEXT[18], TEXT[19]), (-1, -1, 1, 2))
     below = logits(lm, 10, 17, tree)[[-3, -2, -1]]
     assert torch.allclose(below, expected[17:], atol=atol)
-    assert torch.equal(below, logits(lm, 0, 20)[17:]), "a row's bits do not depend on its company"
+    assert torch.equal(below, logits(lm, 0, 20)[17:]), "a row's bits do not depend on its batch"
 
 
 def test_without_registration_it_runs_layer_by_layer(caplog: pytest.LogCaptureFixture) -> None:

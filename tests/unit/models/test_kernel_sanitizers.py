@@ -47,7 +47,7 @@ def run(program: Path, num_cases: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=attrgetter("name"))
-def test_odd_shapes_are_clean_and_equal_in_any_company(build: Build, tmp_path: Path) -> None:
+def test_odd_shapes_are_clean_and_equal_in_any_batch(build: Build, tmp_path: Path) -> None:
     if build.machine not in (builds.machine(), "") or not build.needs <= builds.processor_flags():
         pytest.skip("not for this processor")
     done = run(compiled(tmp_path, build), NUM_CASES)
@@ -74,18 +74,18 @@ FAULTS = (
         "a node of a tree",
     ),
     Fault(
-        "rounds-by-company",
+        "rounds-by-batch",
         "linear.h",
         "store(out + r * UNIT + c * LANES, total[r][c]);",
         "store(out + r * UNIT + c * LANES, faulty && R > 3 ? total[r][c] * 1.0000002f : total[r][c]);",
-        "has other bits in company",
+        "has other bits in a batch",
     ),
     Fault(
-        "rounds-groups-by-company",
+        "rounds-groups-by-batch",
         "groups.h",
         "total[r][c] = fused(scale, products,",
         "total[r][c] = fused(scale, faulty && R > 3 ? products * 1.0000002f : products,",
-        "has other bits in company",
+        "has other bits in a batch",
     ),
     Fault(
         "widens-wrong",

@@ -52,7 +52,7 @@ def test_same_numbers_for_any_number_of_rows(kind: str, bias: bool, shape: tuple
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["native", *INT8, *INT4])
-def test_a_row_has_the_same_bits_in_any_company(kind: str, shape: tuple[int, int]) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, shape: tuple[int, int]) -> None:
     """Not so for oneDNN, whose kernels differ from one number of rows to the next."""
     torch.manual_seed(2)
     packed = (FLOAT32 | INT8 | INT4)[kind](nn.Linear(*shape))

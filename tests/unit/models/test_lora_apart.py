@@ -192,7 +192,7 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
     whole = logits(packed)
     assert relative_error(whole, expected) < 0.05  # rows are rounded to 8 bits
     for parts in (20, 7, 2):
-        assert torch.equal(logits(packed, parts=parts), whole), "a row's bits do not depend on its company"
+        assert torch.equal(logits(packed, parts=parts), whole), "a row's bits do not depend on its batch"
 
 
 @native

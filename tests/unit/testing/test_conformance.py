@@ -134,7 +134,7 @@ class CountsItsCalls(Trees):
         return self.chains(self.num_calls, budgets)
 
 
-class LooksAtItsCompany(Trees):
+class LooksAtItsBatch(Trees):
     """The first token of each chain is how many sequences it was met with."""
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -288,7 +288,7 @@ class MisstatesItsDraws(Trees):
         (RepeatsSiblings, "siblings repeat a token"),
         (WritesIntoTheText, "propose changed the sequences"),
         (CountsItsCalls, "asked again|drafts differently"),
-        (LooksAtItsCompany, "other sequences of the batch"),
+        (LooksAtItsBatch, "other sequences of the batch"),
         (ForgetsNobody, "memory grows"),
         (HidesWhatItKeeps, "is not forgotten: the drafter still holds the id .* in seen"),
         (KeepsSequences, "is not forgotten: the drafter still holds sequence .* itself, in released"),

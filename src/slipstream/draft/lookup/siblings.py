@@ -115,7 +115,7 @@ class _Trust:
 
 
 @dataclass
-class _Company:
+class _SampleGroup:
     """What the answers that draft for each other have in common."""
 
     rows: NgramRows
@@ -142,7 +142,7 @@ class SiblingsDrafter(Drafter):
         super().__init__(options, context)
         self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
         self._num_successors = min(options.num_successors, context.vocab_size)
-        self._companies: BoundedDict[tuple[str, str | None], _Company] = BoundedDict(options.max_stores)
+        self._groups: BoundedDict[tuple[str, str | None], _SampleGroup] = BoundedDict(options.max_stores)
         """By tenant and, where answers of one request share, its id."""
         self._likeliest: dict[int, _Likeliest] = {}
         """By sequence: what was likeliest when it was drafted for."""
@@ -195,15 +195,15 @@ class SiblingsDrafter(Drafter):
 
     def _tree(self, sequence: Sequence, budget: int) -> _SiblingTree | None:
         key = self._key(sequence) if budget > 0 else None
-        company = None if key is None else self._companies.get(key)
-        if company is None:
+        group = None if key is None else self._groups.get(key)
+        if group is None:
             return None
         options = self.options
         max_nodes = min(budget, options.num_draft_nodes)
         max_depth = min(budget, options.num_speculative_tokens)
         coupled = self.context.verifier.accepts_coupled
         return _SiblingTree(
-            sequence, company.rows, coupled, company.trust, options.min_path_prob, max_nodes, max_depth
+            sequence, group.rows, coupled, group.trust, options.min_path_prob, max_nodes, max_depth
         )
 
     def _drafted(self, tree: _SiblingTree) -> Proposal:
@@ -218,45 +218,45 @@ class SiblingsDrafter(Drafter):
             key = self._key(seen.sequence)
             if key is None:
                 continue
-            company = self._companies.touch(key, lambda: _Company(NgramRows(self.options.max_entries)))
-            company.running.add(seen.sequence.id)
+            group = self._groups.touch(key, lambda: _SampleGroup(NgramRows(self.options.max_entries)))
+            group.running.add(seen.sequence.id)
             best = top_tokens(seen.logits, self._num_successors)  # [1 + n, successors]
             best_ids, best_logits = best.tolist(), seen.logits.gather(1, best).tolist()
             end = tuple(seen.sequence.token_ids[: seen.length_before][-max(ORDERS) :])
             texts = {ROOT: end}
-            company.rows.add(end, NgramRow(tuple(best_ids[0]), tuple(best_logits[0])))
+            group.rows.add(end, NgramRow(tuple(best_ids[0]), tuple(best_logits[0])))
             likeliest = self._likeliest.pop(seen.sequence.id, None)
             came = seen.sequence.token_ids[seen.length_before :]
             if likeliest is not None and likeliest.length == seen.length_before and came:
-                company.trust.learn(likeliest, came[0])
+                group.trust.learn(likeliest, came[0])
             proposal = seen.proposal
             for node, (token, parent) in enumerate(zip(proposal.token_ids, proposal.parents, strict=True)):
                 text = texts[node] = (*texts[parent], token)[-max(ORDERS) :]
-                company.rows.add(text, NgramRow(tuple(best_ids[node + 1]), tuple(best_logits[node + 1])))
+                group.rows.add(text, NgramRow(tuple(best_ids[node + 1]), tuple(best_logits[node + 1])))
 
     def release(self, sequence: Sequence) -> None:
         """With the last running answer of a request its n-grams are dropped; a tenant's stay."""
         self._likeliest.pop(sequence.id, None)
         key = self._key(sequence)
-        company = None if key is None else self._companies.get(key)
-        if key is None or company is None:
+        group = None if key is None else self._groups.get(key)
+        if key is None or group is None:
             return
-        company.running.discard(sequence.id)
-        if self.options.share == "request" and not company.running:
-            del self._companies[key]
+        group.running.discard(sequence.id)
+        if self.options.share == "request" and not group.running:
+            del self._groups[key]
 
     def reset(self) -> None:
         """Drop all n-grams."""
-        self._companies.clear()
+        self._groups.clear()
         self._likeliest.clear()
 
     def num_held(self) -> int:
         """Answers that draft for each other now."""
-        return sum(len(company.running) for company in self._companies.values())
+        return sum(len(group.running) for group in self._groups.values())
 
     def memory_bytes(self) -> int:
         """Bytes of all n-grams."""
-        return sum(company.rows.memory_bytes() for company in self._companies.values())
+        return sum(group.rows.memory_bytes() for group in self._groups.values())
 
 
 @dataclass(order=True, slots=True)

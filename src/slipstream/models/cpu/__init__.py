@@ -5,7 +5,7 @@ about one token, and a step little more than reading its weights: no operator of
 between the linear layers cost a small model more than its arithmetic. And a row's result must not depend on the rows
 beside it: libraries choose their kernels by the number of rows, ours add up every output in one fixed order.
 
-What makes the bits the same on every processor, and in any company of rows:
+What makes the bits the same on every processor, and in any batch of rows:
 
 - Every sum over lanes is taken in sixteen of them (`wide` of `vectors.h`), in one, two or four registers, and folded by
   halves. What is left behind the last sixteen is added one by one. An output of a linear layer is one chain of fused
