@@ -17,7 +17,7 @@ from slipstream.engine.target import check_same_target
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.longrope import settle_frequencies
+from slipstream.models.longrope import resolve_frequencies
 
 ORIGINAL, FULL = 16, 64
 LONG = [(13 * i * i + 7 * i + 1) % VOCAB for i in range(40)]
@@ -126,11 +126,11 @@ def test_engines_that_share_a_target_share_its_frequencies(folder: Path) -> None
             check_same_target(lm, mine, asked)
 
 
-def test_frequencies_that_cannot_be_settled_are_refused(folder: Path) -> None:
+def test_frequencies_that_cannot_be_resolved_are_refused(folder: Path) -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(folder)
     model.model.rotary_emb.rope_type = {"full_attention": "longrope"}  # as where layers have their own
     with pytest.raises(UnsupportedModelError, match="code of its own; set max_model_len to at most 16"):
-        settle_frequencies(model, FULL)
+        resolve_frequencies(model, FULL)
 
 
 def test_a_rotation_that_still_changes_is_refused(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Linear:
         self._parts = list(prior)
         self._new: list[tuple[Seq[float], float]] = []
         self._num_new = 0
-        self._is_settled = False
+        self._is_fitted = False
         self._num_outliers = 0
 
     def learn(self, features: Seq[float], seconds: float) -> None:
@@ -78,7 +78,7 @@ class Linear:
         self._new.append((features, seconds))
         self._num_new += 1
         if self._num_outliers >= OUTLIERS_IN_A_ROW:
-            self._products[:], self._targets[:], self._is_settled = 0.0, 0.0, False
+            self._products[:], self._targets[:], self._is_fitted = 0.0, 0.0, False
             self._new, self._num_outliers = self._new[-OUTLIERS_IN_A_ROW:], 0
         if len(self._new) >= LINEAR_MEMORY:
             self._work_in()
@@ -89,7 +89,7 @@ class Linear:
 
     def parts(self) -> list[float]:
         """Seconds of one of each quantity."""
-        if self._num_new >= (SOLVED_EVERY if self._is_settled else 1):
+        if self._num_new >= (SOLVED_EVERY if self._is_fitted else 1):
             self._work_in()
         return self._parts
 
@@ -108,7 +108,7 @@ class Linear:
         self._parts, self._num_new = parts.tolist(), 0
         if self._products.any() or len(self._new) >= FEW:
             self._products, self._targets, self._prior, self._new = products, targets, parts, []
-            self._is_settled = True
+            self._is_fitted = True
 
     def _solve(self, products: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
         products = products + np.diag(self._ridge)

@@ -208,7 +208,7 @@ class Policy:
             self.draft_costs,
             self._prompt_rows.value if beside_prompts else 0.0,
         )
-        best = self._settle(problem, [before.choice(request) for request in requests])
+        best = self._resolve(problem, [before.choice(request) for request in requests])
         options = [problem.options[place] for place in best.places.tolist()]
         choices = [self._as_asked(option) for option in options]
         nothing = problem.nothing()
@@ -241,7 +241,7 @@ class Policy:
         self._consider_trial(problem, best, requests)
         return plan
 
-    def _settle(self, problem: Problem, before: Seq[Choice]) -> Priced:
+    def _resolve(self, problem: Problem, before: Seq[Choice]) -> Priced:
         """The best plan; or the one before, or lookups alone, where it is not clearly better than these."""
         best = problem.best()
         kept = problem.price(np.array([problem.place_of(choice) for choice in before]))

@@ -74,10 +74,10 @@ class Probes:
             gained = [outcome.num_tokens for outcome in step.outcomes]
             self._made.append((step.seconds, mean(gained) if gained else 1.0))
             if not self._left:
-                self._settle(pair)
+                self._resolve(pair)
         return pair
 
-    def _settle(self, pair: Pair | None) -> None:
+    def _resolve(self, pair: Pair | None) -> None:
         """Pay what the probe cost beyond its price: drafts may gain more than was estimated, and drafters that begin
         may have long texts to compute first."""
         if pair is not None:

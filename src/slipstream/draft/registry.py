@@ -71,7 +71,7 @@ def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
     """
     cls, options = validate(config, context.verifier)
     if config.draft_device is not None:
-        from slipstream.models.settling import resolve_device
+        from slipstream.models.resolve import resolve_device
 
         context = dataclasses.replace(context, device=resolve_device(config.draft_device))
     spec, target = method_spec(config.method), context.target

@@ -16,7 +16,7 @@ from slipstream.models.cpu import threads
 from slipstream.models.files.folder import check_headers, check_weight_files
 from slipstream.models.files.stored import KEPT_AS_STORED
 from slipstream.models.outline import ModelOutline
-from slipstream.models.settling import resolve_device
+from slipstream.models.resolve import resolve_device
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.unloaded import shared_outlines
 from slipstream.plan.planner import Planner

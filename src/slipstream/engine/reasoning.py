@@ -304,7 +304,7 @@ class StepSpeculation(StepExtension):
         """A kept step is given, and the verifier chooses what follows; a refused one is a chain that it verifies."""
         judged = self._judge(items) if self._thinkers else []
         verify(items)
-        if again := self._settle(judged):
+        if again := self._resolve(judged):
             verify(again)
 
     def _judge(self, items: Iterable[StepItem]) -> list[tuple[StepItem, _Thinker]]:
@@ -327,7 +327,7 @@ class StepSpeculation(StepExtension):
             judged.append((item, thinker))
         return judged
 
-    def _settle(self, judged: Iterable[tuple[StepItem, _Thinker]]) -> list[StepItem]:
+    def _resolve(self, judged: Iterable[tuple[StepItem, _Thinker]]) -> list[StepItem]:
         """The verdicts are known; the items whose step is the last one, to be verified again with nothing given."""
         again: list[StepItem] = []
         for item, thinker in judged:

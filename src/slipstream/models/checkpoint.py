@@ -20,7 +20,7 @@ from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
 from slipstream.models.files.lora import apply_adapter, chosen_adapter
 from slipstream.models.files.quantised_folder import read_quantised
-from slipstream.models.files.quantized import Quantised, settle_quantized
+from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
 from slipstream.models.files.unused import UnusedTensors, unused_by
 from slipstream.models.huggingface import (
@@ -96,7 +96,7 @@ def open_checkpoint(
     tower = text_tower(config)
     config = config if tower is None else tower.config
     check_config(config)
-    quantised = settle_quantized(path, config, read_by_transformers(config, tower), widens)
+    quantised = resolve_quantized(path, config, read_by_transformers(config, tower), widens)
     check_weight_files(path)
     return Checkpoint(path, revision, trust_remote_code, config, tower, adapter, quantised=quantised)
 

@@ -29,24 +29,24 @@ from slipstream.models.files.stored import KEPT_AS_STORED
 from slipstream.models.huggingface import model_class
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.load_options import LoadOptions
-from slipstream.models.longrope import settle_frequencies
+from slipstream.models.longrope import resolve_frequencies
 from slipstream.models.matrices import (
     STORED,
     has_only_plain_matrices,
     matrix_dtype,
     read_and_forgotten,
     reading,
+    resolve_matrices,
     row_dtype,
-    settle_matrices,
     widened,
 )
 from slipstream.models.quiet import one_line, silenced
-from slipstream.models.settling import (
+from slipstream.models.resolve import (
     resolve_cache_dtype,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
-    settle_dtype,
+    resolve_weight_dtype,
 )
 from slipstream.models.support import check_config, context_length
 from slipstream.models.verdicts import LoadVerdict, verdict_of
@@ -139,7 +139,7 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
     def is_plain() -> bool:
         return has_only_plain_matrices(meta_model(source.config, "eager", trusts))
 
-    kind, asked = settle_dtype(dtype, where, source.config, native, is_plain)
+    kind, asked = resolve_weight_dtype(dtype, where, source.config, native, is_plain)
     name = quantization or asked
     fmt = checked_format(name, where, kind)
     if options.fast_prompts:
@@ -253,9 +253,9 @@ def adapt(
     dtype = dtype or row_dtype(model)
     fmt = checked_format(options.quantization, model.device, dtype)
     if dtype == torch.float32:
-        settle_matrices(model, fmt.stored_dtype, keeps_narrow=native and pack and fmt.kernel is not None)
+        resolve_matrices(model, fmt.stored_dtype, keeps_narrow=native and pack and fmt.kernel is not None)
     length = context_length(model.config, options.max_model_len)
-    settle_frequencies(model, length)
+    resolve_frequencies(model, length)
     traits = ModelTraits(model.config, model.device, dtype, native and pack and options.fuses)
     name = options.attention_backend
     backend = choose_backend(name, traits)

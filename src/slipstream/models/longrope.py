@@ -16,7 +16,7 @@ FIXED = "longrope for long texts"
 """A `rope_type` that Transformers does not know, so that it leaves the frequencies as they are."""
 
 
-def settle_frequencies(model: Any, context_length: int) -> None:
+def resolve_frequencies(model: Any, context_length: int) -> None:
     """Fix the model's frequencies to those for texts of up to `context_length` tokens.
 
     Raises `UnsupportedModelError` for a model whose own code chooses frequencies in every pass.

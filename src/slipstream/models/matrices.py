@@ -115,7 +115,7 @@ def row_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def settle_matrices(model: nn.Module, dtype: torch.dtype | None, keeps_narrow: bool = False) -> None:
+def resolve_matrices(model: nn.Module, dtype: torch.dtype | None, keeps_narrow: bool = False) -> None:
     """Convert the matrices of a model to `dtype`, or leave them as they are, and make every other weight float32.
 
     With `keeps_narrow` those of 16 bits stay so where `dtype` is float32: who packs them widens them then, part by

@@ -36,7 +36,7 @@ from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
 from slipstream.models.planned_adapter import held_adapter_bytes
-from slipstream.models.settling import (
+from slipstream.models.resolve import (
     resolve_cache_dtype,
     resolve_dtype,
 )

@@ -25,7 +25,7 @@ from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
 from slipstream.models.files.lora import outlined_changes
 from slipstream.models.files.quantised_folder import read_quantised
-from slipstream.models.files.quantized import Quantised, settle_quantized
+from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
 from slipstream.models.files.unused import unused_by
 from slipstream.models.huggingface import unused_deferred
@@ -34,11 +34,11 @@ from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices
 from slipstream.models.planned_adapter import planned_adapter
 from slipstream.models.quiet import one_line, silenced
-from slipstream.models.settling import (
+from slipstream.models.resolve import (
     resolve_device,
     resolve_dtype,
     resolve_kernels,
-    settle_dtype,
+    resolve_weight_dtype,
 )
 from slipstream.models.support import check_config
 from slipstream.models.text_tower import text_tower
@@ -122,7 +122,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     backend = choose_backend(options.attention_backend, traits)
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)
-    kind, asked = settle_dtype(dtype, where, config, native, lambda: plain)
+    kind, asked = resolve_weight_dtype(dtype, where, config, native, lambda: plain)
     traits = replace(traits, dtype=kind)
     backend = choose_backend(options.attention_backend, traits)
     matrices = kind
@@ -181,7 +181,7 @@ def _config(
     tower = text_tower(config)
     config = config if tower is None else tower.config
     check_config(config)
-    quantised = settle_quantized(path, config, read_by_transformers(config, tower))
+    quantised = resolve_quantized(path, config, read_by_transformers(config, tower))
     if gguf is not None:
         stored = read_gguf_model(gguf, config)
         return config, stored if stored.matrices else None, None

@@ -45,7 +45,7 @@ class Survey:
 QUICK = Survey((1, 2, 5, 8), (16, 256), budget_s=1.0, array_bytes=2**28, max_repeats=5)
 """A rough look: few points, few repeats."""
 
-SETTLING_S = 0.01
+WARMUP_S = 0.01
 """Pause after a reading. PyTorch's threads keep the cores busy for some milliseconds after an operator."""
 
 NUM_LOOKS = 8
@@ -54,7 +54,7 @@ NUM_LOOKS = 8
 FEW_ROWS = 32
 """Up to so many rows, a step is bound by memory."""
 
-NUM_SETTLING = 4
+NUM_WARMUP = 4
 """Untimed passes before few rows are timed after many. In serving, a step of few rows follows another one and finds its
 data in the caches. After a pass of many rows, small models take half as long again for so many passes."""
 
@@ -110,7 +110,7 @@ def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: f
             if repeat == 0:
                 bench.pass_s(rows, context_)  # kernels are made, buffers found
             if repeat and before > FEW_ROWS >= rows:
-                for _ in range(NUM_SETTLING):
+                for _ in range(NUM_WARMUP):
                     bench.pass_s(rows, context_)
             before = rows
             took_s = bench.pass_s(rows, context_)
@@ -154,7 +154,7 @@ class _Limits:
         """Take one reading of each."""
         for limit, reading in self._readings.items():
             self._rates.setdefault(limit, []).append(reading())
-        time.sleep(SETTLING_S)
+        time.sleep(WARMUP_S)
 
     def memory_bytes_per_s(self, model: CausalLM) -> Rate:
         """Over an array that no cache can hold."""

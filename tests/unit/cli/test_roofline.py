@@ -158,7 +158,7 @@ def test_a_first_idea_of_few_rows_is_that_of_steps_in_a_row(
 
     def pass_s(self: Any, rows: int, context: int) -> float:
         passes.append(rows)
-        return rows + 100.0 * any(earlier > 32 for earlier in passes[-1 - pass_times.NUM_SETTLING : -1])
+        return rows + 100.0 * any(earlier > 32 for earlier in passes[-1 - pass_times.NUM_WARMUP : -1])
 
     monkeypatch.setattr(pass_times._Bench, "pass_s", pass_s)
     assert pass_times.time_passes(draft, (1, 4, 64), 16, 1.0) == {1: 1.0, 4: 4.0, 64: 64.0}

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from slipstream.control.monitor.drift import REFERENCE_SIZES, SETTLE_REQUESTS, ShiftWatch
+from slipstream.control.monitor.drift import REFERENCE_SIZES, RESOLVE_REQUESTS, ShiftWatch
 from slipstream.stats.shift import (
     FALSE_ALARM_RATE,
     MIN_SHIFT,
@@ -158,7 +158,7 @@ def test_a_level_that_lasts_becomes_the_reference() -> None:
     watch = watching()
     noticed = delay(watch, requests(400, 0.4, 1))
     assert noticed is not None
-    for item in requests(SETTLE_REQUESTS - 1, 0.4, 2):
+    for item in requests(RESOLVE_REQUESTS - 1, 0.4, 2):
         watch.add(item)
     assert watch.shift is not None
     watch.add(Value(0.4))
@@ -172,7 +172,7 @@ def test_a_level_that_lasts_becomes_the_reference() -> None:
 def test_taking_note_takes_the_level_since_for_usual() -> None:
     watch = watching()
     delay(watch, requests(400, 0.3, 1))
-    watch.settle()
+    watch.resolve()
     assert watch.shift is None
     if watch.reference is None:  # too few requests since: it learns on
         assert 0 < watch.num_learned < REFERENCE_SIZES[0]
@@ -180,7 +180,7 @@ def test_taking_note_takes_the_level_since_for_usual() -> None:
         watch.add(item)
     assert watch.reference is not None
     assert watch.reference.mean == pytest.approx(0.3, abs=0.05)
-    watch.settle()  # nothing to note
+    watch.resolve()  # nothing to note
     assert watch.reference is not None
 
 

@@ -22,7 +22,7 @@ from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.cpu import builds, native
 from slipstream.models.loading import _warn_of_copies
 from slipstream.models.outline import outline_model
-from slipstream.models.settling import resolve_cache_dtype
+from slipstream.models.resolve import resolve_cache_dtype
 from slipstream.vllm_names import own_engine_keys
 
 CPU = torch.device("cpu")

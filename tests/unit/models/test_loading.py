@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_config, load_model, load_tokenizer
-from slipstream.models.files.quantized import settle_quantized
-from slipstream.models.settling import resolve_device, resolve_dtype
+from slipstream.models.files.quantized import resolve_quantized
+from slipstream.models.resolve import resolve_device, resolve_dtype
 from slipstream.models.support import context_length
 from tests.kit.small_llama import sizes
 
@@ -217,7 +217,7 @@ def test_what_is_said_to_be_widened_is_widened_on_every_device(method: str) -> N
     """On new GPUs Transformers would keep such weights, in layers that are not plain products."""
     pytest.importorskip("accelerate")
     config = LlamaConfig(quantization_config={"quant_method": method, "weight_block_size": [128, 128]})
-    assert settle_quantized("here", config, by_transformers=True) is None
+    assert resolve_quantized("here", config, by_transformers=True) is None
     assert config.quantization_config["dequantize"] is True
     assert config.quantization_config["weight_block_size"] == [128, 128]
 

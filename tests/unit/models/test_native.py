@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import cache_folder
 from slipstream.errors import ConfigError
-from slipstream.models import load_model, settling
+from slipstream.models import load_model, resolve
 from slipstream.models.cpu import builds, native, pages, structs
 from slipstream.models.cpu.builds import BUILDS, Build
 from slipstream.models.cpu.packed_weight import PackedWeight
@@ -44,10 +44,10 @@ def forget_sources() -> None:
 def forgotten() -> Iterator[None]:
     """No library is loaded yet, and none is afterwards."""
     forget_library()
-    settling.warn_once.cache_clear()
+    resolve.warn_once.cache_clear()
     yield
     forget_library()
-    settling.warn_once.cache_clear()
+    resolve.warn_once.cache_clear()
 
 
 @pytest.fixture

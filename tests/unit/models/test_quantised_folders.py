@@ -27,7 +27,7 @@ from slipstream.models.files.compressed import CompressedMatrix, CompressedSetti
 from slipstream.models.files.gptq import GptqMatrix, GptqSettings
 from slipstream.models.files.grouped import GroupedMatrix
 from slipstream.models.files.quantised_folder import check_settings
-from slipstream.models.files.quantized import settle_quantized
+from slipstream.models.files.quantized import resolve_quantized
 from slipstream.models.outline import outline_model
 from tests.kit.logits import cached_logits, eager_logits, relative_error
 from tests.kit.quantised_folders import LINEARS, Layer, awq, compressed, gptq, quantise_folder
@@ -233,7 +233,7 @@ def test_damaged_settings_are_read_or_refused_in_one_line() -> None:
         settings = damaged(sound[number % len(sound)], random)
         config = SimpleNamespace(quantization_config=settings, model_type="llama")
         try:
-            found = settle_quantized("folder", config)
+            found = resolve_quantized("folder", config)
             read += found is not None and found.is_kept is not None
         except (ConfigError, ModelError, UnsupportedModelError) as error:
             refusals.append(str(error))

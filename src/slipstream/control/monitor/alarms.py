@@ -179,10 +179,10 @@ class Alarms:
         elif kind == AlarmKind.TOKEN_MISMATCH:
             self._num_mismatched = 0
         elif watched is not None and kind == AlarmKind.ACCEPTANCE_DRIFT:
-            watched.acceptance.settle()
+            watched.acceptance.resolve()
             watched.renew_usual()
         elif watched is not None and kind == AlarmKind.TRUNCATION:
-            watched.truncation.settle()
+            watched.truncation.resolve()
         elif watched is not None:
             watched.pay.begin()
         self._clear(alarm, "acknowledged")

@@ -10,7 +10,7 @@ from slipstream.stats.shift import Reference, ShiftTest, Value, mean
 REFERENCE_SIZES = (100, 200, 400)
 """Numbers of requests after which the reference is estimated, and estimated again while there is no evidence of a
 shift: more requests give a smaller tolerance."""
-SETTLE_REQUESTS = 500
+RESOLVE_REQUESTS = 500
 """After this many requests at a new level, that level becomes the reference."""
 
 _CALM = 3.0
@@ -35,8 +35,8 @@ class ShiftWatch:
     """Learns a reference, watches for a shift from it, and reports the shift while it lasts. Memory is bounded.
 
     A shift ends when the mean is nearer to the reference again than to the new level, when an operator acknowledges it
-    (`settle`), or when it has lasted for `SETTLE_REQUESTS`. In the last two cases the new level becomes the reference.
-    Otherwise the reference does not move, so that a slow drift is detected as well as a jump.
+    (`resolve`), or when it has lasted for `RESOLVE_REQUESTS`. In the last two cases the new level becomes the
+    reference. Otherwise the reference does not move, so that a slow drift is detected as well as a jump.
     """
 
     def __init__(self, *, rises: bool = True, falls: bool = True) -> None:
@@ -84,7 +84,7 @@ class ShiftWatch:
         else:
             self._wait()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Make the level since the shift the reference."""
         if self.shift is None:
             return
@@ -125,8 +125,8 @@ class ShiftWatch:
                 self._test = ShiftTest(reference, rises=self._rises, falls=self._falls)
                 self.shift = None
                 return
-        if self._num_since >= SETTLE_REQUESTS:
-            self.settle()
+        if self._num_since >= RESOLVE_REQUESTS:
+            self.resolve()
 
     def _begin(self, values: list[Value]) -> None:
         """Start again, with `values` as the first requests."""

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not change with the length of the text."""
-SETTLED_ROTARY = ("longrope", FIXED)
-"""Kinds that do not once they are settled for a model; see `models.longrope`."""
+RESOLVED_ROTARY = ("longrope", FIXED)
+"""Kinds that do not once they are resolved for a model; see `models.longrope`."""
 
 
 class _RoundedPowers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class Rotation:
     @property
     def is_static(self) -> bool:
         """Whether the frequencies do not change with the length of the text."""
-        return self.rope_type in (*STATIC_ROTARY, *SETTLED_ROTARY)
+        return self.rope_type in (*STATIC_ROTARY, *RESOLVED_ROTARY)
 
     @property
     def width(self) -> int:

@@ -44,7 +44,7 @@ class Quantised:
         return is_kept(self.method, self.settings)
 
 
-def settle_quantized(
+def resolve_quantized(
     path: str, config: Any, by_transformers: bool = False, widens: bool = True
 ) -> Quantised | None:
     """Decide how the quantised weights of a checkpoint are read.

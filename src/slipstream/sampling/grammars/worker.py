@@ -93,7 +93,7 @@ def main() -> None:
     sock, frames = parent_socket(), CODEC.frames()
     _limit_memory(MEMORY_BYTES + STACK_BYTES)
     vocabularies: BoundedDict[str, LLTokenizer] = BoundedDict(MAX_VOCABULARIES)
-    settled = heap_bytes()
+    baseline = heap_bytes()
     while (body := next_body(sock, frames)) is not None:
         asked = CODEC.read(body)
         assert isinstance(asked, TrialRequest)
@@ -103,7 +103,7 @@ def main() -> None:
             vocabularies[asked.key] = llguidance.LLTokenizer(
                 wrapper, n_vocab=len(asked.tokens.tokens), eos_token=asked.tokens.ends
             )
-            settled = heap_bytes()
+            baseline = heap_bytes()
         elif asked.task == "check":
             failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
                 asked.source, limits=parser_limits()
@@ -114,7 +114,7 @@ def main() -> None:
         elif asked.task == "try":
             vocabularies.move_to_end(asked.key)
             answer = _try(vocabularies[asked.key], asked.source)
-        ends = asked.task in ("check", "try") and left_over(settled) > KEPT_BYTES
+        ends = asked.task in ("check", "try") and left_over(baseline) > KEPT_BYTES
         sock.sendall(CODEC.frame(msgspec.structs.replace(answer, ends=ends)))
         if ends:
             return

@@ -58,7 +58,7 @@ def resolve_cache_dtype(
     return stored if fused and stored in (torch.bfloat16, torch.float16) else computed
 
 
-def settle_dtype(
+def resolve_weight_dtype(
     name: str,
     device: torch.device,
     config: Any,
