@@ -13,9 +13,9 @@ from slipstream import vllm_names
 from slipstream.config import EngineConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.accounts import TaskLabels
-from slipstream.serve.api.foreign import FOREIGN, HARMLESS
+from slipstream.serve.api.unsupported import HARMLESS, UNSUPPORTED
 from slipstream.serve.metrics.metrics import Metrics
-from slipstream.vllm_names import ANYTHING, Foreign
+from slipstream.vllm_names import ANYTHING, Unsupported
 
 ENGINE_NOTES = {
     "dtype": "`half` and `float` are `float16` and `float32`; `torch.bfloat16` works too. On a CPU it says how weights "
@@ -63,21 +63,21 @@ def engine_keys() -> list[str]:
         ("speculative_config", "the same keys, [see below](#speculative_config)"),
         ("kv_cache_memory_bytes", "`kv_cache_bytes`"),
     ]
-    return _table("engine key", [*same, *_foreign(vllm_names.ENGINE)])
+    return _table("engine key", [*same, *_unsupported_rows(vllm_names.ENGINE)])
 
 
 def sampling_keys() -> list[str]:
     """`SamplingParams`."""
     own = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in OUR_SAMPLING]
     same = [(name, SAMPLING_NOTES.get(name, "the same")) for name in own]
-    return _table("sampling parameter", [*same, *_foreign(vllm_names.SAMPLING)])
+    return _table("sampling parameter", [*same, *_unsupported_rows(vllm_names.SAMPLING)])
 
 
 def call_keys() -> list[str]:
     """Arguments of `generate` and `chat`, keys of prompts, methods of `LLM`."""
     return [
-        *_table("argument of `generate` or `chat`", _foreign(vllm_names.CALL)),
-        *_table("key of a prompt", _foreign(vllm_names.PROMPT)),
+        *_table("argument of `generate` or `chat`", _unsupported_rows(vllm_names.CALL)),
+        *_table("key of a prompt", _unsupported_rows(vllm_names.PROMPT)),
         *_table("method of `LLM`", [(f"{name}()", advice) for name, advice in vllm_names.METHODS.items()]),
     ]
 
@@ -97,7 +97,7 @@ def speculative_keys(options: Mapping[str, type]) -> list[str]:
     )
     keys += [
         (name, f"with another drafter: {here}" if name in SPECULATIVE_SAME else here)
-        for name, here in _foreign(vllm_names.SPECULATIVE)
+        for name, here in _unsupported_rows(vllm_names.SPECULATIVE)
     ]
     return [*_table("`method`", methods), *_table("other key", keys)]
 
@@ -105,7 +105,7 @@ def speculative_keys(options: Mapping[str, type]) -> list[str]:
 def request_parameters() -> list[str]:
     """Names in the body of a request that are not Slipstream's: vLLM's and those of other servers."""
     rows = []
-    for name, advice in FOREIGN.items():
+    for name, advice in UNSUPPORTED.items():
         values = " or ".join(f"`{json.dumps(value)}`" for value in HARMLESS.get(name, ()))
         rows.append(
             (
@@ -153,16 +153,16 @@ def _drafters_with(key: str, options: Mapping[str, type]) -> list[str]:
     ]
 
 
-def _foreign(names: Mapping[str, Foreign]) -> list[tuple[str, str]]:
-    return [(name, _said_of(foreign)) for name, foreign in names.items()]
+def _unsupported_rows(names: Mapping[str, Unsupported]) -> list[tuple[str, str]]:
+    return [(name, _said_of(unsupported)) for name, unsupported in names.items()]
 
 
-def _said_of(foreign: Foreign) -> str:
-    if any(value is ANYTHING for value in foreign.neutral):
+def _said_of(unsupported: Unsupported) -> str:
+    if any(value is ANYTHING for value in unsupported.neutral):
         return "accepted, changes nothing"
-    values = " or ".join(f"`{_shown(value)}`" for value in foreign.neutral)
+    values = " or ".join(f"`{_shown(value)}`" for value in unsupported.neutral)
     accepted = f"{values} is accepted, anything else " if values else ""
-    return f"{accepted}refused: {foreign.instead}"
+    return f"{accepted}refused: {unsupported.instead}"
 
 
 def _shown(value: Any) -> str:

@@ -23,7 +23,7 @@ ANYTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class Unsupported:
     """One of vLLM's names: its neutral values beside None, and advice for the others."""
 
     neutral: tuple[Any, ...] = ()
@@ -37,7 +37,10 @@ class Foreign:
 
 
 def split_off(
-    given: Mapping[str, Any], names: Mapping[str, Foreign], what: str, error: Callable[[str], SlipstreamError]
+    given: Mapping[str, Any],
+    names: Mapping[str, Unsupported],
+    what: str,
+    error: Callable[[str], SlipstreamError],
 ) -> tuple[dict[str, Any], list[str]]:
     """(the items of `given` whose names are not in `names`, the names that were dropped at neutral values).
 
@@ -56,53 +59,55 @@ def split_off(
 
 
 SAMPLING = {
-    "best_of": Foreign((1,), "ask for n answers with logprobs and choose among them"),
-    "use_beam_search": Foreign((False,), "ask for n answers with logprobs and choose among them"),
-    "length_penalty": Foreign((1.0, 1)),
-    "early_stopping": Foreign((False,)),
-    "flat_logprobs": Foreign((False,), "logprobs are lists of dictionaries"),
-    "guided_decoding": Foreign((), "use structured_outputs"),
-    "logits_processors": Foreign(
+    "best_of": Unsupported((1,), "ask for n answers with logprobs and choose among them"),
+    "use_beam_search": Unsupported((False,), "ask for n answers with logprobs and choose among them"),
+    "length_penalty": Unsupported((1.0, 1)),
+    "early_stopping": Unsupported((False,)),
+    "flat_logprobs": Unsupported((False,), "logprobs are lists of dictionaries"),
+    "guided_decoding": Unsupported((), "use structured_outputs"),
+    "logits_processors": Unsupported(
         ((), []), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
     ),
-    "logprob_token_ids": Foreign((), "use logprobs=-1 and pick the tokens"),
-    "prompt_logprob_token_ids": Foreign((), "use prompt_logprobs=-1 and pick the tokens"),
-    "prompt_logprob_start": Foreign((), "use prompt_logprobs, which begin with the prompt"),
-    "priority": Foreign((0,), "requests run in the order in which they come"),
-    "repetition_detection": Foreign((), "use repetition_penalty, or stop"),
-    "skip_clone": Foreign((ANYTHING,)),
-    "skip_reading_prefix_cache": Foreign((False,), "use enable_prefix_caching=False for the engine"),
-    "spaces_between_special_tokens": Foreign(
+    "logprob_token_ids": Unsupported((), "use logprobs=-1 and pick the tokens"),
+    "prompt_logprob_token_ids": Unsupported((), "use prompt_logprobs=-1 and pick the tokens"),
+    "prompt_logprob_start": Unsupported((), "use prompt_logprobs, which begin with the prompt"),
+    "priority": Unsupported((0,), "requests run in the order in which they come"),
+    "repetition_detection": Unsupported((), "use repetition_penalty, or stop"),
+    "skip_clone": Unsupported((ANYTHING,)),
+    "skip_reading_prefix_cache": Unsupported((False,), "use enable_prefix_caching=False for the engine"),
+    "spaces_between_special_tokens": Unsupported(
         (True,), "special tokens are shown as the tokenizer writes them"
     ),
-    "stream_interval": Foreign((1,), "use stream_interval_s of AsyncEngine"),
-    "thinking_token_budget": Foreign((-1,), "use max_tokens"),
-    "truncate_prompt_tokens": Foreign((-1,), "cut the prompt's token ids before the call"),
+    "stream_interval": Unsupported((1,), "use stream_interval_s of AsyncEngine"),
+    "thinking_token_budget": Unsupported((-1,), "use max_tokens"),
+    "truncate_prompt_tokens": Unsupported((-1,), "cut the prompt's token ids before the call"),
 }
 """vLLM's names in `SamplingParams`."""
 
 CALL = {
-    "guided_options_request": Foreign((), "use structured_outputs of SamplingParams"),
-    "lora_request": Foreign((), "give lora to LLM: one adapter is merged into the model when it is loaded"),
-    "mm_processor_kwargs": Foreign(({},), "models read text only"),
-    "priority": Foreign((0, []), "requests run in the order in which they come"),
-    "prompt_adapter_request": Foreign(),
-    "prompt_token_ids": Foreign((), 'give them as prompts: {"prompt_token_ids": [...]}'),
-    "tokenization_kwargs": Foreign(({},), "tokenize with get_tokenizer() and give token ids"),
-    "chat_template_content_format": Foreign(
+    "guided_options_request": Unsupported((), "use structured_outputs of SamplingParams"),
+    "lora_request": Unsupported(
+        (), "give lora to LLM: one adapter is merged into the model when it is loaded"
+    ),
+    "mm_processor_kwargs": Unsupported(({},), "models read text only"),
+    "priority": Unsupported((0, []), "requests run in the order in which they come"),
+    "prompt_adapter_request": Unsupported(),
+    "prompt_token_ids": Unsupported((), 'give them as prompts: {"prompt_token_ids": [...]}'),
+    "tokenization_kwargs": Unsupported(({},), "tokenize with get_tokenizer() and give token ids"),
+    "chat_template_content_format": Unsupported(
         ("auto", "string"), "parts of text are joined, others are refused"
     ),
 }
 """vLLM's names in `LLM.generate` and `LLM.chat`."""
 
 PROMPT = {
-    "multi_modal_data": Foreign(({},), "models read text only"),
-    "multi_modal_uuids": Foreign(({},), "models read text only"),
-    "mm_processor_kwargs": Foreign(({},), "models read text only"),
-    "cache_salt": Foreign(("",), "use tenant, which shares nothing with other tenants"),
-    "prompt_embeds": Foreign((), "give text or token ids"),
-    "token_type_ids": Foreign(),
-    "type": Foreign(("text", "token", "tokens")),
+    "multi_modal_data": Unsupported(({},), "models read text only"),
+    "multi_modal_uuids": Unsupported(({},), "models read text only"),
+    "mm_processor_kwargs": Unsupported(({},), "models read text only"),
+    "cache_salt": Unsupported(("",), "use tenant, which shares nothing with other tenants"),
+    "prompt_embeds": Unsupported((), "give text or token ids"),
+    "token_type_ids": Unsupported(),
+    "type": Unsupported(("text", "token", "tokens")),
 }
 """vLLM's keys of a prompt that is a mapping."""
 
@@ -143,82 +148,84 @@ ENGINE = {
             "data_parallel_size",
             "prefill_context_parallel_size",
         ),
-        Foreign((1,), _ONE_PROCESS),
+        Unsupported((1,), _ONE_PROCESS),
     ),
-    "decode_context_parallel_size": Foreign((1,), _ONE_PROCESS),
-    "data_parallel_size_local": Foreign((1,), _ONE_PROCESS),
-    "distributed_executor_backend": Foreign(("uni", "mp"), _ONE_PROCESS),
-    "enable_expert_parallel": Foreign((False,), _ONE_PROCESS),
-    "nnodes": Foreign((1,), _ONE_PROCESS),
-    "worker_cls": Foreign(("auto",), _ONE_PROCESS),
-    "worker_extension_cls": Foreign(("",), _ONE_PROCESS),
-    "kv_transfer_config": Foreign((), _ONE_PROCESS),
-    "kv_events_config": Foreign((), _ONE_PROCESS),
-    "disable_custom_all_reduce": Foreign((ANYTHING,)),
-    "max_parallel_loading_workers": Foreign((ANYTHING,)),
-    "enforce_eager": Foreign((ANYTHING,)),
-    "compilation_config": Foreign(({}, 0), _CAPTURE),
-    "optimization_level": Foreign((ANYTHING,)),
-    "cudagraph_capture_sizes": Foreign((), _CAPTURE),
-    "max_seq_len_to_capture": Foreign((ANYTHING,)),
-    "async_scheduling": Foreign((ANYTHING,)),
-    "disable_log_stats": Foreign((ANYTHING,)),
-    "disable_log_requests": Foreign((ANYTHING,)),
-    "use_tqdm_on_load": Foreign((ANYTHING,)),
-    "use_v2_block_manager": Foreign((ANYTHING,)),
-    "disable_cascade_attn": Foreign((ANYTHING,)),
-    "disable_hybrid_kv_cache_manager": Foreign((ANYTHING,)),
-    "max_logprobs": Foreign((ANYTHING,)),
-    "block_size": Foreign((ANYTHING,)),
-    "swap_space": Foreign((ANYTHING,)),
-    "num_gpu_blocks_override": Foreign((), "use kv_cache_bytes"),
-    "num_lookahead_slots": Foreign((0,)),
-    "num_scheduler_steps": Foreign((1,)),
-    "preemption_mode": Foreign(("recompute",), "preempted requests are computed again"),
-    "cpu_offload_gb": Foreign((0, 0.0), "use a smaller checkpoint, or quantization on a CPU"),
-    "calculate_kv_scales": Foreign((False,), "kv_cache_dtype int8 has a scale a head and token"),
-    "override_attention_dtype": Foreign((), "set kv_cache_dtype"),
-    "enable_chunked_prefill": Foreign(
+    "decode_context_parallel_size": Unsupported((1,), _ONE_PROCESS),
+    "data_parallel_size_local": Unsupported((1,), _ONE_PROCESS),
+    "distributed_executor_backend": Unsupported(("uni", "mp"), _ONE_PROCESS),
+    "enable_expert_parallel": Unsupported((False,), _ONE_PROCESS),
+    "nnodes": Unsupported((1,), _ONE_PROCESS),
+    "worker_cls": Unsupported(("auto",), _ONE_PROCESS),
+    "worker_extension_cls": Unsupported(("",), _ONE_PROCESS),
+    "kv_transfer_config": Unsupported((), _ONE_PROCESS),
+    "kv_events_config": Unsupported((), _ONE_PROCESS),
+    "disable_custom_all_reduce": Unsupported((ANYTHING,)),
+    "max_parallel_loading_workers": Unsupported((ANYTHING,)),
+    "enforce_eager": Unsupported((ANYTHING,)),
+    "compilation_config": Unsupported(({}, 0), _CAPTURE),
+    "optimization_level": Unsupported((ANYTHING,)),
+    "cudagraph_capture_sizes": Unsupported((), _CAPTURE),
+    "max_seq_len_to_capture": Unsupported((ANYTHING,)),
+    "async_scheduling": Unsupported((ANYTHING,)),
+    "disable_log_stats": Unsupported((ANYTHING,)),
+    "disable_log_requests": Unsupported((ANYTHING,)),
+    "use_tqdm_on_load": Unsupported((ANYTHING,)),
+    "use_v2_block_manager": Unsupported((ANYTHING,)),
+    "disable_cascade_attn": Unsupported((ANYTHING,)),
+    "disable_hybrid_kv_cache_manager": Unsupported((ANYTHING,)),
+    "max_logprobs": Unsupported((ANYTHING,)),
+    "block_size": Unsupported((ANYTHING,)),
+    "swap_space": Unsupported((ANYTHING,)),
+    "num_gpu_blocks_override": Unsupported((), "use kv_cache_bytes"),
+    "num_lookahead_slots": Unsupported((0,)),
+    "num_scheduler_steps": Unsupported((1,)),
+    "preemption_mode": Unsupported(("recompute",), "preempted requests are computed again"),
+    "cpu_offload_gb": Unsupported((0, 0.0), "use a smaller checkpoint, or quantization on a CPU"),
+    "calculate_kv_scales": Unsupported((False,), "kv_cache_dtype int8 has a scale a head and token"),
+    "override_attention_dtype": Unsupported((), "set kv_cache_dtype"),
+    "enable_chunked_prefill": Unsupported(
         (True,), "prompts are computed in chunks of max_num_batched_tokens; raise that"
     ),
-    "long_prefill_token_threshold": Foreign((0,), "set max_num_batched_tokens"),
-    "max_num_partial_prefills": Foreign((1,), "set max_num_batched_tokens"),
-    "max_long_partial_prefills": Foreign((1,), "set max_num_batched_tokens"),
-    "scheduling_policy": Foreign(("fcfs",), "requests run in the order in which they come"),
-    "scheduler_cls": Foreign((), "requests run in the order in which they come"),
-    "disable_sliding_window": Foreign((False,), _CONFIG),
-    "logprobs_mode": Foreign(
+    "long_prefill_token_threshold": Unsupported((0,), "set max_num_batched_tokens"),
+    "max_num_partial_prefills": Unsupported((1,), "set max_num_batched_tokens"),
+    "max_long_partial_prefills": Unsupported((1,), "set max_num_batched_tokens"),
+    "scheduling_policy": Unsupported(("fcfs",), "requests run in the order in which they come"),
+    "scheduler_cls": Unsupported((), "requests run in the order in which they come"),
+    "disable_sliding_window": Unsupported((False,), _CONFIG),
+    "logprobs_mode": Unsupported(
         ("raw_logprobs",), "log-probabilities are the model's own, before any parameter"
     ),
-    "logits_processors": Foreign(([],), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
-    "logits_processor_pattern": Foreign(),
-    "guided_decoding_backend": Foreign(("auto", "guidance"), "the backend is llguidance"),
-    "structured_outputs_config": Foreign(
+    "logits_processors": Unsupported(
+        ([],), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
+    ),
+    "logits_processor_pattern": Unsupported(),
+    "guided_decoding_backend": Unsupported(("auto", "guidance"), "the backend is llguidance"),
+    "structured_outputs_config": Unsupported(
         ({}, {"backend": "auto"}, {"backend": "guidance"}), "the backend is llguidance"
     ),
-    "reasoning_parser": Foreign(("",), "texts are returned unparsed"),
-    "task": Foreign(("auto", "generate"), "models here write text only"),
-    "runner": Foreign(("auto", "generate"), "models here write text only"),
-    "convert": Foreign(("auto", "none"), "models here write text only"),
-    "pooler_config": Foreign((), "models here write text only"),
-    "override_pooler_config": Foreign((), "models here write text only"),
-    "model_impl": Foreign(("auto", "transformers"), "models are those of Transformers"),
-    "load_format": Foreign(("auto", "hf", "safetensors"), "give a folder in Hugging Face format"),
-    "config_format": Foreign(("auto", "hf"), "give a folder in Hugging Face format"),
-    "tokenizer_mode": Foreign(("auto", "hf"), "give a tokenizer in Hugging Face format"),
-    "skip_tokenizer_init": Foreign((False,), "a tokenizer is needed; detokenize=False saves its work"),
-    "tokenizer_revision": Foreign((), "give tokenizer the folder of that revision"),
-    "code_revision": Foreign((), "give model the folder of that revision"),
-    "download_dir": Foreign((), _HUB),
-    "hf_token": Foreign((False,), _HUB),
-    "hf_config_path": Foreign((), _CONFIG),
-    "hf_overrides": Foreign(({},), _CONFIG),
-    "rope_scaling": Foreign(({},), _CONFIG),
-    "rope_theta": Foreign((), _CONFIG),
-    "ignore_patterns": Foreign((), "remove unwanted files from the folder"),
-    "model_loader_extra_config": Foreign(({},)),
-    "served_model_name": Foreign((), "slipstream serve has --served-model-name"),
-    "enable_lora": Foreign((False,), _MERGED),
+    "reasoning_parser": Unsupported(("",), "texts are returned unparsed"),
+    "task": Unsupported(("auto", "generate"), "models here write text only"),
+    "runner": Unsupported(("auto", "generate"), "models here write text only"),
+    "convert": Unsupported(("auto", "none"), "models here write text only"),
+    "pooler_config": Unsupported((), "models here write text only"),
+    "override_pooler_config": Unsupported((), "models here write text only"),
+    "model_impl": Unsupported(("auto", "transformers"), "models are those of Transformers"),
+    "load_format": Unsupported(("auto", "hf", "safetensors"), "give a folder in Hugging Face format"),
+    "config_format": Unsupported(("auto", "hf"), "give a folder in Hugging Face format"),
+    "tokenizer_mode": Unsupported(("auto", "hf"), "give a tokenizer in Hugging Face format"),
+    "skip_tokenizer_init": Unsupported((False,), "a tokenizer is needed; detokenize=False saves its work"),
+    "tokenizer_revision": Unsupported((), "give tokenizer the folder of that revision"),
+    "code_revision": Unsupported((), "give model the folder of that revision"),
+    "download_dir": Unsupported((), _HUB),
+    "hf_token": Unsupported((False,), _HUB),
+    "hf_config_path": Unsupported((), _CONFIG),
+    "hf_overrides": Unsupported(({},), _CONFIG),
+    "rope_scaling": Unsupported(({},), _CONFIG),
+    "rope_theta": Unsupported((), _CONFIG),
+    "ignore_patterns": Unsupported((), "remove unwanted files from the folder"),
+    "model_loader_extra_config": Unsupported(({},)),
+    "served_model_name": Unsupported((), "slipstream serve has --served-model-name"),
+    "enable_lora": Unsupported((False,), _MERGED),
     **dict.fromkeys(
         (
             "max_loras",
@@ -228,14 +235,14 @@ ENGINE = {
             "lora_extra_vocab_size",
             "fully_sharded_loras",
         ),
-        Foreign((ANYTHING,)),
+        Unsupported((ANYTHING,)),
     ),
-    "default_mm_loras": Foreign(({},), _MERGED),
-    "enable_prompt_embeds": Foreign((False,), "give text or token ids"),
-    "enable_sleep_mode": Foreign((False,), "delete the LLM to free its memory"),
-    "limit_mm_per_prompt": Foreign(({}, {"image": 0}, {"image": 0, "video": 0}), _TEXT_ONLY),
-    "mm_processor_kwargs": Foreign(({},), _TEXT_ONLY),
-    "media_io_kwargs": Foreign(({},), _TEXT_ONLY),
+    "default_mm_loras": Unsupported(({},), _MERGED),
+    "enable_prompt_embeds": Unsupported((False,), "give text or token ids"),
+    "enable_sleep_mode": Unsupported((False,), "delete the LLM to free its memory"),
+    "limit_mm_per_prompt": Unsupported(({}, {"image": 0}, {"image": 0, "video": 0}), _TEXT_ONLY),
+    "mm_processor_kwargs": Unsupported(({},), _TEXT_ONLY),
+    "media_io_kwargs": Unsupported(({},), _TEXT_ONLY),
     **dict.fromkeys(
         (
             "allowed_local_media_path",
@@ -243,17 +250,17 @@ ENGINE = {
             "disable_mm_preprocessor_cache",
             "skip_mm_profiling",
         ),
-        Foreign((ANYTHING,)),
+        Unsupported((ANYTHING,)),
     ),
-    "disable_chunked_mm_input": Foreign((ANYTHING,)),
-    "additional_config": Foreign(({},)),
-    "otlp_traces_endpoint": Foreign((), "slipstream serve has --otlp-traces-endpoint"),
-    "collect_detailed_traces": Foreign((), "slipstream serve has --otlp-traces-endpoint"),
-    "show_hidden_metrics_for_version": Foreign((ANYTHING,)),
-    "speculative_model": Foreign((), _SPECULATION),
-    "num_speculative_tokens": Foreign((), _SPECULATION),
-    "ngram_prompt_lookup_max": Foreign((), _SPECULATION),
-    "ngram_prompt_lookup_min": Foreign((), _SPECULATION),
+    "disable_chunked_mm_input": Unsupported((ANYTHING,)),
+    "additional_config": Unsupported(({},)),
+    "otlp_traces_endpoint": Unsupported((), "slipstream serve has --otlp-traces-endpoint"),
+    "collect_detailed_traces": Unsupported((), "slipstream serve has --otlp-traces-endpoint"),
+    "show_hidden_metrics_for_version": Unsupported((ANYTHING,)),
+    "speculative_model": Unsupported((), _SPECULATION),
+    "num_speculative_tokens": Unsupported((), _SPECULATION),
+    "ngram_prompt_lookup_max": Unsupported((), _SPECULATION),
+    "ngram_prompt_lookup_min": Unsupported((), _SPECULATION),
 }
 """vLLM's names in the engine. Those with `ANYTHING` set speed, memory or logs of parts that Slipstream lacks."""
 
@@ -296,34 +303,36 @@ _LOOKUPS = tuple(
 """Its names of drafters without a model, which may stand in the model's place."""
 
 SPECULATIVE = {
-    "model": Foreign(_LOOKUPS, "this drafter has no model"),
-    "draft_tensor_parallel_size": Foreign((1,), _ONE_PROCESS),
-    "tensor_parallel_size": Foreign((1,), _ONE_PROCESS),
-    "quantization": Foreign(),
-    "revision": Foreign(),
-    "code_revision": Foreign(),
-    "draft_load_config": Foreign(),
-    "kv_cache_dtype": Foreign(("auto",), "draft models keep theirs as the target does; set the engine's"),
-    "draft_sample_method": Foreign(("greedy",), "this drafter does not sample"),
-    "parallel_drafting": Foreign(
+    "model": Unsupported(_LOOKUPS, "this drafter has no model"),
+    "draft_tensor_parallel_size": Unsupported((1,), _ONE_PROCESS),
+    "tensor_parallel_size": Unsupported((1,), _ONE_PROCESS),
+    "quantization": Unsupported(),
+    "revision": Unsupported(),
+    "code_revision": Unsupported(),
+    "draft_load_config": Unsupported(),
+    "kv_cache_dtype": Unsupported(("auto",), "draft models keep theirs as the target does; set the engine's"),
+    "draft_sample_method": Unsupported(("greedy",), "this drafter does not sample"),
+    "parallel_drafting": Unsupported(
         (False,), "draft models draft token by token; see medusa for heads in parallel"
     ),
-    "num_speculative_tokens_per_batch_size": Foreign((), 'use {"method": "auto"}, which goes by the load'),
-    "disable_by_batch_size": Foreign((), 'use {"method": "auto"}, which goes by the load'),
-    "enable_adaptive_verification": Foreign((False,), 'use {"method": "auto"}'),
-    "use_heterogeneous_vocab": Foreign((False,), 'use {"method": "tli"} or {"method": "slem"}'),
-    "synthetic_acceptance_rates": Foreign((), "drafts are only accepted where the target agrees"),
-    "synthetic_acceptance_length": Foreign((), "drafts are only accepted where the target agrees"),
-    "spec_decoding_acceptance_method": Foreign(("rejection_sampler",), "use verifier"),
-    "acceptance_method": Foreign(("rejection_sampler",), "use verifier"),
-    "prompt_lookup_max": Foreign((0,), "only ngram looks up"),
-    "prompt_lookup_min": Foreign((0,), "only ngram looks up"),
+    "num_speculative_tokens_per_batch_size": Unsupported(
+        (), 'use {"method": "auto"}, which goes by the load'
+    ),
+    "disable_by_batch_size": Unsupported((), 'use {"method": "auto"}, which goes by the load'),
+    "enable_adaptive_verification": Unsupported((False,), 'use {"method": "auto"}'),
+    "use_heterogeneous_vocab": Unsupported((False,), 'use {"method": "tli"} or {"method": "slem"}'),
+    "synthetic_acceptance_rates": Unsupported((), "drafts are only accepted where the target agrees"),
+    "synthetic_acceptance_length": Unsupported((), "drafts are only accepted where the target agrees"),
+    "spec_decoding_acceptance_method": Unsupported(("rejection_sampler",), "use verifier"),
+    "acceptance_method": Unsupported(("rejection_sampler",), "use verifier"),
+    "prompt_lookup_max": Unsupported((0,), "only ngram looks up"),
+    "prompt_lookup_min": Unsupported((0,), "only ngram looks up"),
     **dict.fromkeys(
         (
             *("attention_backend", "disable_eagle_block_drop", "disable_mqa_scorer", "enforce_eager"),
             *("disable_padded_drafter_batch", "max_model_len", "moe_backend", "use_local_argmax_reduction"),
         ),
-        Foreign((ANYTHING,)),
+        Unsupported((ANYTHING,)),
     ),
 }
 """vLLM's keys of `speculative_config`, for drafters without an option of that name. Those with `ANYTHING` cannot change

@@ -102,15 +102,15 @@ def test_promote_rollback_and_freeze(folder: LearnFolder) -> None:
     assert told("freeze", path, "--off")["frozen"] is False
 
 
-def test_damaged_retired_and_foreign_versions_are_not_promoted(folder: LearnFolder) -> None:
+def test_damaged_retired_and_other_models_versions_are_not_promoted(folder: LearnFolder) -> None:
     path, (first, second, _) = str(folder.path), ids(folder)
     file = VersionStore(folder).weights_file(first)
     file.write_bytes(b"")
     assert "is damaged" in run("promote", path, first)[2]
     StateStore(folder).change(lambda state: state.retire({second: "slower than promised"}))
     assert f"version '{second}' is retired: slower than promised" in run("promote", path, second)[2]
-    foreign = VersionStore(folder).add(Version("whole", "model-b", "template-a", "base-a"), some_tensors())
-    assert "is of another model" in run("promote", path, foreign.id)[2]
+    other = VersionStore(folder).add(Version("whole", "model-b", "template-a", "base-a"), some_tensors())
+    assert "is of another model" in run("promote", path, other.id)[2]
     assert "there is no version 'v000099-x'" in run("promote", path, "v000099-x")[2]
     assert StateStore(folder).read().scope().serving == ""
 

@@ -22,10 +22,10 @@ from serve_cases import DRAFT, MESSAGES, MODEL, running
 from starlette.testclient import TestClient
 
 from slipstream import LLM, AsyncEngine
-from slipstream.serve.api.foreign import IGNORED
 from slipstream.serve.api.openapi import OPERATIONS
 from slipstream.serve.api.responses.body import ResponseBody
 from slipstream.serve.api.schema import ChatBody
+from slipstream.serve.api.unsupported import IGNORED
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from slipstream.errors import ConfigError
 from slipstream.serve.api.errors import MAX_MESSAGE, MAX_NAME
-from slipstream.serve.api.foreign import FOREIGN, HARMLESS, IGNORED
+from slipstream.serve.api.unsupported import HARMLESS, IGNORED, UNSUPPORTED
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.logs import MAX_PATH, JsonFormatter
 from slipstream.serve.network.json_body import num_parts
@@ -490,8 +490,8 @@ def test_names_of_front_ends_are_ignored_and_reported(make_app: MakeApp) -> None
         {"store": False},
         {"max_tokens": None, "max_completion_tokens": 4},
         {"max_completion_tokens": 4},
-        dict.fromkeys(FOREIGN),
-        {name: HARMLESS[name][0] for name in FOREIGN if HARMLESS[name]},
+        dict.fromkeys(UNSUPPORTED),
+        {name: HARMLESS[name][0] for name in UNSUPPORTED if HARMLESS[name]},
         dict.fromkeys(("anything", "else", "max_token", "a b")),
     ],
     ids=lambda extra: "-".join(extra)[:40],

@@ -414,8 +414,8 @@ def test_what_cannot_be_done_is_refused_by_name(
         assert error["param"] == param
         assert said in error["message"]
         assert error["type"] == "invalid_request_error"
-        for foreign in ("messages", "max_completion_tokens", "response_format"):
-            assert foreign in values or foreign not in error["message"]
+        for unsupported in ("messages", "max_completion_tokens", "response_format"):
+            assert unsupported in values or unsupported not in error["message"]
 
 
 def test_what_means_nothing_here_is_let_through(shared: TestClient) -> None:

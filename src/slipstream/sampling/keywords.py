@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError, RequestError
-from slipstream.vllm_names import Foreign, split_off
+from slipstream.vllm_names import Unsupported, split_off
 
 T = TypeVar("T")
 
 
 def strict_keywords(
     what: str,
-    foreign: Mapping[str, Foreign] | None = None,
+    unsupported: Mapping[str, Unsupported] | None = None,
     elsewhere: Callable[[str], str | None] = lambda name: None,
 ) -> Callable[[type[T]], type[T]]:
     """Make a dataclass raise `RequestError` with the nearest valid name for an unknown keyword, not a bare TypeError.
 
-    `what` is what messages call a keyword. `foreign` names are accepted at their neutral values and ignored.
+    `what` is what messages call a keyword. `unsupported` names are accepted at their neutral values and ignored.
     `elsewhere` says where a name belongs that is not one of these keywords; None where it does not know the name.
     """
 
@@ -31,8 +31,8 @@ def strict_keywords(
 
         @functools.wraps(init)
         def checked(self: T, **values: Any) -> None:
-            if foreign and not foreign.keys().isdisjoint(values):
-                values, _ = split_off(values, foreign, what, RequestError)
+            if unsupported and not unsupported.keys().isdisjoint(values):
+                values, _ = split_off(values, unsupported, what, RequestError)
             check_names(values, names, what, elsewhere)
             init(self, **values)
 

@@ -10,16 +10,18 @@ from typing import Any
 from slipstream.errors import RequestError
 from slipstream.sampling.keywords import strict_keywords
 from slipstream.sampling.structured import StructuredOutput
-from slipstream.vllm_names import Foreign
+from slipstream.vllm_names import Unsupported
 
-_FOREIGN = {
-    "disable_additional_properties": Foreign((False,), 'write "additionalProperties": false into the schema'),
-    "structural_tag": Foreign((), "use grammar"),
-    "whitespace_pattern": Foreign((), "use disable_any_whitespace"),
+_UNSUPPORTED = {
+    "disable_additional_properties": Unsupported(
+        (False,), 'write "additionalProperties": false into the schema'
+    ),
+    "structural_tag": Unsupported((), "use grammar"),
+    "whitespace_pattern": Unsupported((), "use disable_any_whitespace"),
 }
 
 
-@strict_keywords("structured output key", _FOREIGN)
+@strict_keywords("structured output key", _UNSUPPORTED)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """The constraint on an answer in vLLM's form; `StructuredOutput` is Slipstream's own.

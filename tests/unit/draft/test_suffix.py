@@ -392,7 +392,7 @@ def test_a_file_that_cannot_be_used_is_refused_whole(
     assert len(drafter.cache) == 0
 
 
-def test_a_foreign_file_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not a cache\n")
     with pytest.raises(ConfigError, match="is not a suffix cache file"):

@@ -226,7 +226,7 @@ def test_packed_documents_do_not_see_each_other(
     torch.testing.assert_close(loss([first, second]), loss([first]) + loss([second]))
 
 
-def test_conversations_lose_foreign_end_markers_and_long_answers(
+def test_conversations_lose_other_models_end_markers_and_long_answers(
     data: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     conversations = load_conversations(data / "valid.jsonl")

@@ -19,7 +19,7 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.model.draft_model import DraftModelOptions, outline_of
-from slipstream.draft.model.foreign_model import UNKNOWN_TOKENS, ForeignModelDrafter
+from slipstream.draft.model.other_vocabulary import UNKNOWN_TOKENS, OtherVocabularyDrafter
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
@@ -55,7 +55,7 @@ class SlemOptions:
         check_quantization(self.quantization, "slem")
 
 
-class _Writer(ForeignModelDrafter):
+class _Writer(OtherVocabularyDrafter):
     """The draft model on sequences in its own tokens."""
 
     def _draft_vocab_size(self, target_vocab_size: int) -> int:
@@ -70,7 +70,7 @@ class SlemDrafter(Drafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """As of its draft model; see `ForeignModelDrafter.outline`."""
+        """As of its draft model; see `OtherVocabularyDrafter.outline`."""
         return replace(
             outline_of(_writers_options(options), context),
             max_nodes=2 * options.num_speculative_tokens,

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.model.draft_model import DraftModelOptions
-from slipstream.draft.model.foreign_model import ForeignModelDrafter
+from slipstream.draft.model.other_vocabulary import OtherVocabularyDrafter
 from slipstream.draft.proposers.growing import Feed
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.text.token_bytes import shared_tokens
@@ -40,7 +40,7 @@ class TliOptions(DraftModelOptions):
             raise ConfigError("tli has no correction: the draft's tokens are not the target's; omit it")
 
 
-class TliDrafter(ForeignModelDrafter):
+class TliDrafter(OtherVocabularyDrafter):
     """Drafts with a causal language model of another vocabulary, in the tokens that it shares with the target."""
 
     Options = TliOptions

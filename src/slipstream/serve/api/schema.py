@@ -19,7 +19,15 @@ from pydantic import (
 )
 
 from slipstream.serve.api.errors import ApiError
-from slipstream.serve.api.foreign import FOREIGN, HARMLESS, IGNORED, left_out, near, unknown, without_hints
+from slipstream.serve.api.unsupported import (
+    HARMLESS,
+    IGNORED,
+    UNSUPPORTED,
+    left_out,
+    near,
+    unknown,
+    without_hints,
+)
 from slipstream.serve.network.json_body import decode
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -46,7 +54,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     ignored: ClassVar[frozenset[str]] = IGNORED
     harmless: ClassVar[dict[str, tuple[Any, ...]]] = HARMLESS
-    foreign: ClassVar[dict[str, str]] = {}
+    unsupported: ClassVar[dict[str, str]] = {}
     """Names that are refused except at their `harmless` values, and what to use instead."""
     ignores_unknown: ClassVar[bool] = False
     """Unknown names are ignored where the server is not strict: front ends send some of their own."""
@@ -170,7 +178,7 @@ class ExpectedContent(Body):
 class GenerationBody(Body):
     """What `/v1/completions` and `/v1/chat/completions` have in common."""
 
-    foreign = FOREIGN
+    unsupported = UNSUPPORTED
     ignores_unknown = True
 
     model: str | None = None
@@ -220,7 +228,7 @@ _FOR_TEXT = "it is for /v1/completions"
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    foreign = FOREIGN | {
+    unsupported = UNSUPPORTED | {
         "messages": "it is for /v1/chat/completions; a completion has a prompt",
         "tools": _FOR_CHATS,
         "tool_choice": _FOR_CHATS,
@@ -291,7 +299,7 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    foreign = FOREIGN | {
+    unsupported = UNSUPPORTED | {
         "prompt": "it is for /v1/completions; a chat has messages",
         "echo": _FOR_TEXT,
         "suffix": _FOR_TEXT,
@@ -347,7 +355,7 @@ def parse(cls: type[B], raw: bytes, strict: bool = False) -> B:
     value = decode(raw)
     known = {field.alias or name for name, field in cls.model_fields.items()}
     ignores = cls.ignores_unknown and not strict
-    out, reported = left_out(value, known, cls.ignored, cls.foreign, cls.harmless, ignores)
+    out, reported = left_out(value, known, cls.ignored, cls.unsupported, cls.harmless, ignores)
     reported += without_hints(value) if ignores else ()
     cls.refuse(value)
     try:

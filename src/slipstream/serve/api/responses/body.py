@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from slipstream.serve.api.errors import ApiError
-from slipstream.serve.api.foreign import FOREIGN, HARMLESS
 from slipstream.serve.api.schema import (
     Body,
     JsonSchemaFormat,
@@ -16,6 +15,7 @@ from slipstream.serve.api.schema import (
     Speculation,
     StructuredOutputs,
 )
+from slipstream.serve.api.unsupported import HARMLESS, UNSUPPORTED
 
 HOSTED = (
     *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search"),
@@ -188,7 +188,7 @@ class ResponseBody(Body):
         "service_tier": ("auto", "default"),
         "truncation": ("disabled",),
     }
-    foreign = FOREIGN | {
+    unsupported = UNSUPPORTED | {
         "messages": "give input instead",
         "prompt": "stored prompts are not kept here; give instructions and input",
         "conversation": "give previous_response_id instead",

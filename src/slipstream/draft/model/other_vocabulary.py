@@ -18,7 +18,7 @@ UNKNOWN_TOKENS = (
 )
 
 
-class ForeignModelDrafter(DraftModelDrafter):
+class OtherVocabularyDrafter(DraftModelDrafter):
     """A causal language model that reads the committed text in tokens of its own."""
 
     shares_vocabulary = False

@@ -35,7 +35,7 @@ _REASONING = "give chat_template_kwargs what the model's own template knows inst
 _SAMPLER = "this server does not sample so; leave it out"
 _BEAMS = "there is no beam search here; ask for n answers"
 _CUT = "prompts are never cut here; shorten them before they are sent"
-_FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": ("give tools to /v1/chat/completions instead", ([],)),
     "function_call": ("give tool_choice to /v1/chat/completions instead", ("auto", "none")),
     "guided_json": (_FORM.format("json"), ()),
@@ -107,9 +107,9 @@ _FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "negative_prompt": (_SAMPLER, ("",)),
 }
 
-FOREIGN = {name: advice for name, (advice, _) in _FOREIGN.items()}
+UNSUPPORTED = {name: advice for name, (advice, _) in _UNSUPPORTED.items()}
 """Names of other servers' parameters, and what to use instead."""
-HARMLESS |= {name: values for name, (_, values) in _FOREIGN.items()}
+HARMLESS |= {name: values for name, (_, values) in _UNSUPPORTED.items()}
 
 HINTS = ("cache_control",)
 """Fields of other servers within tools, messages and their parts that say nothing about the text."""
@@ -126,13 +126,13 @@ def left_out(
     value: Mapping[str, Any],
     known: Collection[str],
     ignored: Collection[str],
-    foreign: Mapping[str, str],
+    unsupported: Mapping[str, str],
     harmless: Mapping[str, tuple[Any, ...]],
     ignores_unknown: bool,
 ) -> tuple[set[str], tuple[str, ...]]:
     """The names of a body that are left out of validation, and those among them that the response names.
 
-    `known` are the body's own names; `ignored`, `foreign` and `harmless` are as above. Without `ignores_unknown`
+    `known` are the body's own names; `ignored`, `unsupported` and `harmless` are as above. Without `ignores_unknown`
     validation refuses unknown names. Raises `ApiError` 400 that names the parameter.
     """
     out: set[str] = set()
@@ -142,10 +142,10 @@ def left_out(
             continue
         if item is None:  # null is the same as leaving it out
             out.add(name)
-        elif name in ignored or name in foreign:
+        elif name in ignored or name in unsupported:
             out.add(name)
-            if name in foreign and not _is_among(item, harmless.get(name, ())):
-                raise _unsupported(name, f"{name} is not supported here: {foreign[name]}")
+            if name in unsupported and not _is_among(item, harmless.get(name, ())):
+                raise _unsupported(name, f"{name} is not supported here: {unsupported[name]}")
             if name in harmless and not _is_among(item, harmless[name]):
                 if name != "store" or not ignores_unknown:
                     raise _unsupported(
