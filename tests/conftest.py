@@ -165,7 +165,7 @@ def _fetched(model: RealModel) -> str:
 LOADERS = (
     "slipstream.engine.target",
     "slipstream.draft.model.draft_model",
-    "slipstream.draft.model.borrowed",
+    "slipstream.draft.model.shared_kv",
 )
 
 

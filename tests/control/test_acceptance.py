@@ -197,7 +197,7 @@ def test_lookups_are_worth_what_proposals_of_their_length_were() -> None:
     assert sum(shares) == pytest.approx(1)
 
 
-def test_a_task_without_lookups_borrows_from_the_others() -> None:
+def test_a_task_without_lookups_takes_those_of_the_others() -> None:
     lookups = LookupYield()
     assert lookups.shares("t") == pytest.approx([1 / len(BUCKETS)] * len(BUCKETS))
     lookups.learn("t", 0, 0)

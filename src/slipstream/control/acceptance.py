@@ -297,7 +297,8 @@ class LookupYield:
         return rates
 
     def shares(self, task: str) -> list[float]:
-        """Return how often a proposal falls into each bucket; a task that is little known borrows from the others."""
+        """Return how often a proposal falls into each bucket; a task that is little known takes the others' values into
+        account."""
         of_task = self._tasks.get(task, _NOTHING_FOUND)
         of_all = _shares(self._all.number, [1 / len(BUCKETS)] * len(BUCKETS))
         return _shares(of_task.number, of_all)

@@ -51,8 +51,9 @@ class DraftContext:
     """What is known of a target that is not loaded, for `Drafter.outline` and `fit`."""
     draft_timeout_s: float = 30.0
     """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
-    lender: Drafter | None = None
-    """One that is loaded already, whose draft model may be used again where the same is asked for: see `lend`."""
+    loaded_drafter: Drafter | None = None
+    """One that is loaded already, whose draft model may be used again where the same is asked for: see
+    `reusable_model`."""
     is_priced: bool = False
     """True where a policy measures what its calls cost and leaves it out where it does not pay, as `auto` does. A
     drafter must not spare it what it cannot use: one that costs nothing looks as if it could stay."""
@@ -249,11 +250,11 @@ class Drafter(ABC):
         """The state of every draft worker that it gets drafts from; none for drafters of this process."""
         return [stats for part in self.parts for stats in part.worker_stats()]
 
-    def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
+    def reusable_model(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
         """The draft model that was loaded as this says, for another drafter to compute with too; None without one.
         `DraftModelDrafter` says what the tuple holds."""
-        lent = (part.lend(loaded_as) for part in self.parts)
-        return next((model for model in lent if model is not None), None)
+        reused = (part.reusable_model(loaded_as) for part in self.parts)
+        return next((model for model in reused if model is not None), None)
 
     def drafting_model(self) -> CausalLM | None:
         """The language model that drafts; None for lookups, heads and all others without one."""

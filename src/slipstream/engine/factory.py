@@ -144,7 +144,7 @@ def _create_extension(
     return StepSpeculation(
         ReasoningConfig.from_mapping(speculative.reasoning),
         speculative,
-        replace(drafter.context, lender=drafter),
+        replace(drafter.context, loaded_drafter=drafter),
         max(config.max_num_batched_tokens - config.max_num_seqs, 0),
     )
 

@@ -267,7 +267,7 @@ def over(target: CausalLM, verifier: str = "coupled") -> Any:
     )
 
 
-def borrowing(
+def cascade_of(
     target: CausalLM, middle: dict[str, Any], inner: dict[str, Any], verifier: str = "coupled", **more: Any
 ) -> CascadeDrafter:
     options = {"num_speculative_tokens": 5, "draft": inner, **middle, **more}
@@ -310,7 +310,7 @@ def test_over_the_targets_entries_it_proposes_what_the_layers_alone_propose(
 ) -> None:
     """Full, partial and no acceptance: what a draft left in the cache is never seen again."""
     middle = MIDDLES["first layers"]
-    cascade = borrowing(target, middle, INSIDE[inside], verifier, draft_sample_method=method)
+    cascade = cascade_of(target, middle, INSIDE[inside], verifier, draft_sample_method=method)
     options = LayerSkipOptions(num_speculative_tokens=5, draft_sample_method=method, **middle)
     expected = LayerSkipDrafter(options, over(target, verifier))
     caches = [attached(drafter, target) for drafter in (cascade, expected)]
@@ -336,7 +336,7 @@ def test_over_the_targets_entries_it_proposes_what_the_layers_alone_propose(
 @pytest.mark.parametrize(("middle", "inside"), [("int8", "ngram"), ("first layers", "fewer layers")])
 def test_over_the_targets_entries_it_conforms(target: CausalLM, middle: str, inside: str) -> None:
     check_drafter(
-        lambda: borrowing(target, MIDDLES[middle], INSIDE[inside], "rejection"),
+        lambda: cascade_of(target, MIDDLES[middle], INSIDE[inside], "rejection"),
         VOCAB,
         verifier="rejection",
         params=[SamplingParams(temperature=0.9, seed=3)],
@@ -348,7 +348,7 @@ def test_over_the_targets_entries_it_conforms(target: CausalLM, middle: str, ins
 @pytest.mark.parametrize("budget", [1, 3, 5])
 @pytest.mark.parametrize("inside", ["wrong trees", "fewer layers"])
 def test_no_slot_is_written_behind_the_reserved_ones(target: CausalLM, inside: str, budget: int) -> None:
-    cascade = borrowing(target, MIDDLES["first layers"], INSIDE[inside])
+    cascade = cascade_of(target, MIDDLES["first layers"], INSIDE[inside])
     cache = attached(cascade, target)
     seq = sequence(1, 20, 0.0)
     compute(target, cache, [seq], [budget])
@@ -449,7 +449,7 @@ def test_layers_without_entries_are_refused(
     target: CausalLM, middle: dict[str, Any], inner: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        borrowing(target, middle, inner)
+        cascade_of(target, middle, inner)
 
 
 @pytest.mark.parametrize(

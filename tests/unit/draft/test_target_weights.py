@@ -1,4 +1,4 @@
-"""What drafters borrow of a target, its embedding and its output layer, is what the target itself uses."""
+"""What drafters share with a target, its embedding and its output layer, is what the target itself uses."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ LLM inference with staged speculative decoding" (2023). A draft model's token is
 that is keyed by position, also where it is sampled. So inner draft tokens are verified by equality, and the chain is
 the same as the draft model alone would propose, in fewer of its passes. The inner drafter may be a cascade too.
 
-Where the draft model is the target itself, with fewer layers or with weights in another format, it borrows the target's
-keys and values (`model.borrowed` says why that is exact): it has no cache of its own and computes no prompt. What it
+Where the draft model is the target itself, with fewer layers or with weights in another format, it shares the target's
+keys and values (`model.shared_kv` says why that is exact): it has no cache of its own and computes no prompt. What it
 writes for an inner drafter's tokens lies within the same reserved slots, and is moved and overwritten there.
 """
 
@@ -25,15 +25,15 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.guard import Guard
-from slipstream.draft.model.borrowed import (
-    BorrowingDrafter,
-    check_choice,
-    chosen_layers,
-    outline_borrowing,
-)
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
+from slipstream.draft.model.shared_kv import (
+    SharedKVDrafter,
+    check_choice,
+    chosen_layers,
+    outline_shared_kv,
+)
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.draft_tree import DraftTree
@@ -121,14 +121,14 @@ class CascadeDrafter(AutoregressiveDrafter):
         """By where the draft model's keys and values lie."""
         kind: type[CascadeDrafter] = cls
         if cls is CascadeDrafter:
-            kind = _BorrowingCascade if _borrows(options, context) else _CachedCascade
+            kind = _SharedKVCascade if _shares_kv(options, context) else _CachedCascade
         return super().__new__(kind)
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
         """The draft model and, loaded after it, the inner drafter, whose target it is."""
-        if _borrows(options, context):
-            own = outline_borrowing("cascade", options.copy_format, options, context)
+        if _shares_kv(options, context):
+            own = outline_shared_kv("cascade", options.copy_format, options, context)
         else:
             own = outline_of(_draft_model(options, context), context)
         target = own.models[0] if own.models else context.target_outline
@@ -333,11 +333,11 @@ class _CachedCascade(CascadeDrafter, DraftModelDrafter):  # type: ignore[misc]
         return super()._max_stored() + self.inner.traits.max_nodes
 
 
-class _BorrowingCascade(CascadeDrafter, BorrowingDrafter):
+class _SharedKVCascade(CascadeDrafter, SharedKVDrafter):
     """With the target, or a copy of it, over the target's own keys and values."""
 
     def __init__(self, options: CascadeOptions, context: DraftContext) -> None:
-        BorrowingDrafter.__init__(self, "cascade", options, context, options.copy_format)
+        SharedKVDrafter.__init__(self, "cascade", options, context, options.copy_format)
         self.layers = chosen_layers("cascade", options.skip_layers, options.exit_layer, context)
         if self.layers is not None:
             self.model.check_layers()
@@ -349,7 +349,7 @@ class _BorrowingCascade(CascadeDrafter, BorrowingDrafter):
         self.guard.attach(cache)
 
 
-def _borrows(options: CascadeOptions, context: DraftContext) -> bool:
+def _shares_kv(options: CascadeOptions, context: DraftContext) -> bool:
     """Whether the draft model can write to the target's cache: copies in another weight format compute float32."""
     if options.model is not None:
         return False

@@ -96,9 +96,11 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         self._check_tokenizer(options, context)
         loaded_as = _load_options(options, context)
         self._loaded_as = (options.model, loaded_as)
-        lent = None if context.lender is None else context.lender.lend(self._loaded_as)
-        self._is_lent = lent is not None
-        self.model = lent or load_model(options.model, loaded_as)
+        reused = (
+            None if context.loaded_drafter is None else context.loaded_drafter.reusable_model(self._loaded_as)
+        )
+        self._is_reused = reused is not None
+        self.model = reused or load_model(options.model, loaded_as)
         self._warn_of_size(options.model, context)
         super().__init__(
             options,
@@ -125,7 +127,7 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
     def drafting_model(self) -> CausalLM:
         return self.model
 
-    def lend(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
+    def reusable_model(self, loaded_as: tuple[object, ...]) -> CausalLM | None:
         return self.model if loaded_as == self._loaded_as else None
 
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
@@ -133,7 +135,7 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
 
     def weight_bytes(self) -> int:
         """0 for a model that another drafter has loaded and counts."""
-        return 0 if self._is_lent else self.model.weight_bytes
+        return 0 if self._is_reused else self.model.weight_bytes
 
     def _load_tokenizer(self, options: DraftModelOptions, context: DraftContext) -> Any:
         """The draft's tokenizer; the target's where the draft is the target itself, or has none that it could be."""

@@ -1,6 +1,6 @@
 """The target drafts for itself with some of its layers, over its own keys and values.
 
-No weights and no cache are added (see `borrowed`). The layers are given (Zhang et al., "Draft & Verify: lossless large
+No weights and no cache are added (see `shared_kv`). The layers are given (Zhang et al., "Draft & Verify: lossless large
 language model acceleration via self-speculative decoding", ACL 2024), the first few (Elhoushi et al., "LayerSkip:
 enabling early exit inference and self-speculative decoding", ACL 2024), or found on the traffic itself (SWIFT, see
 `layer_search`).
@@ -17,8 +17,8 @@ from slipstream.core.bounded import BoundedDict
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.model.borrowed import BorrowingDrafter, check_choice, chosen_layers, outline_borrowing
 from slipstream.draft.model.layer_search import Layers, LayerSearch
+from slipstream.draft.model.shared_kv import SharedKVDrafter, check_choice, chosen_layers, outline_shared_kv
 from slipstream.draft.outline import DraftOutline
 from slipstream.draft.proposers.correction import CorrectedOptions
 from slipstream.errors import ConfigError
@@ -58,7 +58,7 @@ class LayerSkipOptions(CorrectedOptions):
             raise ConfigError("layer_skip skip_layers is empty: the draft would be the target itself")
 
 
-class LayerSkipDrafter(BorrowingDrafter):
+class LayerSkipDrafter(SharedKVDrafter):
     """Drafts with layers that are given, or searched for on each tenant's traffic.
 
     If the search ends without a set of layers that gains speed, nothing is drafted until `reset`.
@@ -68,7 +68,7 @@ class LayerSkipDrafter(BorrowingDrafter):
 
     @classmethod
     def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return outline_borrowing("layer_skip", options.quantization, options, context)
+        return outline_shared_kv("layer_skip", options.quantization, options, context)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
         super().__init__("layer_skip", options, context, options.quantization)

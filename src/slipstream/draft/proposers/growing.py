@@ -7,7 +7,7 @@ and values it reads a text it extends one of three classes:
 |---|---|
 | none: the target's last hidden state is enough | `parallel.StateDrafter` |
 | its own | `own_cache.CachedDrafter` |
-| the target's | `draft.model.borrowed.BorrowingDrafter` |
+| the target's | `draft.model.shared_kv.SharedKVDrafter` |
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ def base_of(engine: Engine) -> BaseDraft:
     weight format."""
     drafter = engine.drafter_as(VersionsDrafter)
     speculative: SpeculativeConfig = drafter.options.base()
-    borrows = speculative.method in OWN_WEIGHTS
-    if borrows and engine.config.lora is not None:
+    has_targets_weights = speculative.method in OWN_WEIGHTS
+    if has_targets_weights and engine.config.lora is not None:
         raise LearnError(f"{speculative.method} does not learn with an adapter on the target; merge it first")
-    drafting = engine.model if borrows else drafter.drafting_model()
+    drafting = engine.model if has_targets_weights else drafter.drafting_model()
     if drafting is not None and not has_plain_head(drafting.config):
         raise LearnError(f"{drafting.family} scales or caps its logits, and such models do not learn")
     return BaseDraft.of(speculative, engine.config.model, engine.model.weight_format.name)

@@ -34,7 +34,7 @@ from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import Chains
 
 
-class BorrowingDrafter(AutoregressiveDrafter):
+class SharedKVDrafter(AutoregressiveDrafter):
     """Drafts with the target, or with a copy of it in another weight format, in the target's cache.
 
     It drafts where the target has computed all of the text but its last token: in every step but the first.
@@ -95,7 +95,7 @@ class BorrowingDrafter(AutoregressiveDrafter):
         return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains, self.layers)
 
 
-def outline_borrowing(
+def outline_shared_kv(
     what: str, quantization: str | None, options: ShapeOptions, context: DraftContext
 ) -> DraftOutline:
     """What the drafter `what` holds: a copy of the target's weights in another format, or nothing.
