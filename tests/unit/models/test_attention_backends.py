@@ -229,3 +229,8 @@ def test_no_pass_runs_while_another_one_has_taken_layers_out() -> None:
     assert waits, "it may not run before the layers are back"
     assert torch.equal(found["whole"], whole)
     assert torch.equal(found["some"], some)
+
+
+def test_the_name_of_the_release_before_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(choose_backend("posed", traits("falcon")), CacheAdapterBackend)
+    assert caplog.messages == ["attention backend 'posed' is now called 'cache_adapter'"]
