@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from slipstream.cli.flags.flags import field_help
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.methods import METHODS, MethodSpec
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.models.cpu.families import FAMILIES as FUSED
 from slipstream.models.text_tower import text_tower
 from slipstream.sampling.params import SamplingParams
@@ -106,7 +106,7 @@ def config_page() -> str:
         "## Options of the drafters\n\nThey are keys beside `method` and `verifier` in `speculative_config`.\n"
     )
     for method, options in NO_OPTIONS.items():
-        _, made = validate(SpeculativeConfig(method, options=options))
+        made = ParsedSpeculation.of(SpeculativeConfig(method, options=options)).options
         parts.append(_class(type(made), title=f"### `method: {method}`"))
     return "\n".join(parts)
 
@@ -136,7 +136,7 @@ def tested_models_page() -> str:
 def from_vllm_page() -> str:
     """The page as it is, with its tables written anew."""
     options = {
-        method: type(validate(SpeculativeConfig(method, options=given))[1])
+        method: type(ParsedSpeculation.of(SpeculativeConfig(method, options=given)).options)
         for method, given in NO_OPTIONS.items()
     }
     tables = runpy.run_path(str(FOLDER / "vllm_tables.py"))

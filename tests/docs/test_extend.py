@@ -31,7 +31,7 @@ from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft.registry import create_drafter, drafter_names
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.models import adapt
 from slipstream.models.attention.base import ModelTraits
@@ -127,9 +127,9 @@ def test_the_drafter_keeps_the_contract(install: Install) -> None:
     config = SpeculativeConfig(name, options={"period": 3})
     check_drafter(lambda: create_drafter(config, draft_context(vocab_size=50)), vocab_size=50)
     with pytest.raises(ConfigError, match="did you mean 'period'"):
-        validate(SpeculativeConfig(name, options={"perod": 3}))
+        ParsedSpeculation.of(SpeculativeConfig(name, options={"perod": 3}))
     with pytest.raises(ConfigError, match="period must be a whole number of at least 1, got 0"):
-        validate(SpeculativeConfig(name, options={"period": 0}))
+        ParsedSpeculation.of(SpeculativeConfig(name, options={"period": 0}))
 
 
 def test_the_drafter_drafts_and_changes_no_text(

@@ -12,7 +12,7 @@ from own_verifiers import DrawingVerifier, OneHotVerifier, TrustingVerifier
 from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.testing.enumeration import exactness_gap
 from slipstream.testing.stub_drafters import draft_context
@@ -60,7 +60,7 @@ def test_it_is_found_by_entry_point_and_by_place(monkeypatch: pytest.MonkeyPatch
     assert isinstance(create_verifier("drawing"), DrawingVerifier)
     assert not isinstance(create_verifier("coupled"), DrawingVerifier)
     with pytest.raises(ConfigError, match="did you mean 'drawing'"):
-        validate(SpeculativeConfig("ngram", "drawign"))
+        ParsedSpeculation.of(SpeculativeConfig("ngram", "drawign"))
 
 
 def test_drafters_go_by_what_it_can_do() -> None:

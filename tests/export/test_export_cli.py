@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.tools.export import ENGINES, from_own, to_own
 from slipstream.tools.export.converting import converted
@@ -42,7 +42,7 @@ def test_the_embedded_draft_goes_to_every_engine_and_back(engine: str, tmp_path:
     config = SpeculativeConfig.from_text(str(own))
     assert (config.method, config.options["model"]) == ("draft_model", EMBEDDED_DRAFT)
     assert config.options["num_speculative_tokens"] == 4
-    validate(config)
+    ParsedSpeculation.of(config)
 
 
 def test_a_tree_is_refused_and_the_nearest_is_written_when_asked_for(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from slipstream.config import SpeculativeConfig, options_from
 from slipstream.deploy.settings import DeploySettings
 from slipstream.draft.methods import DRAFT_MODEL, OFF
 from slipstream.engine.settings import engine_config
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import load_tokenizer
 from slipstream.models.load_options import LoadOptions
@@ -32,7 +32,7 @@ def check_settings(settings: DeploySettings) -> None:
     check_server(settings)
     config = engine_config(settings.target, settings.engine_options)
     speculative = SpeculativeConfig.from_mapping(settings.speculative_config or {"method": OFF.name})
-    validate(speculative, config.allow_lossy)
+    ParsedSpeculation.of(speculative, config.allow_lossy)
     outline_model(config.model, LoadOptions.of(config, fast_prompts=False))
     load_tokenizer(
         config.tokenizer or config.model,

@@ -69,7 +69,13 @@ def create_drafter(config: SpeculativeConfig, context: DraftContext) -> Drafter:
 
     Raises `ConfigError` as `validate` does.
     """
-    cls, options = validate(config, context.verifier)
+    return make_drafter(config, *validate(config, context.verifier), context)
+
+
+def make_drafter(
+    config: SpeculativeConfig, cls: type[Drafter], options: Any, context: DraftContext
+) -> Drafter:
+    """The drafter of a configuration of which `validate` has returned the class and the options."""
     if config.draft_device is not None:
         from slipstream.models.resolve import resolve_device
 

@@ -14,7 +14,6 @@ from typing import Any
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.garbage import uncollected
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.registry import create_drafter
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
@@ -25,11 +24,10 @@ from slipstream.engine.parts import EngineParts
 from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.settings import engine_config
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.engine.target import load_target, shared_target
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
-from slipstream.reasoning.config import ReasoningConfig
 from slipstream.schedule.scheduler import Scheduler
 from slipstream.text.end_tokens import end_token_ids
 from slipstream.verify.base import Verifier
@@ -65,18 +63,18 @@ def create_engine(
 
     Raises as `make_engine` does.
     """
-    speculative = speculative or SpeculativeConfig()
-    validate(speculative, config.allow_lossy)
+    speculation = ParsedSpeculation.of(speculative or SpeculativeConfig(), config.allow_lossy)
+    speculative = speculation.config
     _warn_of_threads(config.num_threads)
     with threads.limit(config.num_threads):
         model, tokenizer = load_target(config) if like is None else shared_target(like, config)
         defaults = sampling_defaults(config, model.model)  # raises for values that no request could have
         verifier = create_verifier(speculative.verifier)
         context = _draft_context(config, speculative, model, tokenizer, verifier)
-        drafter = create_drafter(speculative, context)
-        extension = _create_extension(speculative, context, drafter)
+        drafter = speculation.make(context)
+        extension = _create_extension(speculation, drafter)
     ends = end_token_ids(tokenizer, model.model, model.vocab_size)
-    plan = _planned(config, speculative, model, drafter, extension)
+    plan = _planned(config, model, speculation, drafter, extension)
     drafter.allocate(plan.num_slots)
     extension.begin(plan.num_slots, ends, plan.max_model_len)
     runner = _runner(config, model, drafter, plan)
@@ -134,16 +132,13 @@ def _warn_of_threads(num_threads: int | None) -> None:
         )
 
 
-def _create_extension(
-    speculative: SpeculativeConfig, context: DraftContext, drafter: Drafter
-) -> StepExtension:
-    """What `speculative` asks for as `reasoning`."""
-    if speculative.reasoning is None:
+def _create_extension(speculation: ParsedSpeculation, drafter: Drafter) -> StepExtension:
+    """What the configuration asks for as `reasoning`."""
+    if speculation.reasoning is None:
         return StepExtension()
-    config = context.engine_config
+    config = drafter.context.engine_config
     return StepSpeculation(
-        ReasoningConfig.from_mapping(speculative.reasoning),
-        speculative,
+        speculation,
         replace(drafter.context, loaded_drafter=drafter),
         max(config.max_num_batched_tokens - config.max_num_seqs, 0),
     )
@@ -151,8 +146,8 @@ def _create_extension(
 
 def _planned(
     config: EngineConfig,
-    speculative: SpeculativeConfig,
     model: CausalLM,
+    speculation: ParsedSpeculation,
     drafter: Drafter,
     extension: StepExtension,
 ) -> MemoryPlan:
@@ -168,9 +163,12 @@ def _planned(
     )
     drafting: Seq[CausalLM] = [each for one in drafters for each in one.drafting_models()]
     models = {id(each): each for each in (model, *drafting)}  # one that several use counts once
-    _, options = validate(speculative)
     plan = with_passes(
-        plan, config, list(models.values()), drafter.traits.max_nodes, partial(drafter.table_bytes, options)
+        plan,
+        config,
+        list(models.values()),
+        drafter.traits.max_nodes,
+        partial(drafter.table_bytes, speculation.options),
     )
     logger.info("memory: %s", plan)
     return plan

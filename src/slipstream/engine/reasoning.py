@@ -15,14 +15,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.guard import Guard
-from slipstream.draft.registry import create_drafter
 from slipstream.engine.extension import StepExtension, Verify
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError, ReasoningError
 from slipstream.models import load_draft_tokenizer
 from slipstream.reasoning.config import ReasoningConfig
@@ -72,22 +71,21 @@ class StepSpeculation(StepExtension):
 
     lossy = True
 
-    def __init__(
-        self, config: ReasoningConfig, speculative: SpeculativeConfig, context: DraftContext, max_rows: int
-    ) -> None:
+    def __init__(self, speculation: ParsedSpeculation, context: DraftContext, max_rows: int) -> None:
         """`max_rows` is how long a step and its question may be together, in tokens.
 
         Raises `ConfigError` or `ModelError` where the draft cannot be made.
         """
-        self.config = config
-        self.writer: Drafter = create_drafter(config.writer(speculative), context)
+        assert speculation.reasoning is not None
+        assert speculation.writer is not None
+        config = self.config = speculation.reasoning
+        self.writer = speculation.writer.make(context)
         if not self.writer.traits.reads_text_only:
             raise ConfigError(
                 f"reasoning method {config.method!r} reads more of the target than the text; use draft_model"
             )
-        self._guard = Guard(
-            self.writer, context.vocab_size, context.verifier.kinds, speculative.draft_timeout_s
-        )
+        timeout_s = speculation.config.draft_timeout_s
+        self._guard = Guard(self.writer, context.vocab_size, context.verifier.kinds, timeout_s)
         self._max_rows = max_rows
         self._max_read_rows = context.engine_config.max_num_batched_tokens
         tokens = TokenBytes(context.tokenizer, context.engine_config.model)

@@ -18,7 +18,7 @@ from slipstream.draft.base import Drafter, Fit
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.off import OffDrafter
 from slipstream.draft.traits import DrafterTraits
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions, draft_context
 
@@ -178,10 +178,10 @@ class Case:
 def test_only_the_coupled_verifier_judges_coupled_proposals(case: Case) -> None:
     asked = config(f"{__name__}:{case.cls.__name__}", case.verifier)
     if case.allowed:
-        assert validate(asked)[0] is case.cls
+        assert ParsedSpeculation.of(asked).drafter is case.cls
     else:
         with pytest.raises(ConfigError, match="use verifier 'coupled'"):
-            validate(asked)
+            ParsedSpeculation.of(asked)
 
 
 def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

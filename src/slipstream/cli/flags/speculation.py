@@ -81,9 +81,9 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
     for path in (*models_in(config.options), *models_in(config.reasoning)):
         check_model_path(path)
 
-    from slipstream.engine.speculation import validate
+    from slipstream.engine.speculation import ParsedSpeculation
 
-    validate(config)
+    ParsedSpeculation.of(config)
     return config
 
 

@@ -148,9 +148,9 @@ def _check(config: SpeculativeConfig) -> None:
 
 
 def _variants(config: SpeculativeConfig, with_trees: bool) -> list[Candidate]:
-    from slipstream.engine.speculation import validate
+    from slipstream.engine.speculation import ParsedSpeculation
 
-    _, options = validate(config)
+    options = ParsedSpeculation.of(config).options
     name = _name(config)
     if not isinstance(options, ShapeOptions):
         return [Candidate(name, config)]

@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.combine.rules import PlanRule
 from slipstream.draft.methods import AUTO, CHAINS, EAGLE, EAGLE3, HEADS, LOOKUPS, METHODS, OFF, WITH_MODEL
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.tools.export.head_facts import context_length, head_facts
 from slipstream.tools.export.keys import Key, fields_found, written
@@ -122,7 +122,7 @@ def from_own(
         raise ConfigError(
             f"verifier {config.verifier!r} is a package's own; export with coupled, rejection or block"
         )
-    _, options = validate(config)
+    options = ParsedSpeculation.of(config).options
     if config.method == AUTO.name and options.plan is not None:
         return _from_plan(config, options, target)
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
@@ -172,7 +172,7 @@ def _from_plan(
 
 def _with_depth(config: SpeculativeConfig) -> SpeculativeConfig:
     """Return it with the default of a depth that is left out."""
-    _, options = validate(config)
+    options = ParsedSpeculation.of(config).options
     depth = getattr(options, DEPTH, None)
     return config if depth is None else dataclasses.replace(config, options={DEPTH: depth, **config.options})
 
@@ -246,7 +246,7 @@ def to_own(record: SpeculativeRecord) -> tuple[dict[str, Any], tuple[str, ...]]:
         notes.append(f"{key} is left out: {record.method} has no such option here")
     if record.schedule:
         config = _planned(record, config, notes)
-    validate(SpeculativeConfig.from_mapping(config))
+    ParsedSpeculation.of(SpeculativeConfig.from_mapping(config))
     return config, tuple(notes)
 
 

@@ -33,7 +33,7 @@ def sweep(chosen: Seq[SpeculativeConfig], num_speculative_tokens: Seq[int]) -> l
     Every drafter runs with each of `num_speculative_tokens`, or unchanged when that is empty. Raises `ConfigError`
     when there is nothing to compare with off, or an option is invalid.
     """
-    from slipstream.engine.speculation import validate
+    from slipstream.engine.speculation import ParsedSpeculation
 
     drafters = [config for config in chosen if config.method != "off"]
     if not drafters:
@@ -43,7 +43,7 @@ def sweep(chosen: Seq[SpeculativeConfig], num_speculative_tokens: Seq[int]) -> l
         lengths = [{"num_speculative_tokens": number} for number in num_speculative_tokens]
         for length in lengths or [{}]:
             one = replace(config, options={**config.options, **length})
-            validate(one)
+            ParsedSpeculation.of(one)
             if one not in swept:
                 swept.append(one)
     names = _names(swept)
@@ -73,13 +73,13 @@ def _names(configs: Seq[SpeculativeConfig]) -> list[str]:
 
 
 def _name(config: SpeculativeConfig, with_model: bool) -> str:
-    from slipstream.engine.speculation import validate
+    from slipstream.engine.speculation import ParsedSpeculation
 
-    drafter, options = validate(config)
+    speculation = ParsedSpeculation.of(config)
     parts: list[Any] = [short_name(config.method)]
     if with_model and "model" in config.options:
         parts.append(Path(str(config.options["model"])).name)
-    tokens = drafter.configured_depth(options)
+    tokens = speculation.drafter.configured_depth(speculation.options)
     if tokens is not None:
         parts.append(f"γ={tokens}")
     parts += [

@@ -14,7 +14,7 @@ import torch
 from slipstream.assets.workload.prompts import Chosen, Lengths, Prompt, choose
 from slipstream.core.meter import meter
 from slipstream.engine.closed_loop import BenchJob, closed_loop
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import RequestError
 from slipstream.profiling.provenance import provenance
 from slipstream.sampling.params import SamplingParams
@@ -123,7 +123,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 def _configuration(plan: BenchPlan, engines: Engines, number: int) -> ConfigurationSummary:
     configuration = plan.configurations[number]
-    _, options = validate(configuration.speculative)
+    options = ParsedSpeculation.of(configuration.speculative).options
     memory = engines.memory_plans.get(number)
     return ConfigurationSummary(
         name=configuration.name,

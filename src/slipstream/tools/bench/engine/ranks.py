@@ -12,7 +12,7 @@ from slipstream.core.step import StepItem
 from slipstream.draft.model.sequoia import RankAcceptance, comb
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.engine.factory import create_engine
-from slipstream.engine.speculation import validate
+from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -98,7 +98,7 @@ def measure_rank_acceptance(
 
 def with_tree(speculative: SpeculativeConfig, tree_choices: list[list[int]]) -> SpeculativeConfig:
     """The same drafter with a fixed tree; raises `ConfigError` where it does not support one."""
-    cls, _ = validate(speculative)
+    cls = ParsedSpeculation.of(speculative).drafter
     if not issubclass(cls.Options, ShapeOptions):
         raise ConfigError(f"drafter {speculative.method!r} has no fixed trees; choose one with tree_choices")
     options = {key: value for key, value in speculative.options.items() if key not in SHAPE_KEYS}
