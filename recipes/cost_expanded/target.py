@@ -69,19 +69,16 @@ def expand(
     target: str | Path,
     *,
     target_parameters: int | None = None,
-    hidden_size: int | None = None,
-    num_layers: int | None = None,
-    intermediate_size: int | None = None,
-    num_heads: int | None = None,
     dtype: str = "float32",
     seed: int = 0,
+    **sizes: int | None,
 ) -> int:
     """Write an enlarged checkpoint of the same function to the folder `target`; returns its parameter count.
 
-    Sizes that are not given stay as they are, or follow from `target_parameters`. Tokenizer files are
-    copied along, and the configuration says `cost_expanded`. Raises `ConfigError` for sizes that cannot be
-    reached or add nothing, and `ModelError` for a source that is not a plain Llama checkpoint or a target that is not
-    empty.
+    `sizes` are fields of `ModelShape`; those that are not given, or None, stay as they are, or follow from
+    `target_parameters`. Tokenizer files are copied along, and the configuration says `cost_expanded`. Raises
+    `ConfigError` for sizes that cannot be reached or add nothing, and `ModelError` for a source that is not a plain
+    Llama checkpoint or a target that is not empty.
     """
     source, target = Path(source), Path(target)
     config = check_source(source)
@@ -90,12 +87,7 @@ def expand(
         raise ConfigError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     small = ModelShape.of(config)
     default = small if target_parameters is None else shape_for(config, target_parameters)
-    large = ModelShape(
-        hidden_size or default.hidden_size,
-        num_layers or default.num_layers,
-        intermediate_size or default.intermediate_size,
-        num_heads or default.num_heads,
-    )
+    large = replace(default, **{name: size for name, size in sizes.items() if size is not None})
     _check_shapes(config, small, large)
     if large == small:
         raise ConfigError(

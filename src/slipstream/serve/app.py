@@ -244,9 +244,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         body = await read_text(request)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(
-                400, "give a prompt or messages, one of them", param="prompt", code="invalid_value"
-            )
+            raise errors.invalid("give a prompt or messages, one of them", "prompt")
         async with service.tokenizing(account_of(request.scope)):
             if body.messages is not None:
                 tokens = await service.tokens.encode_chat(body.messages, body.chat_template_kwargs)

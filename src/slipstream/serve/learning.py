@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from slipstream.control.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
-from slipstream.learn.facts import LearnFacts
+from slipstream.learn.facts import CaptureFacts, LearnFacts
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.learn.storage.folder import LearnFolder
@@ -94,6 +94,11 @@ class Learning(Collector):
         """What happened so far."""
         return self._facts()
 
+    @property
+    def _captured(self) -> CaptureFacts:
+        """What was kept of answers; nothing where none are kept."""
+        return self.facts.capture or CaptureFacts()
+
     def raise_alarms(self, alarms: Alarms) -> None:
         """Raise and clear what changed since the last call, so that an alarm that was acknowledged stays so."""
         faults = self.facts.faults
@@ -105,7 +110,7 @@ class Learning(Collector):
 
     def as_json(self) -> dict[str, Any]:
         """For the dashboard. Nothing of it is a text or a tenant's name."""
-        facts = self.facts
+        facts, captured = self.facts, self._captured
         return {
             "serving": facts.serving or "base",
             "canary": facts.canary,
@@ -119,13 +124,13 @@ class Learning(Collector):
             "num_refused": facts.num_refused,
             "num_promoted": facts.num_promoted,
             "num_rolled_back": facts.num_rolled_back,
-            "num_records": 0 if facts.capture is None else facts.capture.num_records,
+            "num_records": captured.num_records,
             "learner_cpu_s": facts.learner_cpu_s,
             "learner_rested_s": facts.learner_rested_s,
             "rests": facts.rests,
-            "capture_s": 0.0 if facts.capture is None else facts.capture.capture_s,
-            "reduce_s": 0.0 if facts.capture is None else facts.capture.reduce_s,
-            "num_skipped": {} if facts.capture is None else dict(facts.capture.num_skipped),
+            "capture_s": captured.capture_s,
+            "reduce_s": captured.reduce_s,
+            "num_skipped": dict(captured.num_skipped),
             "events": [
                 {key: event.get(key) for key in ("time_s", "event", "version", "why")}
                 for event in facts.events
@@ -135,30 +140,34 @@ class Learning(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics; names have no prefix."""
-        facts = self.facts
-        by_version = ("version",)
-        requests = CounterMetricFamily(
-            "learn_requests", "Answers that ended well, by the version that drafted.", labels=by_version
+        facts, captured = self.facts, self._captured
+        drafted = {version or BASE_LABEL: sums for version, sums in facts.by_version.items()}
+        requests = {version: num for version, (num, _) in drafted.items()}
+        tokens = {version: total for version, (_, total) in drafted.items()}
+        outcomes = {
+            "refused": facts.num_refused,
+            "promoted": facts.num_promoted,
+            "rolled_back": facts.num_rolled_back,
+        }
+        yield _counted(
+            "requests", "Answers that ended well, by the version that drafted.", "version", requests
         )
-        tokens = CounterMetricFamily(
-            "learn_tokens_a_pass_sum", "Sum of these answers' tokens a target pass.", labels=by_version
-        )
-        for version, (num, total) in facts.by_version.items():
-            requests.add_metric([version or BASE_LABEL], num)
-            tokens.add_metric([version or BASE_LABEL], total)
-        yield requests
-        yield tokens
-        serving = GaugeMetricFamily("learn_serving", "1 for the version that serves.", labels=by_version)
+        yield _counted("tokens_a_pass_sum", "Sum of these answers' tokens a target pass.", "version", tokens)
+        serving = GaugeMetricFamily("learn_serving", "1 for the version that serves.", labels=["version"])
         serving.add_metric([facts.serving or BASE_LABEL], 1)
         yield serving
-        outcomes = CounterMetricFamily(
-            "learn_versions", "Versions by what became of them.", labels=("outcome",)
+        yield _counted("versions", "Versions by what became of them.", "outcome", outcomes)
+        yield CounterMetricFamily("learn_records", "Answers that were kept.", captured.num_records)
+        yield CounterMetricFamily(
+            "learn_capture_seconds", "Time that keeping answers took the engine.", captured.capture_s
         )
-        outcomes.add_metric(["refused"], facts.num_refused)
-        outcomes.add_metric(["promoted"], facts.num_promoted)
-        outcomes.add_metric(["rolled_back"], facts.num_rolled_back)
-        yield outcomes
-        yield from self._captured()
+        yield CounterMetricFamily(
+            "learn_capture_thread_seconds",
+            "Processor time of the thread that writes answers down.",
+            captured.reduce_s,
+        )
+        skipped = captured.num_skipped
+        yield _counted("answers_skipped", "Answers that were not kept, by reason.", "reason", skipped)
         yield GaugeMetricFamily(
             "learn_process_cpu_seconds", "Processor time of the learner's process.", facts.learner_cpu_s
         )
@@ -167,25 +176,10 @@ class Learning(Collector):
             "learn_process_deaths", "How often the learner's process died.", facts.learner_deaths
         )
 
-    def _captured(self) -> Iterator[Metric]:
-        """The metrics of what is kept of answers."""
-        captured = self.facts.capture
-        yield CounterMetricFamily(
-            "learn_records", "Answers that were kept.", 0 if captured is None else captured.num_records
-        )
-        yield CounterMetricFamily(
-            "learn_capture_seconds",
-            "Time that keeping answers took the engine.",
-            0.0 if captured is None else captured.capture_s,
-        )
-        yield CounterMetricFamily(
-            "learn_capture_thread_seconds",
-            "Processor time of the thread that writes answers down.",
-            0.0 if captured is None else captured.reduce_s,
-        )
-        skipped = CounterMetricFamily(
-            "learn_answers_skipped", "Answers that were not kept, by reason.", labels=("reason",)
-        )
-        for reason, num in ({} if captured is None else captured.num_skipped).items():
-            skipped.add_metric([reason], num)
-        yield skipped
+
+def _counted(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    """The counter `learn_` and `name`, with a sample for each value of its label."""
+    family = CounterMetricFamily(f"learn_{name}", about, labels=[label])
+    for each, value in values.items():
+        family.add_metric([each], value)
+    return family

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from slipstream.serve.api.errors import CLIENT_LEFT, ApiError, unavailable
+from slipstream.serve.api.errors import CLIENT_LEFT, ApiError, invalid, unavailable
 from slipstream.serve.network.body_room import body_share
 
 DRAIN_BYTES = 64 * 2**20
@@ -111,7 +111,7 @@ class Admission:
         self.check_open()
         if num_answers > self.capacity:
             message = f"the request asks for {num_answers} answers; this server takes {self.capacity} at once"
-            raise ApiError(400, message, param="n", code="invalid_value")
+            raise invalid(message, "n")
         self.check_room(num_answers, account)
         self.num_answers += num_answers
         self._by_account[account] += num_answers

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.errors import RequestError
 from slipstream.sampling.grammars.compiler import MAX_SOURCE_BYTES, WHITESPACE, check_size
 from slipstream.sampling.structured import StructuredOutput
-from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.errors import ApiError, invalid
 from slipstream.serve.api.schema import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from slipstream.serve.api.tokens import Tokens
 from slipstream.serve.tools.tools import ToolUse, tool_use
@@ -45,7 +45,7 @@ class Constraint:
 
     def refusal(self, error: RequestError) -> ApiError:
         """The client's error for a constraint that the engine's compiler refused."""
-        return ApiError(400, f"{self.param}: {error}", param=self.param, code="invalid_value")
+        return invalid(f"{self.param}: {error}", self.param)
 
 
 async def constraint_of(body: GenerationBody, tokens: Tokens, check: Check, tenant: str) -> Constraint | None:
@@ -89,7 +89,7 @@ def _requested(body: GenerationBody) -> Constraint | None:
     found = [Constraint(param, structured) for param, structured in given.items() if structured is not None]
     if len(found) == 2:
         message = "response_format and structured_outputs both ask for a form; give one of them"
-        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+        raise invalid(message, "structured_outputs")
     return found[0] if found else None
 
 
@@ -101,13 +101,13 @@ def _with_tools(use: ToolUse, requested: Constraint | None, special: Mapping[str
             message = (
                 "structured_outputs and tools exclude each other; set tool_choice to 'none' or 'required'"
             )
-            raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+            raise invalid(message, "structured_outputs")
         if use.format.mark.startswith("{"):
             message = (
                 "response_format and tools exclude each other with this model, whose calls are JSON too; "
                 "set tool_choice to 'none' or 'required'"
             )
-            raise ApiError(400, message, param="response_format", code="invalid_value")
+            raise invalid(message, "response_format")
         decoded = json.loads(str(requested.structured.json_schema or '{"type": "object"}'))
         guidance = {"whitespace_pattern": WHITESPACE}
         schema = json.dumps({"x-guidance": guidance} | decoded if isinstance(decoded, dict) else decoded)
@@ -133,7 +133,7 @@ def _of_response_format(form: ResponseFormat | None) -> StructuredOutput | None:
         return StructuredOutput(json_schema=form.json_schema.schema_)
     except RequestError as error:
         param = "response_format.json_schema.schema"
-        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+        raise invalid(f"{param}: {error}", param) from None
 
 
 def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput | None:
@@ -142,7 +142,7 @@ def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput |
         return None
     if sum(getattr(form, name) not in (None, False) for name in _KINDS) != 1:
         message = "structured_outputs needs exactly one of json, json_object, regex, grammar and choice"
-        raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+        raise invalid(message, "structured_outputs")
     try:
         structured = StructuredOutput(
             json_schema=form.json_,
@@ -155,5 +155,4 @@ def _of_structured_outputs(form: StructuredOutputs | None) -> StructuredOutput |
         check_size(structured, MAX_SOURCE_BYTES if structured.grammar is None else MAX_GRAMMAR_BYTES)
         return structured
     except RequestError as error:
-        message = f"structured_outputs: {error}"
-        raise ApiError(400, message, param="structured_outputs", code="invalid_value") from None
+        raise invalid(f"structured_outputs: {error}", "structured_outputs") from None

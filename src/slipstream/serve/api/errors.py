@@ -77,6 +77,11 @@ def clipped(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400 for a value that the server does not take, of the parameter `param`."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
     """503, with `Retry-After`."""
     return ApiError(
@@ -100,16 +105,16 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PredictionError):
-        return ApiError(400, str(error), param="prediction", code="invalid_value")
+        return invalid(str(error), "prediction")
     if isinstance(error, ReasoningError):
-        return ApiError(400, str(error), param="speculation.reasoning", code="invalid_value")
+        return invalid(str(error), "speculation.reasoning")
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), code="invalid_value")
+        return invalid(str(error))
     if isinstance(error, RequestValidationError):  # of a body that FastAPI parses: an added endpoint's
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:]))
         message = f"{place}: {first['msg']}" if place else str(first["msg"])
-        return ApiError(400, message, param=place or None, code="invalid_value")
+        return invalid(message, place or None)
     if isinstance(error, (EngineStoppedError, EngineBusyError)):
         return unavailable(str(error))
     logger.error("a request failed", exc_info=error)

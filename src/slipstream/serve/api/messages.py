@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.errors import ApiError, invalid
 from slipstream.serve.api.schema import Message
 from slipstream.serve.network.json_body import has_lone_surrogate, is_too_deep
 from slipstream.serve.tools.formats import ToolFormat
@@ -61,7 +61,7 @@ def _joined(param: str, parts: list[dict[str, Any]]) -> str:
     for part in parts:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             message = f"{param} has a part of type {part.get('type')!r}; this model reads text only"
-            raise ApiError(400, message, param=param, code="invalid_value")
+            raise invalid(message, param)
     return "".join(part["text"] for part in parts)
 
 
@@ -75,6 +75,5 @@ def _decoded(number: int, arguments: str) -> dict[str, Any]:
         decoded = None
     if not isinstance(decoded, dict) or is_too_deep(decoded) or has_lone_surrogate(decoded):
         param = f"messages.{number}.tool_calls"
-        message = f"{param}: the arguments of a call are a JSON object, as text"
-        raise ApiError(400, message, param=param, code="invalid_value")
+        raise invalid(f"{param}: the arguments of a call are a JSON object, as text", param)
     return decoded

@@ -14,7 +14,7 @@ from slipstream.reasoning.options import parse_step_options
 from slipstream.sampling.noise import draw_seed
 from slipstream.sampling.params import MAX_SEED, SamplingParams
 from slipstream.serve.api.constraints import Constraint
-from slipstream.serve.api.errors import ApiError, context_exceeded
+from slipstream.serve.api.errors import ApiError, context_exceeded, invalid
 from slipstream.serve.api.schema import ChatBody, CompletionBody, GenerationBody
 from slipstream.serve.config import ServeConfig
 
@@ -46,21 +46,17 @@ def check_unsupported(body: GenerationBody) -> None:
         message = "best_of is not supported: ask for n answers with logprobs and choose among them"
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        message = "stream_options is for streams; set stream to true or leave it out"
-        raise ApiError(400, message, param="stream_options", code="invalid_value")
+        raise invalid("stream_options is for streams; set stream to true or leave it out", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        message = "prompt_logprobs cannot be streamed; set stream to false"
-        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        raise invalid("prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
     if isinstance(body, CompletionBody):
         if body.suffix:
             message = "suffix is not supported by this server"
             raise ApiError(400, message, param="suffix", code="unsupported_parameter")
         if body.echo and body.logprobs is not None and body.stream:
-            message = "the log-probabilities of an echo cannot be streamed; set stream to false"
-            raise ApiError(400, message, param="echo", code="invalid_value")
+            raise invalid("the log-probabilities of an echo cannot be streamed; set stream to false", "echo")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
-        message = "top_logprobs needs logprobs to be true"
-        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
 
 
 def sampling_params(
@@ -88,16 +84,16 @@ def sampling_params(
             message = (
                 f"{name} must be at least 0 and at most {limits.config.max_logprobs}, got {values[name]}"
             )
-            raise ApiError(400, message, param=name, code="invalid_value")
+            raise invalid(message, name)
     for name in ("allowed_token_ids", "stop_token_ids"):  # before each of them is looked at
         if len(values.get(name) or ()) > limits.vocab_size:
             message = f"{name} holds {len(values[name])} ids, but the model has {limits.vocab_size} tokens"
-            raise ApiError(400, message, param=name, code="invalid_value")
+            raise invalid(message, name)
     try:
         params = SamplingParams.from_mapping(values)
         params.check_vocabulary(limits.vocab_size)
     except RequestError as error:
-        raise ApiError(400, str(error), param=_parameter(str(error)), code="invalid_value") from None
+        raise invalid(str(error), _parameter(str(error))) from None
     return params
 
 
@@ -108,7 +104,7 @@ def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
     if body.seed is not None and body.seed != -1:
         if not -MAX_SEED - 1 <= body.seed <= MAX_SEED:
             message = f"seed must be at least {-MAX_SEED - 1} and at most {MAX_SEED}, got {body.seed}"
-            raise ApiError(400, message, param="seed", code="invalid_value")
+            raise invalid(message, "seed")
         return (body.seed & MAX_SEED,) * num_prompts
     return tuple(draw_seed() for _ in range(num_prompts))
 
@@ -134,11 +130,11 @@ def request_options(body: GenerationBody, tenant: str, methods: Seq[str]) -> Req
         options = replace(options, reasoning=parse_step_options(speculation.reasoning))
     if speculation.max_tokens is not None and speculation.max_tokens < 0:
         message = f"speculation.max_tokens must be at least 0, got {speculation.max_tokens}"
-        raise ApiError(400, message, param="speculation.max_tokens", code="invalid_value")
+        raise invalid(message, "speculation.max_tokens")
     if speculation.method not in (None, "off", *methods):
         choice = " or ".join(map(repr, dict.fromkeys([*methods, "off"])))
         message = f"this server does not draft by {speculation.method!r}; speculation.method may be {choice}"
-        raise ApiError(400, message, param="speculation.method", code="invalid_value")
+        raise invalid(message, "speculation.method")
     if speculation.enabled is False or speculation.method == "off":
         return replace(options, max_draft_tokens=0)
     return replace(options, max_draft_tokens=speculation.max_tokens, draft_method=speculation.method)
@@ -169,8 +165,7 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
     name = "max_tokens"
     if body.max_completion_tokens is not None:
         if requested not in (None, body.max_completion_tokens):
-            message = "max_tokens and max_completion_tokens say different things; give one of them"
-            raise ApiError(400, message, param=name, code="invalid_value")
+            raise invalid("max_tokens and max_completion_tokens say different things; give one of them", name)
         requested, name = body.max_completion_tokens, "max_completion_tokens"
     room = limits.max_model_len - longest_prompt
     most = limits.config.max_output_tokens
@@ -183,12 +178,9 @@ def _max_tokens(body: GenerationBody, longest_prompt: int, limits: Limits) -> in
         return 1  # the engine's step makes a token in any case; it is not shown
     if requested < 1:
         also = "; only with echo it may be 0" if requested == 0 and isinstance(body, CompletionBody) else ""
-        raise ApiError(
-            400, f"{name} must be at least 1, got {requested}{also}", param=name, code="invalid_value"
-        )
+        raise invalid(f"{name} must be at least 1, got {requested}{also}", name)
     if most is not None and requested > most:
-        message = f"{name} must be at most {most} on this server, got {requested}"
-        raise ApiError(400, message, param=name, code="invalid_value")
+        raise invalid(f"{name} must be at most {most} on this server, got {requested}", name)
     if requested > room:
         however = (
             f"you requested {longest_prompt + requested} tokens ({longest_prompt} in the prompt, "

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from slipstream.errors import RequestError, VocabularyMismatchError
-from slipstream.serve.api.errors import ApiError, context_exceeded
+from slipstream.serve.api.errors import context_exceeded, invalid
 from slipstream.serve.api.messages import for_template
 from slipstream.serve.api.schema import Message
 from slipstream.serve.sized_threads import SizedThreads, size_of
@@ -59,7 +59,7 @@ class Tokens:
         """The token ids of every prompt of a completion; raises `ApiError` 400 for a prompt that cannot be served."""
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not many:
-            raise ApiError(400, "prompt is an empty list", param="prompt", code="invalid_value")
+            raise invalid("prompt is an empty list", "prompt")
         for one in many:
             if isinstance(one, str):
                 self._check_text(one, "prompt")
@@ -131,7 +131,7 @@ class Tokens:
         try:
             return encode_chat(self._tokenizer, plain, options, tools, self._check_chat)
         except RequestError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+            raise invalid(str(error), "messages") from None
 
     def _check_chat(self, text: str) -> None:
         """Checks the rendered text of a conversation, of which the template may have left out much."""
@@ -149,9 +149,7 @@ class Tokens:
 
     def _checked(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
-            raise ApiError(
-                400, f"{param} has no tokens; give at least one", param=param, code="invalid_value"
-            )
+            raise invalid(f"{param} has no tokens; give at least one", param)
         most = self._max_prompt_tokens or self._max_model_len - 1
         if len(token_ids) > most:
             however = (
@@ -167,7 +165,7 @@ class Tokens:
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 message = f"{param} has token id {token_id}; this model's ids are 0 to {self._vocab_size - 1}"
-                raise ApiError(400, message, param=param, code="invalid_value")
+                raise invalid(message, param)
 
 
 def max_bytes_a_token(tokenizer: Any, said: TokenBytes | None) -> int | None:

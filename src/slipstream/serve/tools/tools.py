@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.sampling.grammars.compiler import WHITESPACE
 from slipstream.sampling.structured import StructuredOutput
-from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.errors import invalid
 from slipstream.serve.api.schema import ChatBody, NamedTool, Tool
 from slipstream.serve.tools.formats import ToolFormat
 
@@ -48,20 +48,20 @@ def tool_use(body: ChatBody, tool_format: ToolFormat) -> ToolUse | None:
     tools, choice = body.tools or [], body.tool_choice
     if not tools and choice not in (None, "none", "auto"):
         message = "tool_choice asks for a call, but there are no tools; give some, or leave tool_choice out"
-        raise _refusal("tool_choice", message)
+        raise invalid(message, "tool_choice")
     if not tools or choice == "none":
         return None
     schemas: dict[str, str] = {}
     for number, tool in enumerate(tools):
         name = tool.function.name
         if name in schemas:
-            raise _refusal("tools", f"tools has two functions called {name!r}; their names must differ")
+            raise invalid(f"tools has two functions called {name!r}; their names must differ", "tools")
         schemas[name] = _arguments_schema(number, tool)
     if isinstance(choice, NamedTool):
         name = choice.function.name
         if name not in schemas:
             message = f"tool_choice names the function {name!r}, which is not among the tools"
-            raise _refusal("tool_choice", message)
+            raise invalid(message, "tool_choice")
     may_call = {name: schemas[name]} if isinstance(choice, NamedTool) else schemas
     return ToolUse(
         tool_format,
@@ -80,8 +80,7 @@ def _arguments_schema(number: int, tool: Tool) -> str:
     param = f"tools.{number}.function.parameters"
     schema = dict(tool.function.parameters or {"properties": {}, "additionalProperties": False})
     if schema.setdefault("type", "object") != "object":
-        message = f"{param}: arguments are an object, so the schema's type must be 'object'"
-        raise _refusal(param, message)
+        raise invalid(f"{param}: arguments are an object, so the schema's type must be 'object'", param)
     if tool.function.strict:
         schema = _closed(schema)
     schema["x-guidance"] = {"whitespace_pattern": WHITESPACE} | dict(schema.get("x-guidance") or {})
@@ -150,10 +149,6 @@ def _rules(use: ToolUse, special: Mapping[str, int], answer_schema: str | None) 
         *([f"other: <[{','.join(map(str, others))}]>"] if others else []),
         *rules,
     ]
-
-
-def _refusal(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")
 
 
 def described(tools: Seq[Mapping[str, Any]], form: ToolFormat) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slipstream.serve.api.errors import ApiError
+from slipstream.serve.api.errors import ApiError, invalid
 from slipstream.serve.api.responses.body import CallItem, CallOutputItem, MessageItem, ResponseBody
 from slipstream.serve.api.schema import ChatBody
 
@@ -69,7 +69,7 @@ def _text(param: str, content: str | list[dict[str, Any]]) -> str:
             part.get(name), str
         ):
             message = f"{param} has a part of type {part.get('type')!r}; this model reads text only"
-            raise ApiError(400, message, param=param, code="invalid_value")
+            raise invalid(message, param)
         texts.append(part[name])
     return "".join(texts)
 
@@ -82,7 +82,7 @@ def check_calls(messages: list[dict[str, Any]]) -> None:
         if message["role"] == "tool" and message["tool_call_id"] not in made:
             call = message["tool_call_id"]
             problem = f"input has an output of the call {call!r}, but no function_call with that call_id"
-            raise ApiError(400, problem, param="input", code="invalid_value")
+            raise invalid(problem, "input")
 
 
 def chat_of(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
@@ -105,8 +105,7 @@ def chat_of(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
         problem = "log-probabilities and tools exclude each other; set tool_choice to 'none' or leave top_logprobs out"
         raise ApiError(400, problem, param="top_logprobs", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        problem = "stream_options is for streams; set stream to true or leave it out"
-        raise ApiError(400, problem, param="stream_options", code="invalid_value")
+        raise invalid("stream_options is for streams; set stream to true or leave it out", "stream_options")
     text = body.text.format if body.text is not None else None
     return ChatBody.model_validate(
         {
