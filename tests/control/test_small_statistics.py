@@ -7,8 +7,8 @@ import pytest
 from scipy.optimize import nnls
 from scipy.special import stdtrit
 
-from slipstream.control.least_squares import non_negative
-from slipstream.control.student import quantile, within
+from slipstream.control.cost import non_negative
+from slipstream.control.realised import quantile, within
 
 
 @pytest.mark.parametrize("seed", range(5))

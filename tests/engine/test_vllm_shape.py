@@ -267,7 +267,7 @@ def test_progress(plain: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     plain.generate([IDS] * 3, GREEDY)
     assert terminal.getvalue() == ""  # it is done too soon
-    monkeypatch.setattr("slipstream.engine.progress.QUIET_S", 0.0)
+    monkeypatch.setattr("slipstream.engine.llm.QUIET_S", 0.0)
     plain.generate([IDS] * 3, GREEDY, on_update=lambda update: None)
     plain.generate([IDS], GREEDY)
     assert terminal.getvalue() == ""

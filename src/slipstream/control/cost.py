@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.control.least_squares import non_negative
 from slipstream.control.types import DraftCall, Number
 
 MEMORY = 40.0
@@ -36,6 +35,8 @@ OUTLIER = 3.0
 no more for that."""
 OUTLIERS_IN_A_ROW = 3
 """So many are no outliers: everything is slower now, and what was learned is dropped."""
+_ROUNDING = 1e-12
+"""A gradient of no more than this share of the largest target is none."""
 
 
 @dataclass(slots=True)
@@ -232,3 +233,35 @@ class TextSeen:
 
     def __len__(self) -> int:
         return len(self._seen)
+
+
+def non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The x of no negative entry at which xᵀ·`products`·x / 2 - `targets`·x is least.
+
+    `products` [n, n] is symmetric and positive definite: of a least-squares problem, the normal equations' matrix.
+    Lawson and Hanson's method: entries are freed one at a time, the steepest first, and those that the solution of the
+    free ones would make negative are set to zero again. SciPy has it, but takes half a second of a start to import.
+    """
+    free = np.zeros(len(targets), dtype=bool)
+    found = np.zeros(len(targets))
+    tolerance = _ROUNDING * float(np.abs(targets).max(initial=0.0))
+    for _ in range(10 * len(targets)):  # it ends before, but for rounding
+        gradient = np.where(free, -np.inf, targets - products @ found)
+        steepest = int(gradient.argmax())
+        if gradient[steepest] <= tolerance:
+            break
+        free[steepest] = True
+        while True:
+            wanted = np.zeros(len(targets))
+            wanted[free] = np.linalg.solve(products[np.ix_(free, free)], targets[free])
+            below = free & (wanted <= 0)
+            if not below.any():
+                break
+            step = float((found[below] / (found[below] - wanted[below])).min())
+            found = np.where(free, found + step * (wanted - found), 0.0)
+            free &= ~(below & (found <= _ROUNDING * float(found.max(initial=0.0))))
+            found[~free] = 0.0
+            if not free.any():
+                break
+        found = wanted if free.any() else found
+    return found

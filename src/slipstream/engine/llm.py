@@ -11,11 +11,12 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, Unpack
 
+from tqdm.auto import tqdm
+
 from slipstream.config import SpeculativeConfig, reject_unknown
 from slipstream.core.request import RequestOptions
 from slipstream.engine.factory import make_engine
 from slipstream.engine.outputs import RequestOutput
-from slipstream.engine.progress import UseTqdm, progress
 from slipstream.engine.requests import (
     BatchKeywords,
     ChatKeywords,
@@ -31,6 +32,10 @@ from slipstream.vllm_names import CALL, METHODS, split_off
 
 Messages = Seq[dict[str, Any]]
 Params = SamplingParams | Seq[SamplingParams] | None
+UseTqdm = bool | Callable[..., Any] | None
+
+QUIET_S = 1.0
+"""A batch that is done by then shows no bar unless `use_tqdm` is True."""
 
 
 class LLM:
@@ -184,7 +189,7 @@ class LLM:
                 self.engine.add_request(request_id, prompt, params, one, on_update=on_update)
                 ids.append(request_id)
             outputs: dict[str, RequestOutput] = {}
-            with progress(use_tqdm, len(ids), by_default=on_update is None) as advance:
+            with _progress(use_tqdm, len(ids), by_default=on_update is None) as advance:
                 while any(map(self.engine.is_unfinished, ids)):
                     for update in self.engine.step():
                         if update.output is not None:
@@ -197,6 +202,24 @@ class LLM:
                 self.engine.abort(request_id)
             raise
         return [outputs[request_id] for request_id in ids]
+
+
+@contextmanager
+def _progress(use_tqdm: UseTqdm, num_prompts: int, by_default: bool) -> Iterator[Callable[[], object]]:
+    """What to call when a prompt is answered: how far a batch is, on standard error.
+
+    `use_tqdm` True shows a bar, False none, and a callable makes it as `tqdm` does. None shows one on a terminal where
+    several prompts take longer than `QUIET_S`, if that is wanted `by_default`.
+    """
+    if use_tqdm is False or (use_tqdm is None and not (by_default and num_prompts > 1)):
+        yield lambda: None
+        return
+    options: dict[str, Any] = {"total": num_prompts, "desc": "Processed prompts", "dynamic_ncols": True}
+    if use_tqdm is None:
+        options |= {"disable": None, "delay": QUIET_S, "leave": False}
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    with make(**options) as bar:
+        yield bar.update
 
 
 def _own_keywords(method: Callable[..., Any], given: Mapping[str, Any], names: Any) -> dict[str, Any]:
