@@ -88,8 +88,9 @@ def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
     held, draft = engine.memory_plan, planner(spec).draft
     assert held.num_slots == plan.num_slots
     assert held.kv_bytes_per_token == plan.kv_bytes_per_token
-    assert draft.max_nodes == engine.drafter.traits.max_nodes
-    assert len(draft.feature_layers) == len(engine.drafter.traits.feature_layers)
+    assert draft.traits.max_nodes == engine.drafter.traits.max_nodes
+    assert draft.traits.feature_layers == engine.drafter.traits.feature_layers
+    assert draft.traits.tables == engine.drafter.traits.tables
     own = draft.head_bytes + sum(model.held.total_bytes for model in draft.models)
     assert own == pytest.approx(held.draft_bytes, rel=0.02, abs=1000)
     sizes = {part.name: part.num_bytes for part in plan.parts}
@@ -120,7 +121,7 @@ def test_an_engine_is_described_without_its_weights_as_it_is_with_them(target: L
     if described.draft_model is not None:
         assert engine.draft_model is not None
         assert profile_key(described.draft_model) == profile_key(engine.draft_model)
-    assert described.drafter_fits[engine.speculative.method][1] == described.draft_fit
+    assert described.drafters[engine.speculative.method][1] == described.draft
 
 
 def test_what_models_will_hold_is_not_taken_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

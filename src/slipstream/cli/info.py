@@ -34,9 +34,10 @@ from slipstream.profiling.break_even import round_cost
 from slipstream.profiling.store import prepare_folder
 
 if TYPE_CHECKING:
-    from slipstream.draft.base import Fit
+    from slipstream.draft.footprint import Footprint
     from slipstream.engine.description import EngineDescription
     from slipstream.engine.llm import LLM
+    from slipstream.models.identity import ModelIdentity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class _Described:
             drafters[DRAFT_MODEL.name] = f"{flags.draft}: {self.can_draft}"
         elif model is None:
             runs = "the embedded draft, which runs by default and is in the memory plan"
-            drafters[DRAFT_MODEL.name] = f"{runs}: {_costs(self.about.draft_fit)}"
+            drafters[DRAFT_MODEL.name] = f"{runs}: {_costs(_holds(self.about.draft, self.about.model))}"
         if model is None:
             for name in EMBEDDED_DRAFTERS.keys() - {DRAFT_MODEL.name}:
                 drafters[name] = f"the embedded target's own head: {drafters[name].partition(': ')[2]}"
@@ -136,7 +137,7 @@ class _Described:
             verify = measurement.target.verify_cost(CHAIN + 1, measurement.context)
             if measurement.draft is not None:
                 rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
-        copy_pays = not self.about.drafter_fits["self"][1].missing
+        copy_pays = not self.about.drafters["self"][1].missing
         draft = self.flags.draft if self.can_draft == "yes" else None
         stored_as = self.about.model.stored_as
         return first_try(KnownModel(self.flags.model is None, stored_as, copy_pays, draft, verify, rounds))
@@ -184,7 +185,7 @@ def _details(described: EngineDescription, name: str) -> dict[str, Any]:
     from slipstream.models.cpu.quota import cpu_quota
 
     model, tokenizer, plan = described.model, described.tokenizer, described.memory_plan
-    fitting = described.drafter_fits
+    holds = {name: (about, _holds(each, model)) for name, (about, each) in described.drafters.items()}
     return {
         "model": name,
         "family": model.family,
@@ -210,8 +211,8 @@ def _details(described: EngineDescription, name: str) -> dict[str, Any]:
         },
         "memory_plan": {**asdict(plan), "kv_bytes": plan.kv_bytes},
         "memory_plan_text": str(plan),
-        "drafters": {name: _summary(about, fit) for name, (about, fit) in fitting.items()},
-        "drafter_costs": {name: asdict(fit) for name, (_, fit) in fitting.items()},
+        "drafters": {name: _summary(about, costs) for name, (about, costs) in holds.items()},
+        "drafter_costs": {name: costs for name, (_, costs) in holds.items()},
     }
 
 
@@ -226,28 +227,41 @@ def _tokenizer_kind(tokenizer: Any) -> str:
     return f"{kind} with byte fallback" if "ByteFallback" in decoder else kind
 
 
-def _summary(about: str, fit: Fit) -> str:
+def _holds(drafter: Footprint, target: ModelIdentity) -> dict[str, Any]:
+    """What a drafter holds beside its target; None depends on what is missing."""
+    traits, is_known = drafter.traits, drafter.is_known
+    weight_bytes = drafter.weight_bytes + sum(table.first_bytes for table in traits.tables)
+    return {
+        "missing": drafter.missing,
+        "weight_bytes": weight_bytes if is_known else None,
+        "kv_bytes_per_token": traits.kv_bytes_per_token if is_known else None,
+        "feature_bytes_per_token": drafter.feature_bytes_per_token(target) if is_known else None,
+        "grows_with": traits.grows_with,
+    }
+
+
+def _summary(about: str, costs: dict[str, Any]) -> str:
     """'needs model: a smaller model drafts', or its memory when it can run."""
-    if fit.missing:
-        return f"{fit.missing}: {about}" if about else fit.missing
-    return f"runs, {_costs(fit)}: {about}"
+    if missing := costs["missing"]:
+        return f"{missing}: {about}" if about else str(missing)
+    return f"runs, {_costs(costs)}: {about}"
 
 
-def _costs(fit: Fit) -> str:
+def _costs(costs: dict[str, Any]) -> str:
     """'weights 3.5 MiB, 512 B a token'."""
     from slipstream.plan.sizes import format_bytes
 
     a_token = [
         f"{name} {format_bytes(num_bytes)}"
         for name, num_bytes in (
-            ("keys and values", fit.kv_bytes_per_token),
-            ("features", fit.feature_bytes_per_token),
+            ("keys and values", costs["kv_bytes_per_token"]),
+            ("features", costs["feature_bytes_per_token"]),
         )
         if num_bytes
     ]
-    parts = [f"weights {format_bytes(fit.weight_bytes)}"] if fit.weight_bytes else []
+    parts = [f"weights {format_bytes(costs['weight_bytes'])}"] if costs["weight_bytes"] else []
     parts += [f"{' and '.join(a_token)} a token"] if a_token else []
-    parts += [fit.grows_with] if fit.grows_with else []
+    parts += [costs["grows_with"]] if costs["grows_with"] else []
     return ", ".join(parts) or "holds next to nothing"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.core.proposal import Proposal, VerifierTraits
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.traits import DrafterTraits
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class DraftContext:
     target_layers: tuple[int, ...] | None = None
     """The layers that `target` runs: those of whose tokens it keeps keys and values. None is all."""
     target_outline: ModelOutline | None = None
-    """What is known of a target that is not loaded, for `Drafter.outline` and `fit`."""
+    """What is known of a target that is not loaded, for `Drafter.footprint`."""
     draft_timeout_s: float = 30.0
     """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
     loaded_drafter: Drafter | None = None
@@ -101,21 +101,6 @@ class Observation:
         return len(self.sequence.token_ids) - self.num_accepted - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a kind of drafter can run with a target, and what it then holds; None depends on what is missing."""
-
-    missing: str = ""
-    """What it lacks, or why it can never run there; empty when it runs as it is."""
-    weight_bytes: int | None = 0
-    """Beside the target's."""
-    kv_bytes_per_token: int | None = 0
-    feature_bytes_per_token: int | None = 0
-    """Hidden states of the target that are kept for it."""
-    grows_with: str = ""
-    """What else it remembers while it runs, and up to what: 'answers, at most 10,000'."""
-
-
 class Drafter(ABC):
     """Drafts for many sequences at once.
 
@@ -141,31 +126,21 @@ class Drafter(ABC):
     one is made. Of a drafter, from its constructor on, what holds as it is configured."""
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """What `slipstream info` says of this drafter with its default options. Loads nothing.
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """The traits with these options, as far as they are told without loading anything.
 
-        By default it lacks the options that have no default; where all have one it runs, and holds nothing.
+        Where the class does not say `max_nodes`, it is what `configured_depth` says.
         """
-        required = [
-            field.name
-            for field in fields(cls.Options)
-            if field.default is MISSING and field.default_factory is MISSING
-        ]
-        return Fit(f"needs {' and '.join(required)}", None, None, None) if required else Fit()
+        return replace(cls.traits, max_nodes=cls.traits.max_nodes or cls.configured_depth(options) or 0)
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """What it will hold beside `table_bytes`, for `slipstream plan`. Loads nothing; the context has the outline.
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        """What it will hold, for `slipstream plan` and `info`. Loads nothing; the context has the target's outline.
 
-        Raises `ModelError` where a configuration that it needs cannot be read. By default it holds nothing.
+        Raises `ConfigError` where it cannot run with this target, and `ModelError` where a configuration that it needs
+        cannot be read. By default it holds no weights.
         """
-        return DraftOutline(cls.configured_depth(options) or 0)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """The most that its tables and caches come to hold, beside keys and values, while `num_seqs` texts run that
-        have `num_tokens` tokens together."""
-        return 0
+        return Footprint(traits=cls.configured(options, context))
 
     @classmethod
     def configured_depth(cls, options: Any) -> int | None:
@@ -174,22 +149,20 @@ class Drafter(ABC):
         return depth
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises `TypeError` for a class that declares a trait as an attribute or a method of its own."""
+        """Raises `TypeError` for a class that declares a trait, or what it holds, in a way that nothing reads."""
         super().__init_subclass__(**kwargs)
         if retired := [name for name in vars(cls) if name in _TRAITS]:
             raise TypeError(
-                f"drafter {cls.__name__} declares {', '.join(retired)} itself, which nothing reads; it belongs in its "
-                "traits: a class attribute traits = DrafterTraits(...) for what holds whatever the options are, and "
-                "in the constructor, after super().__init__(options, context), self.traits = "
-                "dataclasses.replace(self.traits, ...) for the rest (slipstream.draft.traits)"
+                f"drafter {cls.__name__} declares {', '.join(retired)}, which nothing reads. What a drafter is, and "
+                "what its tables come to hold, its traits say: traits = DrafterTraits(...) of the class for what holds "
+                "with any options, and the class method configured(options, context) for the rest. In the place of "
+                "fit and outline there is one class method, footprint. docs/extend/drafter.md shows all of them"
             )
 
     def __init__(self, options: Any, context: DraftContext) -> None:
-        """Where the class does not say `max_nodes`, it is what `configured_depth` says; a subclass may replace it."""
         self.options = options
         self.context = context
-        most = self.traits.max_nodes or self.configured_depth(options) or 0
-        self.traits = replace(self.traits, max_nodes=most)
+        self.traits = self.configured(options, context)
         self._tables: list[dict[int, Any]] = []
 
     def by_sequence(self) -> dict[int, Any]:
@@ -291,5 +264,7 @@ class Drafter(ABC):
         return [fault for part in self.parts for fault in part.integrity()]
 
 
-_TRAITS = frozenset({field.name for field in fields(DrafterTraits)} | {"kinds_made"})
+_TRAITS = frozenset(
+    {each.name for each in fields(DrafterTraits)} | {"kinds_made", "fit", "outline", "table_bytes"}
+)
 """What a drafter once said in attributes and methods of these names."""

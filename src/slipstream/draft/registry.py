@@ -16,7 +16,8 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig, options_from
 from slipstream.core.proposal import VerifierTraits
-from slipstream.draft.base import DraftContext, Drafter, Fit
+from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.footprint import Footprint, NoGainError
 from slipstream.draft.methods import METHODS, MethodSpec
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.registry import Registry
@@ -93,19 +94,34 @@ def make_drafter(
         ) from error
 
 
-def fits(context: DraftContext) -> dict[str, tuple[str, Fit]]:
-    """Name to what it is, in a line, and how it fits, for every drafter that is installed."""
+def footprints(context: DraftContext) -> dict[str, tuple[str, Footprint]]:
+    """Name to what it is, in a line, and what it would hold with its default options, for every installed drafter."""
     from slipstream.models.unloaded import shared_outlines
 
-    found: dict[str, tuple[str, Fit]] = {}
+    found: dict[str, tuple[str, Footprint]] = {}
     with shared_outlines():
         for name in drafter_names():
             try:
                 cls = _drafter_class(name)
-                found[name] = (_help(name, cls), cls.fit(context))
+                found[name] = (_help(name, cls), _default_footprint(cls, context))
             except Exception as error:  # a package's own fault
-                found[name] = ("", Fit(f"can never run: {error}", None, None, None))
+                found[name] = ("", Footprint.unknown(f"can never run: {error}"))
     return found
+
+
+def _default_footprint(cls: type[Drafter], context: DraftContext) -> Footprint:
+    """A drafter with its default options; one that lacks options that have no default says which."""
+    required = [
+        field.name
+        for field in dataclasses.fields(cls.Options)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if required:
+        return Footprint.unknown(f"needs {' and '.join(required)}")
+    try:
+        return cls.footprint(cls.Options(), context)
+    except NoGainError as error:
+        return Footprint.unknown(f"cannot gain speed: {error.reason}")
 
 
 def _help(name: str, cls: type[Drafter]) -> str:

@@ -9,6 +9,33 @@ from slipstream.core.proposal import ProposalKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TableGrowth:
+    """Tables or caches that a drafter fills while it runs, keys and values aside, and what bounds them."""
+
+    what: str = ""
+    """What is kept and up to what, for people: 'past answers, at most 10,000'."""
+    fixed_bytes: int = 0
+    """The most, whatever runs."""
+    bytes_per_token: int = 0
+    """For each token of the texts that run."""
+    max_bytes_per_text: int | None = None
+    """Bound of what `bytes_per_token` comes to for one text; None is none."""
+    max_bytes: int | None = None
+    """The same for all texts."""
+    first_bytes: int = 0
+    """What the first request makes it hold, of all that."""
+
+    def at(self, num_texts: int, num_tokens: int) -> int:
+        """The most bytes while so many texts run that have `num_tokens` tokens together."""
+        bounds = [self.bytes_per_token * num_tokens]
+        if self.max_bytes_per_text is not None:
+            bounds.append(self.max_bytes_per_text * num_texts)
+        if self.max_bytes is not None:
+            bounds.append(self.max_bytes)
+        return self.fixed_bytes + min(bounds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterTraits:
     """What holds for a drafter as long as it runs. The defaults suit one without memory, weights or draft model."""
 
@@ -27,6 +54,8 @@ class DrafterTraits:
     `KVCache.features` reads them, side by side in this order."""
     kv_bytes_per_token: int = 0
     """Bytes of keys and values of its own that one token costs."""
+    tables: tuple[TableGrowth, ...] = ()
+    """What else it comes to hold while it runs."""
     remembers: bool = False
     """True where what it proposes for a request may depend on other requests' texts or on what they accepted. The
     classical verifiers then draw other random numbers for each request, so a seed alone does not repeat a text."""
@@ -48,6 +77,15 @@ class DrafterTraits:
     """True for one that loads a model to its context's device and reads nothing of the target but the text, so that it
     can draft on another device (`draft_device`)."""
 
+    def table_bytes(self, num_texts: int, num_tokens: int) -> int:
+        """See `TableGrowth.at`, for all tables together."""
+        return sum(table.at(num_texts, num_tokens) for table in self.tables)
+
+    @property
+    def grows_with(self) -> str:
+        """What its tables keep, for people."""
+        return "; ".join(table.what for table in self.tables if table.what)
+
     @classmethod
     def joined(cls, members: Seq[DrafterTraits]) -> DrafterTraits:
         """A guarded group of drafters, of which any may draft: what one member reads, in its own order, and of several
@@ -58,6 +96,7 @@ class DrafterTraits:
             kinds=frozenset[ProposalKind]().union(*(member.kinds for member in members)),
             feature_layers=members[0].feature_layers if len(members) == 1 else tuple(layers),
             kv_bytes_per_token=sum(member.kv_bytes_per_token for member in members),
+            tables=tuple(table for member in members for table in member.tables),
             remembers=any(member.remembers for member in members),
             guards_itself=True,
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
-from slipstream.draft.base import Fit
-from slipstream.draft.registry import fits
+from slipstream.draft.footprint import Footprint
+from slipstream.draft.registry import footprints
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
 from slipstream.models.configuration import read_generation_config
@@ -37,10 +37,10 @@ class EngineDescription:
     end_token_ids: frozenset[int]
     """The tokens with which the model ends an answer."""
     memory_plan: MemoryPlan
-    draft_fit: Fit
-    """What the drafter would hold, by purpose."""
-    drafter_fits: dict[str, tuple[str, Fit]]
-    """Every installed drafter by name: what it is, in a line, and how it fits this target."""
+    draft: Footprint
+    """What the drafter would hold."""
+    drafters: dict[str, tuple[str, Footprint]]
+    """Every installed drafter by name: what it is, in a line, and what it would hold with this target."""
 
 
 def describe(config: EngineConfig, speculative: SpeculativeConfig) -> EngineDescription:
@@ -54,22 +54,20 @@ def describe(config: EngineConfig, speculative: SpeculativeConfig) -> EngineDesc
     )
     with threads.limit(config.num_threads), shared_outlines():
         planner = Planner(config, speculative, ProcessMemory(0, 0, measured=False), tokenizer)
-        fitting = fits(planner.context)
+        drafters = footprints(planner.context)
     target, draft = planner.target, planner.draft
     if target.stored_as and config.quantization is not None:
         log.warning(KEPT_AS_STORED, config.model, target.stored_as, config.quantization)
     read_generation_config(target.model, config.model, config.revision)
     sampling_defaults(config, target.model)  # raises for values that no request could have
-    draft_bytes = draft.head_bytes + sum(model.weight_bytes for model in draft.models)
-    fit = Fit("", draft_bytes, draft.kv_bytes_per_token, planner.feature_bytes_per_token)
-    if speculative.method in fitting:
-        fitting[speculative.method] = fitting[speculative.method][0], fit
+    if speculative.method in drafters:
+        drafters[speculative.method] = drafters[speculative.method][0], draft
     planned = plan_memory(
         config,
         target,
-        draft_bytes,
-        draft.kv_bytes_per_token + planner.feature_bytes_per_token,
-        draft.max_nodes,
+        draft.weight_bytes,
+        draft.traits.kv_bytes_per_token + planner.feature_bytes_per_token,
+        draft.traits.max_nodes,
         is_loaded=False,
     )
     return EngineDescription(
@@ -77,9 +75,7 @@ def describe(config: EngineConfig, speculative: SpeculativeConfig) -> EngineDesc
         draft_model=planner.draft_model,
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(tokenizer, target.model, target.vocab_size),
-        memory_plan=with_passes(
-            planned, config, [target, *draft.models], draft.max_nodes, planner.table_bytes
-        ),
-        draft_fit=fit,
-        drafter_fits=fitting,
+        memory_plan=with_passes(planned, config, [target, *draft.models], draft.traits),
+        draft=draft,
+        drafters=drafters,
     )

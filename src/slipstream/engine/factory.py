@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
@@ -163,13 +162,7 @@ def _planned(
     )
     drafting: Seq[CausalLM] = [each for one in drafters for each in one.drafting_models()]
     models = {id(each): each for each in (model, *drafting)}  # one that several use counts once
-    plan = with_passes(
-        plan,
-        config,
-        list(models.values()),
-        drafter.traits.max_nodes,
-        partial(drafter.table_bytes, speculation.options),
-    )
+    plan = with_passes(plan, config, list(models.values()), drafter.traits)
     logger.info("memory: %s", plan)
     return plan
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.models.identity import ModelIdentity
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
@@ -17,9 +18,6 @@ from slipstream.plan.sizes import format_bytes
 from slipstream.profiling.memory import available_bytes, total_bytes
 
 logger = logging.getLogger(__name__)
-
-TableBytes = Callable[[int, int, int], int]
-"""(width of the logits, texts, their tokens together) to the most that a drafter's tables come to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +150,16 @@ def with_passes(
     plan: MemoryPlan,
     config: EngineConfig,
     models: Sequence[ModelIdentity],
-    max_draft_tokens: int,
-    table_bytes: TableBytes,
+    drafter: DrafterTraits,
 ) -> MemoryPlan:
     """The plan with what passes of the `models`, the target first, compute with, and what the drafter's tables come to
-    hold: see `Drafter.table_bytes`, but for the options."""
-    limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, max_draft_tokens)
+    hold."""
+    limits = PassLimits.of(config, config.max_num_seqs, plan.max_model_len, drafter.max_nodes)
     target = models[0]
     num_tokens = min(config.max_num_seqs * plan.max_model_len, plan.num_slots)
     return replace(
         plan,
         activation_bytes=sum(activation_bytes(PassSizes.of(each), limits) for each in models),
         logit_bytes=PassSizes.of(target).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
-        table_bytes=table_bytes(target.vocab_size, config.max_num_seqs, num_tokens),
+        table_bytes=drafter.table_bytes(config.max_num_seqs, num_tokens),
     )

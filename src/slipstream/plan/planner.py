@@ -11,7 +11,7 @@ import torch
 
 from slipstream.config import EngineConfig, SpeculativeConfig, check_at_least
 from slipstream.draft.base import DraftContext
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
@@ -60,17 +60,20 @@ class Planner:
             target_outline=self.target,
         )
         """What drafters are told of the target."""
-        self.draft = self._drafter.outline(self._options, self.context)
+        self.draft = self._drafter.footprint(self._options, self.context)
         if self.speculative.reasoning is not None:
             self.draft = self._beside_writer(self.speculative.reasoning)
 
-    def _beside_writer(self, reasoning: Mapping[str, Any]) -> DraftOutline:
+    def _beside_writer(self, reasoning: Mapping[str, Any]) -> Footprint:
         """The drafter with the one that writes whole steps, whose model is loaded once where it is the same."""
         cls, options = validate(ReasoningConfig.from_mapping(reasoning).writer(self.speculative))
-        writer = cls.outline(options, self.context)
+        writer = cls.footprint(options, self.context)
         loaded = {_loaded_as(model) for model in self.draft.models}
         own = tuple(model for model in writer.models if _loaded_as(model) not in loaded)
-        return DraftOutline.joined([self.draft, replace(writer, models=own)], self.draft.max_nodes)
+        drafts = self.draft.traits
+        per_token = drafts.kv_bytes_per_token + writer.traits.kv_bytes_per_token
+        joined = Footprint.joined([self.draft, replace(writer, models=own)], drafts)
+        return joined.with_traits(kv_bytes_per_token=per_token)
 
     @property
     def draft_model(self) -> ModelOutline | None:
@@ -85,17 +88,13 @@ class Planner:
     @cached_property
     def feature_bytes_per_token(self) -> int:
         """Hidden states of the target that are kept for the drafter."""
-        return len(self.draft.feature_layers) * self.target.hidden_size * self.target.dtype.itemsize
+        return self.draft.feature_bytes_per_token(self.target)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Return the bytes a token of target and drafter together, features included."""
-        draft = self.draft.kv_bytes_per_token + self.feature_bytes_per_token
+        draft = self.draft.traits.kv_bytes_per_token + self.feature_bytes_per_token
         return self.target.kv_bytes_per_token + draft
-
-    def table_bytes(self, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """As `Drafter.table_bytes`, of this drafter."""
-        return self._drafter.table_bytes(self._options, vocab_size, num_seqs, num_tokens)
 
     def at(self, batch: int, context: int) -> DeploymentPlan:
         """The plan for `batch` requests at once of `context` tokens each, prompt and answer together.
@@ -107,7 +106,7 @@ class Planner:
             raise ConfigError(
                 f"a context of {context} is beyond the model's {self.max_context}; plan for {self.max_context} or less"
             )
-        num_slots = batch * (context + self.draft.max_nodes + self.target.kv_unit)
+        num_slots = batch * (context + self.draft.traits.max_nodes + self.target.kv_unit)
         return DeploymentPlan(
             batch=batch,
             context=context,
@@ -170,16 +169,16 @@ class Planner:
     def _cache(self, num_slots: int) -> Iterator[PlannedPart]:
         for name, per_token in (
             ("keys and values", self.target.kv_bytes_per_token),
-            ("draft keys and values", self.draft.kv_bytes_per_token),
+            ("draft keys and values", self.draft.traits.kv_bytes_per_token),
             ("features", self.feature_bytes_per_token),
         ):
             detail = f"{num_slots:,} tokens of {per_token:,} bytes"
             yield PlannedPart(name, PartKind.CACHE, num_slots * per_token, detail)
 
     def _passes(self, batch: int, context: int) -> Iterator[PlannedPart]:
-        limits = PassLimits.of(self.config, batch, context, self.draft.max_nodes)
+        limits = PassLimits.of(self.config, batch, context, self.draft.traits.max_nodes)
         sizes = PassSizes.of(self.target)
-        features = 2 * len(self.draft.feature_layers) * self.target.hidden_size * self.target.dtype.itemsize
+        features = 2 * self.feature_bytes_per_token
         yield PlannedPart(
             "activations",
             PartKind.PASS,
@@ -197,7 +196,7 @@ class Planner:
         rows = batch * self.draft.logit_rows
         own += sizes.draft_logit_bytes(self.draft.logit_rows, batch)
         yield PlannedPart("draft activations", PartKind.PASS, own, f"passes and {rows:,} rows of logits")
-        tables = self.table_bytes(self.target.vocab_size, batch, batch * context)
+        tables = self.draft.traits.table_bytes(batch, batch * context)
         yield PlannedPart("drafter's tables", PartKind.DRAFTER, tables, "at their bounds")
 
     # --- while it starts --------------------------------------------------------------------------------------

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
+from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
 from slipstream.draft import registry
-from slipstream.draft.base import Drafter, Fit
+from slipstream.draft.base import Drafter
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.off import OffDrafter
 from slipstream.draft.traits import DrafterTraits
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
+from slipstream.models.outline import outline_model
 from slipstream.testing.stub_drafters import OracleDrafter, OracleOptions, draft_context
 
 CONTEXT = draft_context(vocab_size=50)
@@ -49,11 +51,10 @@ def test_a_built_in_drafter_gets_its_options() -> None:
 
 
 def test_a_drafter_of_the_old_contract_is_told_what_to_declare() -> None:
-    methods = {"max_nodes": lambda self: 4, "looks_up": True, "propose": OracleDrafter.propose}
-    with pytest.raises(
-        TypeError, match=r"OldDrafter declares max_nodes, looks_up itself.* traits = DrafterTraits"
-    ):
-        type("OldDrafter", (Drafter,), methods)
+    old = {"max_nodes": lambda self: 4, "looks_up": True, "outline": None, "propose": OracleDrafter.propose}
+    message = r"OldDrafter declares max_nodes, looks_up, outline, .* traits = DrafterTraits.* footprint"
+    with pytest.raises(TypeError, match=message):
+        type("OldDrafter", (Drafter,), old)
 
 
 def test_traits_are_of_the_class_then_of_the_drafter() -> None:
@@ -184,14 +185,20 @@ def test_only_the_coupled_verifier_judges_coupled_proposals(case: Case) -> None:
             ParsedSpeculation.of(asked)
 
 
-def test_every_drafter_says_how_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits = registry.fits(CONTEXT)
-    assert set(fits) == set(registry.drafter_names())
-    assert fits["ngram"][1] == Fit(grows_with="an index of each running text")
-    assert fits["draft_model"][1] == Fit("needs model", None, None, None)
-    assert fits["self"][1] == Fit("", None, None, 0)
+def test_every_drafter_says_what_it_would_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = outline_model(EMBEDDED_TARGET)
+    engine = EngineConfig(EMBEDDED_TARGET)
+    context = dataclasses.replace(CONTEXT, engine_config=engine, target_outline=target)
+    found = {name: one for name, (_, one) in registry.footprints(context).items()}
+    assert set(found) == set(registry.drafter_names())
+    assert found["ngram"].traits.grows_with == "an index of each running text"
+    assert (found["ngram"].missing, found["ngram"].weight_bytes) == ("", 0)
+    assert (found["draft_model"].missing, found["draft_model"].is_known) == ("needs model", False)
+    assert 0 < found["self"].weight_bytes < target.weight_bytes
+    assert found["self"].traits.kv_bytes_per_token == target.kv_bytes_per_token
     int8 = dataclasses.replace(CONTEXT, engine_config=EngineConfig("stub", quantization="int8"))
-    assert "the target is int8 already" in registry.fits(int8)["self"][1].missing
+    unknown = registry.footprints(int8)["self"][1]
+    assert (unknown.missing, unknown.is_known) == ("cannot gain speed: the target is int8 already", False)
     broken = EntryPoints([EntryPoint("broken", "no.such.module:Class", "slipstream.drafters")])
     monkeypatch.setattr("slipstream.registry.entry_points", lambda group: broken.select(group=group))
-    assert "no.such.module" in registry.fits(CONTEXT)["broken"][1].missing
+    assert "no.such.module" in registry.footprints(CONTEXT)["broken"][1].missing

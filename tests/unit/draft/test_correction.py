@@ -109,7 +109,7 @@ def test_what_it_holds_is_counted(tmp_path: Path) -> None:
         drafter = registry.create_drafter(
             SpeculativeConfig("draft_model", options={"model": EMBEDDED_DRAFT, **more}), context
         )
-        sizes.append((drafter.memory_bytes(), type(drafter).outline(options, context).head_bytes))
+        sizes.append((drafter.memory_bytes(), type(drafter).footprint(options, context).head_bytes))
     assert sizes[1][0] - sizes[0][0] == 2 * VOCAB * 2 * 4
     assert 0 <= sizes[1][1] - (sizes[1][0] - sizes[0][0]) < 1000
 

@@ -10,7 +10,7 @@ from slipstream import LLM
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.model.self_model import no_gain
-from slipstream.draft.registry import create_drafter, fits
+from slipstream.draft.registry import create_drafter, footprints
 from slipstream.errors import ConfigError
 from slipstream.models.outline import outline_model
 from slipstream.models.unloaded import shared_outlines
@@ -51,7 +51,7 @@ def test_auto_holds_no_second_copy_of_a_quantised_file(auto: LLM) -> None:
 
 
 def test_info_says_why_the_target_cannot_draft_for_itself(auto: LLM) -> None:
-    _, own = fits(auto.engine.drafter.context)["self"]
+    _, own = footprints(auto.engine.drafter.context)["self"]
     assert own.missing == (
         "cannot gain speed: its file holds the target's weights quantised (Q8_0), and a copy keeps them so"
     )
@@ -83,11 +83,11 @@ def test_only_the_weights_that_a_file_holds_quantised_stay_as_they_are(quantised
 @pytest.mark.parametrize("method", ["self", "auto"])
 def test_info_and_plan_say_the_same_bytes(method: str) -> None:
     llm = LLM(speculative_config={"method": "off"}, **SMALL)
-    _, told = fits(llm.engine.drafter.context)[method]
+    _, told = footprints(llm.engine.drafter.context)[method]
     [model] = plan(EMBEDDED_TARGET, {"method": method}).draft.models
     assert told.weight_bytes == model.held.total_bytes
     if method == "self":
-        assert told.kv_bytes_per_token == model.kv_bytes_per_token
+        assert told.traits.kv_bytes_per_token == model.kv_bytes_per_token
 
 
 def test_a_draft_model_as_large_as_the_target_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from slipstream.sampling.grammars import compiler as grammars
 from slipstream.sampling.grammars import footprint
 from slipstream.sampling.grammars import trial as grammar_trial
 from slipstream.sampling.grammars.compiler import GrammarCompiler
-from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
+from slipstream.sampling.grammars.footprint import GrammarMemory, heap_bytes
 from slipstream.sampling.grammars.trial import TooComplexError, TrialProcess, TrialVocabulary
 from slipstream.text.byte_tokens import ByteTokens
 
@@ -311,7 +311,7 @@ def test_a_footprint_counts_what_slow_calls_add(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(footprint, "peak_bytes", peak_bytes)
     told: list[int] = []
-    mine = Footprint(5, lambda: told.append(1))
+    mine = GrammarMemory(5, lambda: told.append(1))
     kept: list[bytearray] = []
     now = 0.0
 
@@ -342,7 +342,7 @@ def test_of_what_a_process_grows_by_no_more_is_counted_than_a_call_could_build(
     peaks = iter(range(2**30, 2**40, 8 * 2**20))
     now = iter(0.002 * number for number in range(10**6))
     monkeypatch.setattr(footprint, "peak_bytes", lambda: next(peaks))
-    form = Footprint()
+    form = GrammarMemory()
     for _ in range(40):
         form.during(lambda: None, lambda: next(now))
     assert 39 * 2**19 < form.grown_bytes < 60 * 2**20
@@ -355,13 +355,13 @@ def test_a_grammar_is_timed_by_what_it_computes(
     """Waiting for another thread is no work of llguidance."""
     grammar = compiler.compile(StructuredOutput(regex="[a-w]+"), [EOS])
     clocks: list[Any] = []
-    during = Footprint.during
+    during = GrammarMemory.during
 
-    def spy(self: Footprint, work: Callable[[], Any], clock: Callable[[], float]) -> Any:
+    def spy(self: GrammarMemory, work: Callable[[], Any], clock: Callable[[], float]) -> Any:
         clocks.append(clock)
         return during(self, work, clock)
 
-    monkeypatch.setattr(Footprint, "during", spy)
+    monkeypatch.setattr(GrammarMemory, "during", spy)
     grammar.mask([])
     assert clocks
     assert set(clocks) == {time.thread_time}
@@ -387,7 +387,7 @@ def test_following_a_form_costs_no_more_in_a_large_process(monkeypatch: pytest.M
     """The C library's own count walks through all that is free, which took steps of 50 ms in a fragmented heap."""
     monkeypatch.setattr(footprint, "SLOW_S", -1.0)
     monkeypatch.setattr(footprint, "_mallinfo", lambda: pytest.fail("the heap was walked through"))
-    mine = Footprint()
+    mine = GrammarMemory()
     for _ in range(3):
         assert mine.during(lambda: 7, lambda: 0.0) == 7
     assert footprint.peak_bytes() > 2**20

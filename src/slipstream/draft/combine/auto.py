@@ -10,16 +10,16 @@ from typing import Any
 from slipstream.config import SpeculativeConfig, check_types
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Fit, Observation
-from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
+from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.combine.group import DrafterGroup, member_footprints
 from slipstream.draft.combine.merging import text_of
 from slipstream.draft.combine.rules import PlanRule, read_rules
-from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays, target_copy
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.footprint import Footprint
+from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.draft.registry import validate
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
-from slipstream.models.identity import ModelIdentity
 
 SHAPE_KEYS = frozenset({"tree_top_k", "tree_choices", "num_draft_nodes"})
 """A drafter with one of these has a shape of its own choice."""
@@ -74,27 +74,10 @@ class AutoDrafter(DrafterGroup):
     Options = AutoOptions
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """What the drafters hold together from which it chooses when none are named."""
-        target, configs = context.known_target, _usual(context)
-        formats = [config.options["quantization"] for config in configs if "quantization" in config.options]
-        parts = [validate(config)[0].fit(context) for config in configs]
-        return Fit(
-            weight_bytes=None
-            if formats and target is None
-            else sum(_copy_bytes(name, context, target) for name in formats if target),
-            grows_with="; ".join(part.grows_with for part in parts if part.grows_with),
-        )
-
-    @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return outline_members(options.configs() or _usual(context), context)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """All members'."""
-        configs = options.configs() or [SpeculativeConfig("suffix")]  # of the usual ones, that one has tables
-        return member_table_bytes(configs, vocab_size, num_seqs, num_tokens)
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        """All members' together."""
+        members = member_footprints(options.configs() or _usual(context), context)
+        return Footprint.joined(members, DrafterTraits.joined([member.traits for member in members]))
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
         super().__init__(options, replace(context, is_priced=True), options.configs() or _usual(context))
@@ -114,11 +97,6 @@ class AutoDrafter(DrafterGroup):
         for member in self.members[1:]:
             if member.drafter.traits.observes_all:
                 member.observe([text_of(seen) for seen in observations])
-
-
-def _copy_bytes(quantization: str, context: DraftContext, target: ModelIdentity) -> int:
-    """Return the bytes of a copy of the target in this weight format."""
-    return target_copy(quantization, context.engine_config, target.dtype).held.total_bytes
 
 
 def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:

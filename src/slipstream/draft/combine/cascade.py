@@ -24,22 +24,23 @@ from slipstream.config import DTYPES, EngineConfig, SpeculativeConfig, check_typ
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.guarded.guard import Guard
-from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, footprint_of
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.self_model import DRAFT_FORMAT, self_model
 from slipstream.draft.model.shared_kv import (
     SharedKVDrafter,
     check_choice,
     chosen_layers,
-    outline_shared_kv,
+    shared_kv_footprint,
 )
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.draft.registry import create_drafter, validate
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM
@@ -125,12 +126,13 @@ class CascadeDrafter(AutoregressiveDrafter):
         return super().__new__(kind)
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """The draft model and, loaded after it, the inner drafter, whose target it is."""
+        traits = cls.configured(options, context)
         if _shares_kv(options, context):
-            own = outline_shared_kv("cascade", options.copy_format, options, context)
+            own = shared_kv_footprint("cascade", options.copy_format, options, context, traits)
         else:
-            own = outline_of(_draft_model(options, context), context)
+            own = footprint_of(_draft_model(options, context), context, traits)
         target = own.models[0] if own.models else context.target_outline
         inner_class, inner_options = validate(SpeculativeConfig.from_mapping(options.draft))
         engine, fmt = context.engine_config, options.quantization if options.model else options.copy_format
@@ -140,15 +142,9 @@ class CascadeDrafter(AutoregressiveDrafter):
             target_outline=target,
             target=None,
         )
-        inner = inner_class.outline(inner_options, inside)
-        joined = DraftOutline.joined([own, inner], own.max_nodes)
-        return dataclasses.replace(joined, logit_rows=own.logit_rows + 1 + inner.max_nodes)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """The inner drafter's."""
-        inner_class, inner_options = validate(SpeculativeConfig.from_mapping(options.draft))
-        return inner_class.table_bytes(inner_options, vocab_size, num_seqs, num_tokens)
+        inner = inner_class.footprint(inner_options, inside)
+        joined = Footprint.joined([own, inner], _around(own.traits, inner.traits))
+        return dataclasses.replace(joined, logit_rows=own.logit_rows + 1 + inner.traits.max_nodes)
 
     def _add_inner(self, options: CascadeOptions, config: EngineConfig, max_model_len: int) -> None:
         """Make the inner drafter, for the target of `config`, which is the draft model."""
@@ -169,11 +165,7 @@ class CascadeDrafter(AutoregressiveDrafter):
             raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
         self.guard = Guard(inner, self._trees.vocab_size, inner.traits.kinds, self.context.draft_timeout_s)
         """Asks the inner drafter."""
-        self.traits = dataclasses.replace(
-            self.traits,
-            kv_bytes_per_token=self.traits.kv_bytes_per_token + inner.traits.kv_bytes_per_token,
-            remembers=inner.traits.remembers,
-        )
+        self.traits = _around(self.traits, inner.traits)
         self._inner_sequences: dict[int, _InnerSequence] = self.by_sequence()
 
     @property
@@ -347,6 +339,16 @@ class _SharedKVCascade(CascadeDrafter, SharedKVDrafter):
     def attach(self, cache: KVCache) -> None:
         super().attach(cache)
         self.guard.attach(cache)
+
+
+def _around(own: DrafterTraits, inner: DrafterTraits) -> DrafterTraits:
+    """The traits of a draft model `own` that drafts with an `inner` drafter."""
+    return dataclasses.replace(
+        own,
+        kv_bytes_per_token=own.kv_bytes_per_token + inner.kv_bytes_per_token,
+        tables=inner.tables,
+        remembers=inner.remembers,
+    )
 
 
 def _shares_kv(options: CascadeOptions, context: DraftContext) -> bool:

@@ -11,9 +11,9 @@ from slipstream.config import SpeculativeConfig, check_at_least, check_types, re
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
-from slipstream.draft.combine.group import DrafterGroup, member_table_bytes, outline_members
+from slipstream.draft.combine.group import DrafterGroup, member_footprints
 from slipstream.draft.combine.merging import AcceptanceRecord, merge, share_of
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.registry import validate
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
@@ -98,17 +98,10 @@ class EnsembleDrafter(DrafterGroup):
     Options = EnsembleOptions
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """The members' together. `num_draft_nodes` bounds what they unite."""
-        joined = outline_members(options.configs(), context)
-        return (
-            joined if options.num_draft_nodes is None else replace(joined, max_nodes=options.num_draft_nodes)
-        )
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """All members'."""
-        return member_table_bytes(options.configs(), vocab_size, num_seqs, num_tokens)
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        """All members' together."""
+        members = member_footprints(options.configs(), context)
+        return Footprint.joined(members, _united(options, [member.traits for member in members]))
 
     def __init__(self, options: EnsembleOptions, context: DraftContext) -> None:
         super().__init__(options, context, options.configs())
@@ -119,20 +112,11 @@ class EnsembleDrafter(DrafterGroup):
                     f"verifier {context.verifier.name!r} cannot verify sampled tokens of several drafters in one "
                     f"tree; for {name} set draft_sample_method to greedy, or use mode 'first' or verifier 'coupled'"
                 )
-        self.traits = self._united(self.traits)
+        self.traits = _united(options, [drafter.traits for drafter in self.parts])
         self._routes = {task: options.number(member) for task, member in (options.routes or {}).items()}
         self._default = options.number(options.default_route)
         self._rounds: dict[int, _Round] = self.by_sequence()
         self._records: dict[int, AcceptanceRecord] = self.by_sequence()
-
-    def _united(self, joined: DrafterTraits) -> DrafterTraits:
-        """Its traits: at most `num_draft_nodes` nodes, and at most all that the members propose together."""
-        most = sum(drafter.traits.max_nodes for drafter in self.parts)
-        kinds = joined.kinds
-        if self.options.mode in UNITING and kinds != {ProposalKind.ONE_HOT}:
-            kinds = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
-        max_nodes = min(self.options.num_draft_nodes or joined.max_nodes, most)
-        return replace(joined, kinds=kinds, max_nodes=max_nodes)
 
     # --- proposing --------------------------------------------------------------------------------------------
 
@@ -201,6 +185,16 @@ class EnsembleDrafter(DrafterGroup):
     def record(self, sequence: Sequence) -> AcceptanceRecord | None:
         """What became of the members' draft tokens in this sequence; None before its first proposal."""
         return self._records.get(sequence.id)
+
+
+def _united(options: EnsembleOptions, members: Seq[DrafterTraits]) -> DrafterTraits:
+    """An ensemble's traits: at most `num_draft_nodes` nodes, and at most all that the members propose together."""
+    joined = DrafterTraits.joined(members)
+    kinds = joined.kinds
+    if options.mode in UNITING and kinds != {ProposalKind.ONE_HOT}:
+        kinds = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
+    most = sum(member.max_nodes for member in members)
+    return replace(joined, kinds=kinds, max_nodes=min(options.num_draft_nodes or joined.max_nodes, most))
 
 
 def _own(number: int, seen: Observation, round_: _Round | None) -> Observation:

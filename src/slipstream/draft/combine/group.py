@@ -10,26 +10,17 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.guarded.guard import Guard
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
 
 
-def outline_members(configs: Seq[SpeculativeConfig], context: DraftContext) -> DraftOutline:
-    """What all members hold together; a proposal has as many nodes as the largest member's."""
+def member_footprints(configs: Seq[SpeculativeConfig], context: DraftContext) -> list[Footprint]:
+    """What each member will hold."""
     made = [validate(config) for config in configs]
-    parts = [cls.outline(options, context) for cls, options in made]
-    return DraftOutline.joined(parts, max((part.max_nodes for part in parts), default=0))
-
-
-def member_table_bytes(
-    configs: Seq[SpeculativeConfig], vocab_size: int, num_seqs: int, num_tokens: int
-) -> int:
-    """What all members' tables come to hold; see `Drafter.table_bytes`."""
-    made = [validate(config) for config in configs]
-    return sum(cls.table_bytes(options, vocab_size, num_seqs, num_tokens) for cls, options in made)
+    return [cls.footprint(options, context) for cls, options in made]
 
 
 class GuardedDrafters(Drafter):

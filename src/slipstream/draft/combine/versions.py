@@ -26,8 +26,8 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.combine.group import GuardedDrafters
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.guarded.guard import Guard
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.registry import create_drafter, validate
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
@@ -132,18 +132,12 @@ class VersionsDrafter(GuardedDrafters):
     Options = VersionsOptions
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """The base drafter's as often as there may be versions."""
         made, base_options = validate(options.base())
-        part = made.outline(base_options, context)
-        return DraftOutline.joined([part] * (1 + options.num_versions), part.max_nodes)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """The base drafter's as often as there may be versions."""
-        made, base_options = validate(options.base())
-        each = made.table_bytes(base_options, vocab_size, num_seqs, num_tokens)
-        return each * (1 + int(options.num_versions))
+        part = made.footprint(base_options, context)
+        count = 1 + options.num_versions
+        return Footprint.joined([part] * count, _versioned(part.traits, count))
 
     @classmethod
     def configured_depth(cls, options: Any) -> int | None:
@@ -158,14 +152,7 @@ class VersionsDrafter(GuardedDrafters):
         self._num_failures = 0
         """Failures of versions that are gone."""
         self.base = self._made(BASE, options.base(), None)
-        base = self.base.guard.drafter.traits
-        self.traits = replace(
-            DrafterTraits.joined([base]),
-            chain_length=base.chain_length,
-            ends_early=base.ends_early,
-            kv_bytes_per_token=base.kv_bytes_per_token * (1 + options.num_versions),
-            remembers=True,  # versions are learned from other requests, which is as much as remembering them
-        )
+        self.traits = _versioned(self.base.guard.drafter.traits, 1 + options.num_versions)
         self._versions: dict[str, DraftVersion] = {BASE: self.base}
         self._of: dict[int, DraftVersion] = self.by_sequence()
         """Sequence id to version."""
@@ -392,6 +379,18 @@ class VersionsDrafter(GuardedDrafters):
         if held != len(self._of):
             faults.append(f"{len(self._of)} sequences have a version and versions have {held}")
         return faults
+
+
+def _versioned(base: DrafterTraits, count: int) -> DrafterTraits:
+    """The traits of so many versions of a drafter, the base included."""
+    return replace(
+        DrafterTraits.joined([base]),
+        chain_length=base.chain_length,
+        ends_early=base.ends_early,
+        kv_bytes_per_token=base.kv_bytes_per_token * count,
+        tables=base.tables * count,
+        remembers=True,  # versions are learned from other requests, which is as much as remembering them
+    )
 
 
 def _config(value: Any) -> SpeculativeConfig:

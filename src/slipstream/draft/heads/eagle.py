@@ -17,10 +17,10 @@ from torch import Tensor
 from slipstream.config import check_types
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.head_executor import eagle_executor
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.growing import Feed
@@ -83,7 +83,7 @@ class EagleDrafter(CachedDrafter, AutoregressiveDrafter):
         self.target_cache: KVCache | None = None
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """Return its own weights as the header of the file has them, and entries of its one layer.
 
         An embedding table in the file is counted where it cannot be a copy of the target's.
@@ -97,19 +97,22 @@ class EagleDrafter(CachedDrafter, AutoregressiveDrafter):
         cls._check_version(config.version, options.model)
         table = tensors.pop("embed_tokens.weight", None)
         own_table = 0 if table is None or table.shape[1] == target.hidden_size else table.numel()
-        shape = ProposalShape.of(options, context.verifier)
         entry = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         width = max(2 * config.intermediate_size, len(config.feature_layers) * config.target_hidden_size)
-        return DraftOutline(
-            max_nodes=shape.num_nodes,
+        return Footprint(
+            traits=replace(
+                cls.configured(options, context),
+                context_length=config.max_position_embeddings,
+                kv_bytes_per_token=bytes_per_token([entry], target.cache_dtype),
+                feature_layers=config.feature_layers,
+            ),
             head_bytes=held_bytes(tensors, target, options.quantization)
             + own_table * target.dtype.itemsize
             + correction_bytes(options),
             head_stored_bytes=stored_bytes(tensors) + correction_bytes(options),
             head_bytes_per_row=(2 * width + 6 * config.hidden_size) * target.dtype.itemsize,
-            kv_bytes_per_token=bytes_per_token([entry], target.cache_dtype),
-            feature_layers=config.feature_layers,
-            logit_rows=2 * shape.logit_rows,  # its own vocabulary's, then the target's
+            # Of its own vocabulary, then of the target's.
+            logit_rows=2 * ProposalShape.of(options, context.verifier).logit_rows,
         )
 
     @classmethod

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import check_at_least
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter, Fit
-from slipstream.draft.traits import DrafterTraits
+from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.traits import DrafterTraits, TableGrowth
 from slipstream.errors import ConfigError
 
 BYTES_PER_TOKEN = 135
@@ -100,15 +100,12 @@ class NgramDrafter(Drafter):
     traits = DrafterTraits(looks_up=True, observes_all=False, reads_text_only=True)
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """An index a running request."""
-        return Fit(grows_with="an index of each running text")
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """An index of every running text."""
-        num_lengths: int = options.prompt_lookup_max - options.prompt_lookup_min + 1
-        return num_tokens * BYTES_PER_TOKEN * num_lengths
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        num_lengths = options.prompt_lookup_max - options.prompt_lookup_min + 1
+        index = TableGrowth(
+            what="an index of each running text", bytes_per_token=BYTES_PER_TOKEN * num_lengths
+        )
+        return replace(super().configured(options, context), tables=(index,))
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:
         super().__init__(options, context)

@@ -18,11 +18,10 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
+from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.lookup.ngram_rows import ENTRY_BYTES, LOGIT_BYTES, ORDERS, NgramRow, NgramRows
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
-from slipstream.draft.traits import DrafterTraits
+from slipstream.draft.traits import DrafterTraits, TableGrowth
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, gumbel_at
 from slipstream.sampling.params import SamplingParams
@@ -140,7 +139,6 @@ class SiblingsDrafter(Drafter):
 
     def __init__(self, options: SiblingsOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
         self._num_successors = min(options.num_successors, context.vocab_size)
         self._groups: BoundedDict[tuple[str, str | None], _SampleGroup] = BoundedDict(options.max_stores)
         """By tenant and, where answers of one request share, its id."""
@@ -148,21 +146,18 @@ class SiblingsDrafter(Drafter):
         """By sequence: what was likeliest when it was drafted for."""
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """N-grams with logits, up to their bound."""
-        return Fit(grows_with=f"n-grams with logits, at most {cls.Options.max_entries:,} for each request")
-
-    @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return DraftOutline(options.num_draft_nodes)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """N-grams of every request or tenant, up to their bound; of running texts, those of every row."""
-        num_entries = options.max_entries * options.max_stores
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """With n-grams of every request or tenant, up to their bound; of running texts, those of every row."""
+        what = f"n-grams with logits, at most {options.max_entries:,} for each request"
+        entry_bytes = ENTRY_BYTES + LOGIT_BYTES * min(options.num_successors, context.vocab_size)
+        most = options.max_entries * options.max_stores * entry_bytes
         if options.share == "request":
-            num_entries = min(num_entries, num_tokens * len(ORDERS) * (1 + options.num_draft_nodes))
-        return int(num_entries * (ENTRY_BYTES + LOGIT_BYTES * min(options.num_successors, vocab_size)))
+            num_rows = len(ORDERS) * (1 + options.num_draft_nodes)
+            table = TableGrowth(what=what, bytes_per_token=num_rows * entry_bytes, max_bytes=most)
+        else:
+            table = TableGrowth(what=what, fixed_bytes=most)
+        own = super().configured(options, context)
+        return replace(own, max_nodes=options.num_draft_nodes, tables=(table,))
 
     def _key(self, sequence: Sequence) -> tuple[str, str | None] | None:
         """Return whose n-grams serve the sequence; None for a lone answer, which has no siblings."""

@@ -12,11 +12,10 @@ from typing import Any
 from slipstream.config import check_at_least
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter, Fit
+from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.lookup.suffix_cache import SuffixCache, check_cache_file
 from slipstream.draft.lookup.suffix_index import SuffixIndex
-from slipstream.draft.outline import DraftOutline
-from slipstream.draft.traits import DrafterTraits
+from slipstream.draft.traits import DrafterTraits, TableGrowth
 from slipstream.errors import ConfigError
 
 MAX_OCCURRENCES = 64
@@ -154,26 +153,22 @@ class SuffixDrafter(Drafter):
     traits = DrafterTraits(looks_up=True, observes_all=False, remembers=True)
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """Indexes of running texts and of past answers."""
-        return Fit(grows_with=f"past answers, at most {cls.Options.suffix_decoding_max_cached_requests:,}")
-
-    @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return DraftOutline(options.num_draft_nodes if options.tree else options.num_speculative_tokens)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """Indexes of the running texts, and past answers up to their bound."""
-        cached = (
-            options.suffix_decoding_max_cached_tokens if options.suffix_decoding_max_cached_requests else 0
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        num_answers = options.suffix_decoding_max_cached_requests
+        num_cached = options.suffix_decoding_max_cached_tokens if num_answers else 0
+        return replace(
+            super().configured(options, context),
+            max_nodes=options.num_draft_nodes if options.tree else options.num_speculative_tokens,
+            tables=(
+                TableGrowth(bytes_per_token=LIVE_TOKEN_BYTES),
+                TableGrowth(
+                    what=f"past answers, at most {num_answers:,}", fixed_bytes=num_cached * CACHED_TOKEN_BYTES
+                ),
+            ),
         )
-        return num_tokens * LIVE_TOKEN_BYTES + cached * CACHED_TOKEN_BYTES
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        if options.tree:
-            self.traits = replace(self.traits, max_nodes=options.num_draft_nodes)
         self._own: dict[int, SuffixIndex] = self.by_sequence()
         self.cache = SuffixCache(
             options.suffix_decoding_max_tree_depth,

@@ -20,10 +20,9 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.top_tokens import top_tokens
-from slipstream.draft.traits import DrafterTraits
+from slipstream.draft.traits import DrafterTraits, TableGrowth
 
 RANK_PROBS = (0.5, 0.1, 0.055, 0.035, 0.03, 0.02, 0.015, 0.012)
 """How often the successor of each rank is the target's next token; determines the shape of the tree."""
@@ -101,25 +100,21 @@ class TokenRecyclingDrafter(Drafter):
         self._shape = best_shape(
             options.num_draft_nodes, options.num_speculative_tokens, self._num_successors
         )
-        # Levels and successors may allow fewer nodes.
-        self.traits = replace(self.traits, max_nodes=len(self._shape))
         self._by_tenant: BoundedDict[str, npt.NDArray[np.int32]] = BoundedDict(options.max_tenants)
         """Tenant to [vocab, successors], the last one served at the end."""
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """The bytes of one tenant's table."""
-        table_bytes = 4 * context.vocab_size * min(cls.Options.num_successors, context.vocab_size)
-        return Fit(weight_bytes=table_bytes, grows_with="a table of that size for each further user")
-
-    @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return DraftOutline(options.num_draft_nodes)
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """A table for each tenant."""
-        return int(4 * vocab_size * min(options.num_successors, vocab_size) * options.max_tenants)
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        num_successors = min(options.num_successors, context.vocab_size)
+        bytes_per_table = 4 * context.vocab_size * num_successors
+        tables = TableGrowth(
+            what="a table of that size for each further user",
+            fixed_bytes=bytes_per_table * options.max_tenants,
+            first_bytes=bytes_per_table,
+        )
+        # Levels and successors may allow fewer nodes.
+        shape = best_shape(options.num_draft_nodes, options.num_speculative_tokens, num_successors)
+        return replace(super().configured(options, context), max_nodes=len(shape), tables=(tables,))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One tree a sequence; the empty proposal where the last token's successors are unknown."""

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
 from slipstream.draft.base import DraftContext
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
+from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
 from slipstream.models.executor.chains import Chains
@@ -69,14 +70,14 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
     """Whether the draft's tokens are the target's; else it must have a tokenizer."""
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """Raises `VocabularyMismatchError` as loading does, where the target's tokenizer is loaded or both are files
         here."""
-        outline = outline_of(options, context)
+        held = footprint_of(options, context, cls.configured(options, context))
         engine = context.engine_config
         target = engine.tokenizer or engine.model
         if options.model == target or not cls.shares_vocabulary:
-            return outline
+            return held
         if context.tokenizer is not None:
             theirs = load_draft_tokenizer(
                 options.model,
@@ -85,11 +86,11 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
                 trust_remote_code=engine.trust_remote_code,
             )
             check_same_vocabulary(context.tokenizer, theirs, options.model)
-            return outline
+            return held
         if not (_has_tokenizer(target) and _has_tokenizer(options.model)):
-            return replace(outline, note=NOT_COMPARED)
+            return replace(held, note=NOT_COMPARED)
         _compare_files(target, options.model, engine.trust_remote_code)
-        return outline
+        return held
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         self.tokenizer = self._load_tokenizer(options, context)
@@ -203,15 +204,14 @@ def _load_options(options: DraftModelOptions, context: DraftContext) -> LoadOpti
     )
 
 
-def outline_of(options: DraftModelOptions, context: DraftContext) -> DraftOutline:
-    """What a drafter with this draft model holds: its weights, and keys and values of its own."""
+def footprint_of(options: DraftModelOptions, context: DraftContext, own: DrafterTraits) -> Footprint:
+    """What a drafter with this draft model holds: its weights, and keys and values of its own. `own` are its traits
+    without them."""
     model = outline_model(options.model, _load_options(options, context))
-    shape = ProposalShape.of(options, context.verifier)
-    return DraftOutline(
-        max_nodes=shape.num_nodes,
+    return Footprint(
+        traits=replace(own, kv_bytes_per_token=model.kv_bytes_per_token, context_length=model.context_length),
         models=(model,),
-        kv_bytes_per_token=model.kv_bytes_per_token,
         head_bytes=correction_bytes(options),
         head_stored_bytes=correction_bytes(options),
-        logit_rows=shape.logit_rows,
+        logit_rows=ProposalShape.of(options, context.verifier).logit_rows,
     )

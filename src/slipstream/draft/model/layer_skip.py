@@ -17,10 +17,11 @@ from slipstream.core.bounded import BoundedDict
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.model.layer_search import Layers, LayerSearch
-from slipstream.draft.model.shared_kv import SharedKVDrafter, check_choice, chosen_layers, outline_shared_kv
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.model.shared_kv import SharedKVDrafter, check_choice, chosen_layers, shared_kv_footprint
 from slipstream.draft.proposers.correction import CorrectedOptions
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.models.linear.formats import check_quantization
 
@@ -67,15 +68,20 @@ class LayerSkipDrafter(SharedKVDrafter):
     Options = LayerSkipOptions
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return outline_shared_kv("layer_skip", options.quantization, options, context)
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        own = cls.configured(options, context)
+        return shared_kv_footprint("layer_skip", options.quantization, options, context, own)
+
+    @classmethod
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """While layers are searched for, the choice depends on earlier verdicts."""
+        searches = options.skip_layers is None and options.exit_layer is None
+        return replace(super().configured(options, context), remembers=searches)
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
         super().__init__("layer_skip", options, context, options.quantization)
         self.model.check_layers()
         self._given = chosen_layers("layer_skip", options.skip_layers, options.exit_layer, context)
-        # While layers are searched for, the choice depends on earlier verdicts.
-        self.traits = replace(self.traits, remembers=self._given is None)
         self._searches: BoundedDict[str, LayerSearch] = BoundedDict(MAX_TENANTS)
         self._open: dict[int, Layers] = self.by_sequence()
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""

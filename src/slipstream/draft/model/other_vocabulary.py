@@ -8,8 +8,8 @@ from typing import Any
 
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.footprint import Footprint
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, footprint_of
 from slipstream.text.retokenize import Translation, Translator
 
 UNKNOWN_TOKENS = (
@@ -24,10 +24,10 @@ class OtherVocabularyDrafter(DraftModelDrafter):
     shares_vocabulary = False
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """As with the target's tokenizer: how many of its own tokens the draft reads for one is told by the
         tokenizers, which are not loaded."""
-        return replace(outline_of(options, context), note=UNKNOWN_TOKENS)
+        return replace(footprint_of(options, context, cls.configured(options, context)), note=UNKNOWN_TOKENS)
 
     def __init__(self, options: DraftModelOptions, context: DraftContext) -> None:
         super().__init__(options, context)

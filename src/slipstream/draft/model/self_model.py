@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from slipstream.config import EngineConfig, check_types
-from slipstream.draft.base import DraftContext, Fit
-from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, outline_of
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.base import DraftContext
+from slipstream.draft.footprint import Footprint, NoGainError
+from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions, footprint_of
 from slipstream.draft.proposers.correction import CorrectedOptions
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
-from slipstream.errors import ConfigError
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.linear.formats import UNCHANGED, check_quantization, weight_format
 from slipstream.models.load_options import LoadOptions
@@ -91,14 +90,10 @@ def copy_pays(quantization: str, context: DraftContext) -> bool:
 
 
 def check_copy(what: str, quantization: str, context: DraftContext) -> None:
-    """Raise `ConfigError` where the drafter `what` could gain nothing by a copy of the target in this format."""
+    """Raise `NoGainError` where the drafter `what` could gain nothing by a copy of the target in this format."""
     reason = _no_gain(quantization, context)
     if reason:
-        raise ConfigError(
-            f"{what} cannot draft more cheaply than the target with a copy of it in {quantization}: {reason}. Choose "
-            "a format of fewer bits where the weights allow one, or another drafter: suffix, a smaller draft model, a "
-            "trained head"
-        )
+        raise NoGainError(what, quantization, reason)
 
 
 def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype) -> LoadOptions:
@@ -118,21 +113,9 @@ class SelfDrafter(DraftModelDrafter):
     Options = SelfOptions  # type: ignore[assignment]
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """The target's weights in the format that is taken where none is named, and keys and values of their own."""
-        if context.device.type not in weight_format(DRAFT_FORMAT).devices:
-            return Fit(f"can never run: {DRAFT_FORMAT} weights are for CPUs", None, None, None)
-        reason = _no_gain(DRAFT_FORMAT, context)
-        if reason:
-            return Fit(f"cannot gain speed: {reason}", None, None, None)
-        if context.known_target is None:
-            return Fit("", None, None, 0)
-        copy = target_copy(DRAFT_FORMAT, context.engine_config, context.known_target.dtype)
-        return Fit("", copy.held.total_bytes, copy.kv_bytes_per_token, 0)
-
-    @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return outline_of(self_model(options.quantization, options, context), context)
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        copy = self_model(options.quantization, options, context)
+        return footprint_of(copy, context, cls.configured(options, context))
 
     def __init__(self, options: SelfOptions, context: DraftContext) -> None:
         super().__init__(self_model(options.quantization, options, context), context)

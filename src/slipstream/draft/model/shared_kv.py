@@ -19,14 +19,15 @@ from torch import Tensor
 from slipstream.config import check_at_least
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.model.layer_search import Layers
 from slipstream.draft.model.self_model import check_copy, copy_options, target_copy
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
+from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model
@@ -95,24 +96,24 @@ class SharedKVDrafter(AutoregressiveDrafter):
         return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains, self.layers)
 
 
-def outline_shared_kv(
-    what: str, quantization: str | None, options: ShapeOptions, context: DraftContext
-) -> DraftOutline:
-    """What the drafter `what` holds: a copy of the target's weights in another format, or nothing.
+def shared_kv_footprint(
+    what: str, quantization: str | None, options: ShapeOptions, context: DraftContext, own: DrafterTraits
+) -> Footprint:
+    """What the drafter `what` with the traits `own` holds: a copy of the target's weights in another format, or
+    nothing.
 
     Raises `ConfigError` as `check_copy` does.
     """
     if quantization is not None:
         check_copy(what, quantization, context)
-    shape = ProposalShape.of(options, context.verifier)
     copies = [] if quantization is None else [target_copy(quantization, context.engine_config, context.dtype)]
     layer = correction_bytes(options) if isinstance(options, CorrectedOptions) else 0
-    return DraftOutline(
-        shape.num_nodes,
-        tuple(copies),
+    return Footprint(
+        traits=own,
+        models=tuple(copies),
         head_bytes=layer,
         head_stored_bytes=layer,
-        logit_rows=shape.logit_rows,
+        logit_rows=ProposalShape.of(options, context.verifier).logit_rows,
     )
 
 

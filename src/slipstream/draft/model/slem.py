@@ -18,9 +18,9 @@ from slipstream.config import DTYPES, check_at_least, check_types, reject_unknow
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
-from slipstream.draft.model.draft_model import DraftModelOptions, outline_of
+from slipstream.draft.footprint import Footprint
+from slipstream.draft.model.draft_model import DraftModelOptions, footprint_of
 from slipstream.draft.model.other_vocabulary import UNKNOWN_TOKENS, OtherVocabularyDrafter
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.models import CausalLM
@@ -69,23 +69,20 @@ class SlemDrafter(Drafter):
     traits = DrafterTraits(has_own_model=True)
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        """As of its draft model; see `OtherVocabularyDrafter.outline`."""
-        return replace(
-            outline_of(_writers_options(options), context),
-            max_nodes=2 * options.num_speculative_tokens,
-            note=UNKNOWN_TOKENS,
-        )
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """A token of the draft may be several of the target's."""
+        return replace(super().configured(options, context), max_nodes=2 * options.num_speculative_tokens)
+
+    @classmethod
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        """As of its draft model; see `OtherVocabularyDrafter.footprint`."""
+        held = footprint_of(_writers_options(options), context, cls.configured(options, context))
+        return replace(held, note=UNKNOWN_TOKENS)
 
     def __init__(self, options: SlemOptions, context: DraftContext) -> None:
         super().__init__(options, context)
         self.writer = _Writer(_writers_options(options), context)
-        self.traits = replace(
-            self.traits,
-            # A token of the draft may be several of the target's.
-            max_nodes=2 * options.num_speculative_tokens,
-            kv_bytes_per_token=self.writer.traits.kv_bytes_per_token,
-        )
+        self.traits = replace(self.traits, kv_bytes_per_token=self.writer.traits.kv_bytes_per_token)
         self.model = self.writer.model
         self._params = SamplingParams(temperature=options.draft_temperature)
         self._target, self._draft = self.writer.translator.target, self.writer.translator.draft

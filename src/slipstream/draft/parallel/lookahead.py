@@ -22,10 +22,10 @@ from slipstream.config import check_at_least, check_types
 from slipstream.core.bounded import BoundedDict
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
+from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.combine.merging import node_along
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.top_tokens import top_tokens
+from slipstream.draft.traits import DrafterTraits, TableGrowth
 
 MAX_KEYS = 1024
 """First tokens whose n-grams are kept for one sequence; the least recently seen one is dropped."""
@@ -198,26 +198,19 @@ class LookaheadDrafter(Drafter):
     Options = LookaheadOptions
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """A window and a pool for each running request."""
-        return Fit(grows_with="a window and n-grams a running request")
-
-    @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return DraftOutline((options.window_size + options.max_guesses) * (options.ngram_size - 1))
-
-    @classmethod
-    def table_bytes(cls, options: Any, vocab_size: int, num_seqs: int, num_tokens: int) -> int:
-        """A window and a full pool for each running text."""
-        bytes_per_ngram = _TUPLE_BYTES + _TOKEN_BYTES * (options.ngram_size - 1)
-        num_ngrams = min(MAX_KEYS * options.max_guesses * num_seqs, num_tokens)
-        return int(num_ngrams * (_KEY_BYTES + bytes_per_ngram))
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """With a window and a full pool for each running text."""
+        bytes_per_ngram = _KEY_BYTES + _TUPLE_BYTES + _TOKEN_BYTES * (options.ngram_size - 1)
+        pools = TableGrowth(
+            what="a window and n-grams a running request",
+            bytes_per_token=bytes_per_ngram,
+            max_bytes_per_text=MAX_KEYS * options.max_guesses * bytes_per_ngram,
+        )
+        max_nodes = (options.window_size + options.max_guesses) * (options.ngram_size - 1)
+        return replace(super().configured(options, context), max_nodes=max_nodes, tables=(pools,))
 
     def __init__(self, options: LookaheadOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self.traits = replace(
-            self.traits, max_nodes=(options.window_size + options.max_guesses) * (options.ngram_size - 1)
-        )
         self._windows: dict[int, JacobiWindow] = self.by_sequence()
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -33,6 +34,13 @@ class GrowingDrafter(Drafter):
 
     traits = DrafterTraits(kinds=frozenset(ProposalKind), observes_all=False)
 
+    @classmethod
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """Raises `ConfigError` where the verifier cannot judge what the options ask for."""
+        return ProposalShape.of(options, context.verifier).traits(
+            super().configured(options, context), options
+        )
+
     def __init__(
         self, options: ShapeOptions, context: DraftContext, *, vocab_size: int, most_levels: int | None = None
     ) -> None:
@@ -46,7 +54,7 @@ class GrowingDrafter(Drafter):
             depth = min(options.num_speculative_tokens, most_levels)
             options = replace(options, num_speculative_tokens=depth)
         self.shape = ProposalShape.of(options, context.verifier)
-        self.traits = self.shape.traits(self.traits, options)
+        self.traits = self.shape.traits(self.traits, options)  # of fewer levels, maybe
         self._trees = DraftTrees(self.shape, vocab_size, self.by_sequence(), options.confidence_threshold)
 
     @torch.inference_mode()

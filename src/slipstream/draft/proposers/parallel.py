@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.config import check_types
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import (
     WEIGHT_FILES,
     check_fits,
@@ -26,7 +27,6 @@ from slipstream.draft.heads.checkpoints import (
 )
 from slipstream.draft.heads.head_executor import heads_executor
 from slipstream.draft.heads.residual import ProjectedHeads
-from slipstream.draft.outline import DraftOutline
 from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
 from slipstream.draft.proposers.growing import GrowingDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
@@ -73,7 +73,7 @@ class StateDrafter(GrowingDrafter):
         self.target_cache: KVCache | None = None
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """Return their weights, as the header of the file has them, and the hidden state that they read."""
         target = context.target_outline
         if target is None:
@@ -87,12 +87,11 @@ class StateDrafter(GrowingDrafter):
             tensors = {name: weight for name, weight in tensors.items() if len(weight) != target.vocab_size}
         shape = ProposalShape.of(options, context.verifier)
         widest = max((weight.shape[-1] for weight in tensors.values()), default=0)
-        return DraftOutline(
-            max_nodes=shape.num_nodes,
+        return Footprint(
+            traits=replace(cls.configured(options, context), feature_layers=(target.num_layers,)),
             head_bytes=held_bytes(tensors, target, options.quantization),
             head_stored_bytes=stored_bytes(tensors),
             head_bytes_per_row=2 * widest * target.dtype.itemsize,
-            feature_layers=(target.num_layers,),
             logit_rows=shape.depth * shape.logit_rows,  # Medusa computes all levels at once
         )
 

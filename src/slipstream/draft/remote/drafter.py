@@ -21,8 +21,8 @@ from typing import Any
 from slipstream.core.metrics.worker import WorkerStats
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext, Drafter, Fit, Observation
-from slipstream.draft.outline import DraftOutline
+from slipstream.draft.base import DraftContext, Drafter, Observation
+from slipstream.draft.footprint import Footprint
 from slipstream.draft.remote.handshake import KEY_VARIABLE, fingerprint, read_key
 from slipstream.draft.remote.link import CONNECT_TIMEOUT_S, Link, LinkTerms, SocketLink
 from slipstream.draft.remote.options import RemoteOptions
@@ -114,13 +114,18 @@ class RemoteDrafter(Drafter):
     traits = DrafterTraits(kinds=KINDS, remembers=True)  # how much has arrived depends on the load
 
     @classmethod
-    def fit(cls, context: DraftContext) -> Fit:
-        """It holds nothing here; a worker must run."""
-        return Fit("needs a running draft worker")
+    def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
+        """A worker that makes other proposals than the verifier can judge is refused."""
+        return replace(super().configured(options, context), kinds=KINDS & context.verifier.kinds)
 
     @classmethod
-    def outline(cls, options: Any, context: DraftContext) -> DraftOutline:
-        return DraftOutline(options.num_speculative_tokens, note="draft workers hold their weights elsewhere")
+    def footprint(cls, options: Any, context: DraftContext) -> Footprint:
+        """It holds nothing here; a worker must run."""
+        return Footprint(
+            traits=cls.configured(options, context),
+            missing="needs a running draft worker",
+            note="draft workers hold their weights elsewhere",
+        )
 
     def __init__(self, options: RemoteOptions, context: DraftContext) -> None:
         """Raises `ConfigError` where a worker refuses, or must be refused; one that is not there is tried again."""
@@ -130,8 +135,6 @@ class RemoteDrafter(Drafter):
                 f"remote max_wait_ms ({options.max_wait_ms:g}) must be below draft_timeout_s "
                 f"({context.draft_timeout_s:g} s), after which a drafter is taken for hung"
             )
-        # A worker that makes others than the verifier can judge is refused.
-        self.traits = replace(self.traits, kinds=KINDS & context.verifier.kinds)
         self._arrived = threading.Condition()
         self._workers = [WorkerAccount(link) for link in self._make_links()]
         self._finalizer = weakref.finalize(self, _close, [worker.link for worker in self._workers])

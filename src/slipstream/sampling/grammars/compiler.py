@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slipstream.core.request import tenant_account
 from slipstream.errors import RequestError
-from slipstream.sampling.grammars.footprint import Footprint, heap_bytes
+from slipstream.sampling.grammars.footprint import GrammarMemory, heap_bytes
 from slipstream.sampling.grammars.grammar import Grammar, bits, is_dead_end
 from slipstream.sampling.grammars.trial import (
     WORKER_OF_THIS_PROCESS,
@@ -59,7 +59,7 @@ class _Compiled:
 
     matcher: LLMatcher
     first: int
-    footprint: Footprint
+    footprint: GrammarMemory
 
 
 class _NotNowError(RequestError):
@@ -244,7 +244,7 @@ class GrammarCompiler:
             logger.warning("%s: %d of its keywords are not enforced", kind(structured), len(messages))
             logger.debug("llguidance says: %s", messages)
         refusal = RequestError(_refusal(structured, "it exceeds its memory limit while an answer follows it"))
-        footprint = Footprint(num_bytes, lambda: self._compiled.keep(key, refusal))
+        footprint = GrammarMemory(num_bytes, lambda: self._compiled.keep(key, refusal))
         return _Compiled(matcher, first, footprint)
 
     def read_tokenizer(self) -> tuple[LLTokenizer, TrialVocabulary]:

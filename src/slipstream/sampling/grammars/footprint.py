@@ -22,7 +22,7 @@ BYTES_PER_S = 512 * 2**20
 """Bound on llguidance's rate of allocation; growth beyond it is attributed to other threads."""
 
 
-class Footprint:
+class GrammarMemory:
     """Memory of one compiled grammar, which all its answers share: when compiled, and its growth since.
 
     llguidance builds the states of its lexer lazily. One call adds a few MiB at most, but a hostile grammar may do so

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from slipstream.sampling.grammars.footprint import Footprint
+from slipstream.sampling.grammars.footprint import GrammarMemory
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -38,12 +38,12 @@ class Grammar:
         end_token_ids: Iterable[int],
         stop_token_ids: Iterable[int],
         vocab_size: int,
-        footprint: Footprint | None = None,
+        footprint: GrammarMemory | None = None,
     ) -> None:
         """`start` is a matcher that has consumed nothing; only copies of it consume tokens. `vocab_size` is the width
         of the target's logits. `footprint` is shared by all copies of `start`."""
         self._start = start
-        self._footprint = footprint or Footprint()
+        self._footprint = footprint or GrammarMemory()
         self._vocab_size = vocab_size
         self._stop = frozenset(token for token in stop_token_ids if token < vocab_size)
         self._ends = self._stop | frozenset(end_token_ids)
