@@ -12,14 +12,21 @@ from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import default_feature_layers
 from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3
 from slipstream.errors import ModelError
+from slipstream.models.files.gguf import open_gguf
+from slipstream.models.files.gguf_architectures import architecture_of, read_config
+from slipstream.models.files.gguf_model import read_gguf_model
+from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.tools.export.checkpoints.convert import EAGLE_VERSIONS, ENGINES, model_of, target_of
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import ARCH, read_eagle3
-from slipstream.tools.export.checkpoints.gguf_reading import read_gguf, write_folder
+from slipstream.tools.export.checkpoints.gguf_tensors import refuse_rounded
 from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint, read_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""GGUF's families that become folders, and Transformers' classes of their models."""
 
 
 def convert_back(record: SpeculativeRecord, engine: str, folder: Path) -> ConvertedCheckpoint:
@@ -41,10 +48,29 @@ def convert_back(record: SpeculativeRecord, engine: str, folder: Path) -> Conver
 
 
 def _model_back(path: str, folder: Path) -> Path | None:
-    """The folder that was written; None for a model that is one already."""
+    """The folder that was written; None for a model that is one already.
+
+    Raises `ExportError` for a family that is not written as a folder, and `ModelError` for a damaged file.
+    """
     if not path.lower().endswith(".gguf"):
         return None
-    write_folder(read_gguf(path), folder)
+    file = open_gguf(path)
+    refuse_rounded(file)
+    if file.architecture not in ARCHITECTURES or architecture_of(file).experts:
+        raise ExportError(
+            f"{path!r} holds a {file.architecture} model; read are llama, qwen2, qwen3 and eagle3: import the "
+            "checkpoint that it was made from"
+        )
+    config, tokenizer = read_config(file), read_tokenizer(file.fields, path)
+    config.architectures = [ARCHITECTURES[file.architecture]]
+    for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, role, getattr(tokenizer, role))
+    tensors = read_gguf_model(file, config).tensors
+    dtype = tensors["model.embed_tokens.weight"].dtype  # vectors were widened when the file was written
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    narrow = {name: each.to(dtype) if each.ndim == 1 else each for name, each in tensors.items()}
+    write_checkpoint(folder, config.to_dict(), narrow)
     return folder
 
 
@@ -65,10 +91,10 @@ def _head_back(
 
 
 def _gguf_head_back(model: str, target: TargetFiles, place: Path) -> None:
-    file = read_gguf(model)
-    if file.arch != ARCH:
-        raise ModelError(f"{model!r} holds a {file.arch} model, not an EAGLE-3 head")
-    save_eagle(read_eagle3(file.fields, file.tensors, model), place, target=target.path)
+    file = open_gguf(model)
+    if file.architecture != ARCH:
+        raise ModelError(f"{model!r} holds a {file.architecture} model, not an EAGLE-3 head")
+    save_eagle(read_eagle3(file), place, target=target.path)
     read_head(str(place), target)  # the sizes fit the target
 
 

@@ -16,10 +16,18 @@ from torch import Tensor
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.methods import EAGLE3
 from slipstream.errors import ModelError
+from slipstream.models.files.gguf import Gguf
+from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS, check_head
 from slipstream.tools.export.checkpoints.gguf_models import with_neighbours
-from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes, read_rope, read_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import add_file_type, add_tensor, gguf_package, halves
+from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes, read_sizes
+from slipstream.tools.export.checkpoints.gguf_tensors import (
+    add_file_type,
+    add_tensor,
+    gguf_package,
+    halves,
+    refuse_rounded,
+)
 from slipstream.tools.export.checkpoints.gguf_tokenizer import add_tokenizer
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 
@@ -74,8 +82,11 @@ def eagle3_writer(head: EagleHead, target: TargetFiles, tokenizer: Any, file: Pa
     return writer
 
 
-def read_eagle3(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> EagleHead:
-    """The head of a GGUF file; raises `ModelError` or `ExportError` where it is none that can be run here."""
+def read_eagle3(file: Gguf) -> EagleHead:
+    """The head of a GGUF file; raises `ModelError` where it is none that can be run here."""
+    refuse_rounded(file)
+    fields, path = file.fields, file.path
+    tensors = {name: entry.numbers().clone() for name, entry in file.tensors.items()}
     if fields.get(f"{ARCH}.norm_before_fc"):
         raise ModelError(
             f"{path!r} norms the target's hidden states before its layer fc, which is not supported"
@@ -84,7 +95,7 @@ def read_eagle3(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: 
     missing = [theirs for theirs in NAMES.values() if theirs not in tensors]
     if layers is None or missing:
         raise ModelError(f"{path!r} is no EAGLE-3 head: it lacks {missing[0] if missing else LAYER_KEYS[0]}")
-    head = EagleHead(_config(fields, tensors, [int(layer) for layer in layers], path))
+    head = EagleHead(_config(file, [int(layer) for layer in layers]))
     dtype = tensors["fc.weight"].dtype  # vectors were widened when the file was written
     state = {ours: tensors[theirs].to(dtype) for ours, theirs in NAMES.items()}
     for part, heads in (("q", head.config.num_attention_heads), ("k", head.config.num_key_value_heads)):
@@ -96,26 +107,25 @@ def read_eagle3(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: 
     return head
 
 
-def _config(
-    fields: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: list[int], path: str
-) -> EagleConfig:
-    sizes = read_sizes(fields, ARCH)
+def _config(file: Gguf, layers: list[int]) -> EagleConfig:
+    fields, sizes = file.fields, read_sizes(file.fields, ARCH)
     vocab_size = sizes.get("vocab_size") or len(fields["tokenizer.ggml.tokens"])
+    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
     return EagleConfig(
         version=3,
         hidden_size=sizes["hidden_size"],
         target_hidden_size=int(fields[f"{ARCH}.target_hidden_size"]),
         vocab_size=vocab_size,
-        draft_vocab_size=len(tensors["output.weight"]),
+        draft_vocab_size=file.tensors["output.weight"].shape[0],
         intermediate_size=sizes["intermediate_size"],
         num_attention_heads=sizes["num_attention_heads"],
         num_key_value_heads=sizes["num_key_value_heads"],
-        head_dim=sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"],
+        head_dim=head_dim,
         feature_layers=tuple(layers),
         norm_before_residual=bool(fields.get(f"{ARCH}.norm_before_residual", False)),
         rms_norm_eps=float(sizes["rms_norm_eps"]),
         max_position_embeddings=sizes["max_position_embeddings"],
-        rope_parameters=read_rope(fields, ARCH, tensors.get("rope_freqs.weight"), path),
+        rope_parameters=rope_parameters(file, head_dim),
     )
 
 

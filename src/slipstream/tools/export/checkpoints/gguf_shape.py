@@ -62,19 +62,3 @@ def add_rope(writer: Any, rope: Mapping[str, Any], head_dim: int, name: str) -> 
         f"{name!r} has rotary positions of kind {kind!r}; only default, linear and llama3 are written: use "
         "llama.cpp's own convert_hf_to_gguf.py for this model"
     )
-
-
-def read_rope(fields: Mapping[str, Any], arch: str, factors: Tensor | None, name: str) -> dict[str, Any]:
-    """Transformers' `rope_parameters` of a file; raises `ExportError` for a kind that is not read."""
-    theta = float(fields.get(f"{arch}.rope.freq_base", 10000.0))
-    kind = fields.get(f"{arch}.rope.scaling.type", "none")
-    if factors is not None or kind not in ("none", "linear"):
-        what = "frequency factors" if factors is not None else f"scaling {kind!r}"
-        raise ExportError(
-            f"{name!r} has rotary positions with {what}, which a GGUF file does not tell in Transformers' terms; "
-            "import the checkpoint that it was made from"
-        )
-    if kind == "linear":
-        factor = float(fields[f"{arch}.rope.scaling.factor"])
-        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
-    return {"rope_type": "default", "rope_theta": theta}

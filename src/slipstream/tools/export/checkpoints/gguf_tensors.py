@@ -36,17 +36,14 @@ def add_tensor(writer: Any, name: str, tensor: Tensor) -> None:
         writer.add_tensor(name, tensor.numpy())
 
 
-def read_tensors(file: Gguf) -> dict[str, Tensor]:
-    """All tensors of a file, copied; raises `ModelError` for quantised ones."""
-    tensors = {}
+def refuse_rounded(file: Gguf) -> None:
+    """Raise `ModelError` for a file with quantised tensors."""
     for entry in file.tensors.values():
         if entry.format.dtype is None:
             raise ModelError(
                 f"{file.path!r} holds {entry.format.name} weights, which were rounded; import the checkpoint that it "
                 "was made from, or a GGUF file in F32, F16 or BF16"
             )
-        tensors[entry.name] = entry.numbers().clone()
-    return tensors
 
 
 def rotated_heads(name: str, sizes: Mapping[str, Any]) -> int | None:
