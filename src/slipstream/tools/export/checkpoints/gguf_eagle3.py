@@ -17,6 +17,7 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.methods import EAGLE3
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf import Gguf
+from slipstream.models.files.gguf_architectures import halves_order
 from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS, check_head
 from slipstream.tools.export.checkpoints.gguf_models import with_neighbours
@@ -25,7 +26,6 @@ from slipstream.tools.export.checkpoints.gguf_tensors import (
     add_file_type,
     add_tensor,
     gguf_package,
-    halves,
     refuse_rounded,
 )
 from slipstream.tools.export.checkpoints.gguf_tokenizer import add_tokenizer
@@ -100,7 +100,7 @@ def read_eagle3(file: Gguf) -> EagleHead:
     state = {ours: tensors[theirs].to(dtype) for ours, theirs in NAMES.items()}
     for part, heads in (("q", head.config.num_attention_heads), ("k", head.config.num_key_value_heads)):
         name = f"layer.self_attn.{part}_proj.weight"
-        state[name] = halves(state[name], heads)
+        state[name] = state[name][halves_order(len(state[name]), heads)]
     state["draft_token_ids"] = _draft_token_ids(tensors.get("d2t"), head.config, path)
     head.requires_grad_(False).to(dtype).load_state_dict(state)
     head.embedding = tensors.get("token_embd.weight")

@@ -7,7 +7,6 @@ neighbours. Families beyond `FAMILIES` are for llama.cpp's own converter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.models import load_config, load_tokenizer
+from slipstream.models.files.gguf_architectures import ARCHITECTURES, halves_order
 from slipstream.models.files.lora import has_adapter
 from slipstream.models.files.shards import weight_files
 from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import (
-    add_file_type,
-    add_tensor,
-    gguf_package,
-    neighbouring,
-    rotated_heads,
-    tensor_names,
-)
+from slipstream.tools.export.checkpoints.gguf_tensors import add_file_type, add_tensor, gguf_package
 from slipstream.tools.export.checkpoints.gguf_tokenizer import CONVERTER, add_tokenizer
 from slipstream.tools.export.refusals import ExportError
 
-
-@dataclass(frozen=True)
-class GgufFamily:
-    """How llama.cpp knows a family."""
-
-    arch: str
-    rotates_neighbours: bool
-
-
-FAMILIES: Mapping[str, GgufFamily] = {
-    "llama": GgufFamily("llama", True),
-    "mistral": GgufFamily("llama", True),
-    "qwen2": GgufFamily("qwen2", False),
-    "qwen3": GgufFamily("qwen3", False),
-}
-"""By Transformers' `model_type`."""
+FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""Transformers' `model_type` to llama.cpp's architecture."""
 
 
 def model_writer(path: str, file: Path) -> Any:
@@ -58,12 +37,12 @@ def model_writer(path: str, file: Path) -> Any:
             f"{path!r} is no folder; download the model first: hf download {path} --local-dir FOLDER"
         )
     config = load_config(path)
-    family = _family(config, path)
+    arch = _architecture(config, path)
     if has_adapter(folder):
         raise ExportError(
             f"{path!r} holds a LoRA adapter beside its weights, which llama.cpp would not see: merge it first"
         )
-    writer = gguf_package().GGUFWriter(file, family.arch)
+    writer = gguf_package().GGUFWriter(file, arch)
     settings = sizes_of(config)
     add_sizes(writer, settings)
     factors = add_rope(writer, settings["rope_parameters"], settings["head_dim"], path)
@@ -72,7 +51,7 @@ def model_writer(path: str, file: Path) -> Any:
         add_tensor(writer, "rope_freqs.weight", factors)
     dtypes = set()
     for name, tensor in _tensors(folder):
-        for theirs, values in _renamed(name, tensor, settings, family, path):
+        for theirs, values in _renamed(name, tensor, settings, arch, path):
             add_tensor(writer, theirs, values)
         if tensor.ndim > 1:
             dtypes.add(tensor.dtype)
@@ -97,7 +76,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _family(config: Any, path: str) -> GgufFamily:
+def _architecture(config: Any, path: str) -> str:
     if config.model_type not in FAMILIES:
         raise ExportError(
             f"{path!r} is a {config.model_type} model; GGUF files are written for {', '.join(FAMILIES)}: {CONVERTER}"
@@ -129,23 +108,26 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _renamed(
-    name: str, tensor: Tensor, settings: Mapping[str, Any], family: GgufFamily, path: str
+    name: str, tensor: Tensor, settings: Mapping[str, Any], arch: str, path: str
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensor under llama.cpp's name; nothing for one that the file does not hold."""
     if name.endswith("rotary_emb.inv_freq"):
         return
     if name == "lm_head.weight" and settings.get("tie_word_embeddings"):
         return
-    names = tensor_names(family.arch, settings["num_hidden_layers"])
+    gguf = gguf_package()
+    kind = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == arch)
+    names = gguf.get_tensor_name_map(kind, settings["num_hidden_layers"])
     theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if theirs is None:
-        raise ExportError(f"{path!r} has a tensor that llama.cpp's {family.arch} models have not: {name}")
-    if family.rotates_neighbours:
+        raise ExportError(f"{path!r} has a tensor that llama.cpp's {arch} models have not: {name}")
+    if ARCHITECTURES[arch].rotates_neighbours:
         tensor = with_neighbours(name, tensor, settings)
     yield theirs, tensor
 
 
 def with_neighbours(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """A query or key projection in llama.cpp's order; any other tensor as it is."""
-    heads = rotated_heads(name, settings)
-    return tensor if heads is None else neighbouring(tensor, heads)
+    part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(part)
+    return tensor if heads is None else tensor[halves_order(len(tensor), settings[heads]).argsort()]

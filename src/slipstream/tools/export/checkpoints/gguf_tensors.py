@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,41 +46,9 @@ def refuse_rounded(file: Gguf) -> None:
             )
 
 
-def rotated_heads(name: str, sizes: Mapping[str, Any]) -> int | None:
-    """Heads of the query or key projection that a module's or tensor's name ends with; None for any other.
-
-    `sizes` are a Transformers configuration's.
-    """
-    part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(part)
-    return None if heads is None else int(sizes[heads])
-
-
-def tensor_names(arch: str, num_layers: int) -> Any:
-    """The package's map from Transformers' names of tensors to those of an architecture."""
-    gguf = gguf_package()
-    kind = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == arch)
-    return gguf.get_tensor_name_map(kind, num_layers)
-
-
 def add_file_type(writer: Any, dtypes: Iterable[torch.dtype]) -> None:
     """Write of which format most of a file is; the matrices have these dtypes."""
     kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     kind = min(kinds[dtype] for dtype in dtypes)
     name = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}[kind]
     writer.add_file_type(getattr(gguf_package().LlamaFileType, name))
-
-
-def neighbouring(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection in llama.cpp's order for Llamas: [heads * dim, ...], the same shape.
-
-    Transformers rotates the first half of a head with the second, llama.cpp neighbours.
-    """
-    dim = len(weight) // heads
-    return weight.reshape(heads, 2, dim // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def halves(weight: Tensor, heads: int) -> Tensor:
-    """The way back of `neighbouring`."""
-    dim = len(weight) // heads
-    return weight.reshape(heads, dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
