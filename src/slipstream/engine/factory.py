@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.garbage import uncollected
 from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.registry import make_drafter
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
 from slipstream.engine.drafting import Drafting
@@ -70,7 +71,7 @@ def create_engine(
         defaults = sampling_defaults(config, model.model)  # raises for values that no request could have
         verifier = create_verifier(speculative.verifier)
         context = _draft_context(config, speculative, model, tokenizer, verifier)
-        drafter = speculation.make(context)
+        drafter = make_drafter(speculation.config, speculation.drafter, speculation.options, context)
         extension = _create_extension(speculation, drafter)
     ends = end_token_ids(tokenizer, model.model, model.vocab_size)
     plan = _planned(config, model, speculation, drafter, extension)

@@ -20,6 +20,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.guard import Guard
+from slipstream.draft.registry import make_drafter
 from slipstream.engine.extension import StepExtension, Verify
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError, ReasoningError
@@ -79,7 +80,8 @@ class StepSpeculation(StepExtension):
         assert speculation.reasoning is not None
         assert speculation.writer is not None
         config = self.config = speculation.reasoning
-        self.writer = speculation.writer.make(context)
+        writer = speculation.writer
+        self.writer = make_drafter(writer.config, writer.drafter, writer.options, context)
         if not self.writer.traits.reads_text_only:
             raise ConfigError(
                 f"reasoning method {config.method!r} reads more of the target than the text; use draft_model"

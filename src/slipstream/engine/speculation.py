@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft import registry
-from slipstream.draft.base import DraftContext, Drafter
+from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.verify.registry import VERIFIERS
@@ -44,7 +44,3 @@ class ParsedSpeculation:
         drafter, options = registry.validate(config, VERIFIERS.load(config.verifier).traits())
         writer = None if reasoning is None else cls.of(reasoning.writer(config))
         return cls(config, drafter, options, reasoning, writer)
-
-    def make(self, context: DraftContext) -> Drafter:
-        """The drafter, ready to propose; raises `ConfigError` or `ModelError` where what it needs cannot be loaded."""
-        return registry.make_drafter(self.config, self.drafter, self.options, context)
