@@ -102,7 +102,7 @@ One object:
   median; null below six pairs), `conclusion`, `ratio_min`, `ratio_max`, `tokens_per_s_off`, `tokens_per_s_on`,
   `identical`, `differing_prompts`, and `pairs`, each with `prompt_index`, `ratio`, `identical`, `off_s` and `on_s`
 
-`slipstream info --json` prints its facts as one object too, the memory plan in bytes. Its `measured` is null, or
+`slipstream info --json` prints its information as one object too, the memory plan in bytes. Its `measured` is null, or
 the profile that `--measure` took or saved earlier: [what its keys mean](../guides/roofline.md#in-json).
 
 ```console

@@ -137,7 +137,7 @@ async def measure(num: int, cache_mib: int, traffic: Traffic) -> tuple[Found, li
     await replicas.start()
     try:
         async with relayed(replicas, num) as relay:
-            found = Found(num_slots=sum(state.facts.num_slots for state in relay.router.fleet))
+            found = Found(num_slots=sum(state.info.num_slots for state in relay.router.fleet))
             said = await run_turns(RoutedEngine(relay, load_tokenizer(EMBEDDED_TARGET)), traffic, found)
             await _wait_for_counts(relay, found)
     finally:

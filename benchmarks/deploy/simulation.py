@@ -27,7 +27,7 @@ from benchmarks.harness.kept import Kept, say
 from benchmarks.harness.rounds import tail
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
-from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
+from slipstream.deploy.fleet import Health, ReplicaInfo, ReplicaReport
 from slipstream.deploy.orders import Cancel, Order, Start
 from slipstream.deploy.prefixes import FleetPrefixes
 from slipstream.deploy.router import Router
@@ -333,7 +333,7 @@ class Simulation:
         world = self.world
         if name not in self.names:
             self.names.append(name)
-        self._obey(self.router.join(ReplicaFacts(name, PRINT, world.capacity, world.num_slots), self.now_s))
+        self._obey(self.router.join(ReplicaInfo(name, PRINT, world.capacity, world.num_slots), self.now_s))
 
     def _obey(self, orders: list[Order]) -> None:
         for order in orders:
@@ -357,7 +357,7 @@ class Simulation:
             self.told.waits_s.append(self.now_s - self.arrived[request])
         known = self._known(ticket.work, order)
         uncached = (len(ticket.work.blocks) - known) * BLOCK_TOKENS + self.passed[request]
-        token_s = TOKEN_S * (1 + 0.5 * state.load / state.facts.capacity)
+        token_s = TOKEN_S * (1 + 0.5 * state.load / state.info.capacity)
         first_s = self.now_s + uncached * PREFILL_S + token_s
         left = self.wanted[request] - self.passed[request]
         self.runs[request] = Run(order.attempt, order.replica, self.now_s, first_s, token_s, left)

@@ -60,8 +60,8 @@ def main() -> None:
         for entry, rows_of_it in zip(left, found, strict=True):
             kept.put(entry.name, rows_of_it)
         rows = [row for entry in chosen for row in kept.get(entry.name)]
-        facts = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}
-        results["acceptance"] = {"provenance": kept.origin, **facts, "rows": rows}
+        sizes = {"prompts_a_task": options.prompts, "max_tokens": options.max_tokens}
+        results["acceptance"] = {"provenance": kept.origin, **sizes, "rows": rows}
         results["training"] = training_costs(options.trained)
         results["trained"] = {entry.name: entry.trained for entry in entries if entry.trained}
     if "speed" in asked:

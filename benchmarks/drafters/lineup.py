@@ -117,8 +117,8 @@ def training_costs(folder: Path | None) -> dict[str, dict[str, Any]]:
     """By part of the recipe: minutes, threads and tokens that it took, and the weights that came out."""
     costs: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("*/training.json")) if folder is not None else ():
-        facts = json.loads(file.read_text())
-        progress, run = facts["progress"], facts["run"]
+        found = json.loads(file.read_text())
+        progress, run = found["progress"], found["run"]
         costs[file.parent.name] = {
             "minutes": round(progress["elapsed_s"] / 60, 1),
             "threads": run["threads"],

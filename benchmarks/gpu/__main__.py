@@ -66,7 +66,7 @@ def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
     settings = {"quick": quick, "sections": sections, "device": torch.cuda.get_device_name()}
     kept = Kept(file, settings, driver=device.driver(), cuda=torch.version.cuda)
     result: dict[str, Any] = {"provenance": kept.origin, "quick": quick}
-    result["device"] = kept.cell("device", lambda: {**device.facts(), **device.rates()})
+    result["device"] = kept.cell("device", lambda: {**device.description(), **device.rates()})
     if "tests" in sections:
         result["tests"] = kept.cell("tests", run_tests)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ NUM_TIMED = 20
 NUM_WARM_UP = 3
 
 
-def facts() -> dict[str, Any]:
+def description() -> dict[str, Any]:
     """Name, memory and versions."""
     properties = torch.cuda.get_device_properties(0)
     return {

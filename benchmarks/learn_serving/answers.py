@@ -245,7 +245,7 @@ def _learned(server: LearningServer) -> dict[str, float]:
 
 
 def _steps(server: LearningServer) -> dict[str, Any]:
-    """What the server's steps took; see `StepTimes.facts`."""
+    """What the server's steps took; see `StepTimes.status`."""
     import httpx2
 
     found: dict[str, Any] = (

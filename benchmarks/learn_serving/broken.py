@@ -66,23 +66,23 @@ def one_try(place: Path, way: str, number: int) -> dict[str, Any]:
             folder, session.identity, EMBEDDED_DRAFT, 0.0 if way == "in memory" else BROKEN_NOISE, number + 1
         )
         by_hand.promote(folder, version)
-        _wait_for(lambda: session.facts().serving == version)
+        _wait_for(lambda: session.status().serving == version)
         asking.until(lambda: False, served)
-        if session.facts().serving != version:
+        if session.status().serving != version:
             raise RuntimeError("a good version was rolled back")
         if way == "in memory":
             draft = make_base(place / f"broken-{number}", BROKEN_NOISE, number + 1)
             asyncio.run(client.ask(lambda engine: _break(engine, session, version, draft)))
-        needed = asking.until(lambda: session.facts().serving != version, LIMIT)
+        needed = asking.until(lambda: session.status().serving != version, LIMIT)
         time.sleep(1.5)  # alarms are looked at once a second
-        facts = session.facts()
+        status = session.status()
         found = {
             "way": way,
             "served_well": served,
             "requests": needed,
-            "rolled_back": facts.serving != version,
-            "alarm": ALARM in facts.faults,
-            "drafted_by_it": facts.by_version.get(version, (0, 0.0))[0],
+            "rolled_back": status.serving != version,
+            "alarm": ALARM in status.faults,
+            "drafted_by_it": status.by_version.get(version, (0, 0.0))[0],
             "faults": asyncio.run(client.ask(Engine.integrity)),
         }
     finally:
@@ -98,7 +98,7 @@ def damaged_on_disk(where: Path, place: Path, number: int) -> dict[str, Any]:
     client, session = _begun(place, folder)
     version = add_version(folder, session.identity, EMBEDDED_DRAFT, 0.0, number + 1)
     by_hand.promote(folder, version)
-    _wait_for(lambda: session.facts().serving == version)
+    _wait_for(lambda: session.status().serving == version)
     session.close()
     client.close()
     file = VersionStore(folder).weights_file(version)
@@ -109,10 +109,10 @@ def damaged_on_disk(where: Path, place: Path, number: int) -> dict[str, Any]:
     try:
         asking = _Asking(client, 0)
         asking.until(lambda: False, 8)
-        facts = session.facts()
+        status = session.status()
         return {
-            "served_by_it": facts.by_version.get(version, (0, 0.0))[0],
-            "alarm": ALARM in facts.faults,
+            "served_by_it": status.by_version.get(version, (0, 0.0))[0],
+            "alarm": ALARM in status.faults,
             "retired": version in StateStore(folder).read().retired,
         }
     finally:

@@ -109,7 +109,7 @@ def main() -> None:
         with mock.patch.object(learning, "SessionSettings", settings):
             app = create_app(AsyncEngine(engine=engine), config, "embedded-pair")
         if times is not None:
-            app.add_api_route(STEPS_PATH, times.facts)
+            app.add_api_route(STEPS_PATH, times.status)
         DrainingServer(app).run(sockets=[bound])
 
 

@@ -91,7 +91,7 @@ class StepTimes:
                 self._steps[self._num_steps % MAX_STEPS] = taken_s
                 self._num_steps += 1
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Plain values; without steps or swaps only how many there were."""
         with self._lock:
             steps = self._steps[: min(self._num_steps, MAX_STEPS)].copy()

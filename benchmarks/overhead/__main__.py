@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.harness.command import DOCS, add_settings, command, numbers
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.models import expanded
-from benchmarks.overhead.rounds import Plan, facts, measure
+from benchmarks.overhead.rounds import Plan, describe_plan, measure
 
 RESULT = DOCS / "overhead.json"
 BARS = {"the embedded pair's target": 0.05}
@@ -51,9 +51,9 @@ def main() -> None:
 
 def run(plan: Plan, output: Path) -> None:
     """Measure what the plan says and keep it in `output`."""
-    kept = Kept(output, facts(plan))
+    kept = Kept(output, describe_plan(plan))
     cells = [kept.cell(spec, partial(measure, plan, spec)) for spec in plan.specs]
-    bar = BARS.get(facts(plan)["model"], BAR)
+    bar = BARS.get(describe_plan(plan)["model"], BAR)
     servers = [(cell["spec"], server) for cell in cells for server in cell["servers"]]
     for spec, server in servers:
         server["met"] = server["overhead"]["median"] <= bar
@@ -63,7 +63,7 @@ def run(plan: Plan, output: Path) -> None:
             f"tokens/s (together, 95 %: {interval}), CPU µs a token {server['cpu_us_per_token']}, "
             f"gaps in ms {server['gap_ms']}"
         )
-    kept.finish({"plan": facts(plan), "bar": bar, "results": cells})
+    kept.finish({"plan": describe_plan(plan), "bar": bar, "results": cells})
     sys.exit(1 if any(server["texts_that_differ"] for _, server in servers) else 0)
 
 

@@ -212,7 +212,7 @@ def _us_per_token(used: Seq[tuple[float, int]]) -> float:
     return round(1e6 * sum(cpu for cpu, _ in used) / sum(num for _, num in used), 1)
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def describe_plan(plan: Plan) -> dict[str, Any]:
     """The plan as the result tells it."""
     named = "the embedded pair's target" if plan.model is None else Path(plan.model).name
     told = {key: value for key, value in asdict(plan).items() if key not in ("specs", "name")}

@@ -65,7 +65,7 @@ def test_servers_with_noise_of_their_own_do_not_pass_for_sharing_it(certainty: f
     for noise in range(150):
         sides = [drawing(noise=(noise, place), certainty=certainty) for place in range(2)]
         shared += probe_seeds(sides, REQUESTS, LEVEL)
-        assert all(side.facts.keeps_seed for side in sides)
+        assert all(side.info.keeps_seed for side in sides)
     assert shared <= 1
 
 

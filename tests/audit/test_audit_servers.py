@@ -332,11 +332,11 @@ def test_only_what_a_server_refuses_is_left_out(refused: str) -> None:
     with serve(refuses=(refused,)) as fake:
         asked = side("audited", fake)
         find_abilities(asked, AuditRequest(0, 0, "math", {}, max_tokens=8, seed=1, text="one"))
-    facts = asked.facts
+    info = asked.info
     asks = {
-        "return_token_ids": facts.returns_token_ids,
-        "min_p": facts.knows_filters,
-        "logprobs": facts.returns_logprobs,
+        "return_token_ids": info.returns_token_ids,
+        "min_p": info.knows_filters,
+        "logprobs": info.returns_logprobs,
     }
     assert [name for name, is_there in asks.items() if not is_there] == [refused]
 

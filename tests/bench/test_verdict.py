@@ -27,10 +27,10 @@ def bench(ratios: list[list[float]], concurrency: int = 1) -> BenchResult:
     ]
     names = THREE[: len(ratios)]
     made = result_of(runs[:1])
-    facts = [replace(made.configurations[0], name=name) for name in names]
+    details = [replace(made.configurations[0], name=name) for name in names]
     return replace(
         made,
-        configurations=facts,
+        configurations=details,
         workload=replace(made.workload, num_prompts={"a": len(prompts)}),
         figures=summarise(runs, names, prompts),
         comparisons=comparisons(runs, names, prompts),

@@ -26,7 +26,7 @@ from slipstream.engine.engine import Engine
 from slipstream.rpc.frames import LENGTH_BYTES
 from slipstream.serve.accounts import Accounts, TaskLabels
 from slipstream.serve.dashboard.history import History
-from slipstream.serve.facts import decoded_rows
+from slipstream.serve.engine_info import decoded_rows
 from slipstream.serve.metrics.metrics import Metrics
 from slipstream.serve.observer import EngineObserver
 

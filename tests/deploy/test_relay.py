@@ -14,14 +14,14 @@ from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.deploy import protocol
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
-from slipstream.deploy.fleet import Health, ReplicaFacts
+from slipstream.deploy.fleet import Health, ReplicaInfo
 from slipstream.deploy.identity import fingerprint_of
 from slipstream.deploy.protocol import CODEC
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.replica import ReplicaServer
 from slipstream.deploy.routed import RoutedEngine
 from slipstream.deploy.router import Router
-from slipstream.deploy.served import ServedFleet, engine_facts
+from slipstream.deploy.served import ServedFleet, engine_info
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.engine.unread import MAX_UNREAD_TOKENS
@@ -64,8 +64,8 @@ class House:
 
     async def add(self, name: str, number: int, fingerprint: Fingerprint | None = None) -> None:
         inner = self.engines[number].engine
-        facts = ReplicaFacts(name, fingerprint or fingerprint_of(inner), 16, inner.memory_plan.num_slots)
-        self.servers[name] = ReplicaServer(self.engines[number], facts, SECRET, beat_s=0.05)
+        info = ReplicaInfo(name, fingerprint or fingerprint_of(inner), 16, inner.memory_plan.num_slots)
+        self.servers[name] = ReplicaServer(self.engines[number], info, SECRET, beat_s=0.05)
         self.addresses.append(await self.servers[name].start())
 
     async def discover(self) -> list[tuple[str, int]]:
@@ -344,7 +344,7 @@ def test_a_paused_answer_whose_replica_goes_is_paused_elsewhere_and_has_its_text
 
     async def scenario(house: House) -> None:
         inner, router = house.engines[0].engine, house.relay.router
-        fleet = ServedFleet(house.relay, inner.tokenizer, engine_facts(inner))
+        fleet = ServedFleet(house.relay, inner.tokenizer, engine_info(inner))
         stream = fleet.stream(prompts[0], params, request_id="unread")
         read = [await anext(stream)]
 

@@ -15,12 +15,12 @@ from slipstream.assets import sample_prompts
 from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.deploy import protocol
 from slipstream.deploy.fingerprint import Fingerprint
-from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
+from slipstream.deploy.fleet import ReplicaInfo, ReplicaReport
 from slipstream.deploy.protocol import CODEC, BeginRequest, ReplicaBeat
 from slipstream.deploy.relay import Relay
 from slipstream.deploy.routed import aborted_updates
 from slipstream.deploy.router import Router
-from slipstream.deploy.served import ServedFleet, engine_facts
+from slipstream.deploy.served import ServedFleet, engine_info
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.outputs import Update
 from slipstream.errors import DeployError, RequestError
@@ -59,7 +59,7 @@ def test_a_request_that_is_aborted_by_its_id_gets_a_last_update(lone: LLM, promp
 
     async def scenario(house: House) -> None:
         inner = house.engines[0].engine
-        fleet = ServedFleet(house.relay, inner.tokenizer, engine_facts(inner))
+        fleet = ServedFleet(house.relay, inner.tokenizer, engine_info(inner))
         updates: list[Update] = []
         async for update in fleet.stream(prompt, LONG, request_id="mine"):
             updates.append(update)
@@ -118,9 +118,9 @@ def test_a_replica_that_is_not_understood_is_left_wholly(message: object) -> Non
         closed = asyncio.Event()
 
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            facts = ReplicaFacts("odd", Fingerprint("model", "bits"), 4, 1000)
+            info = ReplicaInfo("odd", Fingerprint("model", "bits"), 4, 1000)
             body = msgspec.msgpack.encode(message)
-            writer.write(protocol.greeting_frame(protocol.welcome(facts, {})) + framed(body, 2**20, "odd"))
+            writer.write(protocol.greeting_frame(protocol.welcome(info, {})) + framed(body, 2**20, "odd"))
             await reader.read()
             writer.close()
             closed.set()
@@ -208,8 +208,8 @@ def test_a_replica_that_does_not_say_what_it_is_is_refused() -> None:
         left = asyncio.Event()
 
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            facts = {"id": "odd", "capacity": "many"}
-            said = {"type": "welcome", "protocol": protocol.PROTOCOL, "facts": facts}
+            info = {"id": "odd", "capacity": "many"}
+            said = {"type": "welcome", "protocol": protocol.PROTOCOL, "facts": info}
             writer.write(protocol.greeting_frame(said))
             await reader.read()
             writer.close()

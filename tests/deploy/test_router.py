@@ -11,7 +11,7 @@ import pytest
 from slipstream.core.request import tenant_account
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.fingerprint import Fingerprint
-from slipstream.deploy.fleet import Health, ReplicaFacts, ReplicaReport
+from slipstream.deploy.fleet import Health, ReplicaInfo, ReplicaReport
 from slipstream.deploy.orders import Cancel, Fail, Order, SetPaused, Start
 from slipstream.deploy.prefixes import FleetPrefixes, blocks_of
 from slipstream.deploy.router import Router
@@ -22,16 +22,16 @@ PRINT = Fingerprint("model", "bits")
 OTHER_BITS = Fingerprint("model", "other bits")
 
 
-def facts(
+def info(
     name: str, capacity: int = 4, fingerprint: Fingerprint = PRINT, num_slots: int = 4096
-) -> ReplicaFacts:
-    return ReplicaFacts(name, fingerprint, capacity, num_slots)
+) -> ReplicaInfo:
+    return ReplicaInfo(name, fingerprint, capacity, num_slots)
 
 
 def router_of(*names: str, capacity: int = 4, **config: Any) -> Router:
     router = Router(RouterConfig(**config))
     for name in names:
-        assert router.join(facts(name, capacity), 0.0) == []
+        assert router.join(info(name, capacity), 0.0) == []
     return router
 
 
@@ -208,7 +208,7 @@ def test_what_waits_for_its_turn_at_a_full_replica_has_not_stalled() -> None:
     router.passed_on("two", 1, 1, 4.0)
     router.hear("a", ReplicaReport(), 6.0)
     assert router.tick(6.0) == []
-    assert router.join(facts("b", 1), 6.0) == []
+    assert router.join(info("b", 1), 6.0) == []
     assert router.tick(6.0) == [Cancel("one", "a", 1), Start("one", "b", 2)], "here it need not wait"
     router.hear("a", ReplicaReport(), 10.0)
     assert router.tick(10.0) == [Cancel("two", "a", 1), Start("two", "a", 2)], "this one was alone"
@@ -219,7 +219,7 @@ def test_of_stalled_answers_only_those_move_for_which_a_place_is_free() -> None:
     router = router_of("a", capacity=2, stall_timeout_s=5.0)
     for n in range(4):
         submit(router, work(str(n), tenant=str(n)))
-    router.join(facts("b", 1), 1.0)
+    router.join(info("b", 1), 1.0)
     for name in ("a", "b"):
         router.hear(name, ReplicaReport(), 6.0)
     assert router.tick(6.0) == [Cancel("0", "a", 1), Start("0", "b", 2)]
@@ -287,7 +287,7 @@ def test_a_paused_answer_goes_on_elsewhere_paused_without_free_places(how: str) 
         submit(router, work("other"))
         orders, where = router.give_back("unread", 1, 1.0), "a"
     else:
-        router.join(facts("b", 1), 0.0)
+        router.join(info("b", 1), 0.0)
         given = Counter(submit(router, work(tenant, tenant=tenant)) for tenant in "opqr")
         assert given == {"a": 2, "b": 2}, "twice the capacity: they take nothing more that makes tokens"
         orders, where = (router.leave if how == "lost" else router.drain)("a", 1.0), "b"
@@ -305,7 +305,7 @@ def test_what_is_paused_while_it_waits_stays_so() -> None:
     submit(router, work("unread"))
     router.leave("a", 0.0)
     assert router.set_paused("unread", True, 1.0) == []
-    assert router.join(facts("b"), 2.0) == [Start("unread", "b", 2), SetPaused("unread", "b", 2, True)]
+    assert router.join(info("b"), 2.0) == [Start("unread", "b", 2), SetPaused("unread", "b", 2, True)]
     assert router.fleet["b"].load == 0
 
 
@@ -319,7 +319,7 @@ def test_what_is_paused_before_it_has_begun_waits_and_others_go_before_it() -> N
     assert router.finish("1", 1.0) == [Start("3", "a", 1)]
     assert submit(router, work("4"), 2.0) == "a"
     router.drain("a", 2.0)
-    moved = router.join(facts("b", 2), 2.0)
+    moved = router.join(info("b", 2), 2.0)
     assert [order for order in moved if isinstance(order, Start)] == [Start("3", "b", 2), Start("4", "b", 2)]
     assert router.set_paused("2", False, 3.0) == []
     assert router.finish("4", 3.0) == [Start("2", "b", 1)]
@@ -332,7 +332,7 @@ def test_lost_paused_answers_are_spread_over_equal_replicas() -> None:
         submit(router, work(str(n)))
         router.set_paused(str(n), True, 0.0)
     for name in ("b", "c"):
-        router.join(facts(name), 0.0)
+        router.join(info(name), 0.0)
     moved = Counter(order.replica for order in router.leave("a", 1.0) if isinstance(order, Start))
     assert moved == {"b": 2, "c": 2}
 
@@ -454,9 +454,9 @@ def test_what_stops_every_replica_that_it_is_given_to_ends_with_an_error() -> No
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_replica_that_is_lost_gets_nothing_of_what_is_shared_out(how: str) -> None:
     router = router_of(max_fruitless_attempts=2, hang_timeout_s=5.0)
-    router.join(facts("r1", 1), 0.0)
+    router.join(info("r1", 1), 0.0)
     assert submit(router, work("a")) == "r1"
-    router.join(facts("r2", 2), 0.0)
+    router.join(info("r2", 2), 0.0)
     assert [submit(router, work("b")), submit(router, work("c"))] == ["r2", "r2"]
     assert router.submit(work("d"), 0.0) == []
     router.leave("r1", 0.0)
@@ -472,7 +472,7 @@ def test_without_any_replica_it_waits_for_one_but_not_for_ever() -> None:
     submit(router, work("1"))
     router.leave("a", 0.0)
     assert router.tick(29.0) == []
-    assert router.join(facts("c"), 29.5) == [Start("1", "c", 2)]
+    assert router.join(info("c"), 29.5) == [Start("1", "c", 2)]
     router.leave("c", 30.0)
     assert isinstance(router.tick(61.0)[0], Fail)
 
@@ -483,14 +483,14 @@ def test_without_any_replica_it_waits_for_one_but_not_for_ever() -> None:
 def test_a_replica_of_another_model_is_refused_in_a_line() -> None:
     router = router_of("a")
     with pytest.raises(DeployError, match="replica b serves another model than replica a") as error:
-        router.join(facts("b", fingerprint=Fingerprint("another", "bits")), 0.0)
+        router.join(info("b", fingerprint=Fingerprint("another", "bits")), 0.0)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("policy", ["refuse", "say"])
 def test_an_answer_crosses_to_other_arithmetic_only_where_it_is_said(policy: str) -> None:
     router = router_of("a", unlike_replicas=policy, failover_timeout_s=10.0)
-    router.join(facts("z", fingerprint=OTHER_BITS), 0.0)
+    router.join(info("z", fingerprint=OTHER_BITS), 0.0)
     assert submit(router, work("1")) == "a"
     router.passed_on("1", 1, 2, 0.0)
     fresh = router.submit(work("fresh"), 0.0)
@@ -509,14 +509,14 @@ def test_an_answer_crosses_to_other_arithmetic_only_where_it_is_said(policy: str
 
 def test_what_has_not_begun_may_go_to_any_replica() -> None:
     router = router_of("a")
-    router.join(facts("z", fingerprint=OTHER_BITS), 0.0)
+    router.join(info("z", fingerprint=OTHER_BITS), 0.0)
     assert submit(router, work("1")) == "a"
     assert start_of(router.leave("a", 1.0)).replica == "z"
 
 
 def test_like_replicas_come_first_where_it_may_cross() -> None:
     router = router_of("a", "b", unlike_replicas="say")
-    router.join(facts("z", fingerprint=OTHER_BITS), 0.0)
+    router.join(info("z", fingerprint=OTHER_BITS), 0.0)
     name = submit(router, work("1"))
     router.passed_on("1", 1, 1, 0.0)
     other = ({"a", "b"} - {name}).pop()
@@ -566,7 +566,7 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
         now_s += rng.random()
         name, event = rng.choice(names), rng.random()
         if event < 0.08:
-            obey(router.join(facts(name, rng.randint(1, 6)), now_s))
+            obey(router.join(info(name, rng.randint(1, 6)), now_s))
         elif event < 0.12:
             obey(router.leave(name, now_s))
         elif event < 0.15:
@@ -609,7 +609,7 @@ def test_whatever_happens_every_request_ends_once_and_no_token_counts_twice(seed
     for request in sorted(length):
         obey(router.set_paused(request, False, now_s))
     for name in names:
-        obey(router.join(facts(f"new {name}"), now_s))
+        obey(router.join(info(f"new {name}"), now_s))
     while router.num_under_way:
         now_s += 0.1
         for name in names:

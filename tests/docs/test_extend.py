@@ -76,14 +76,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         )
         assert named is not None, entry_points
         group, name, module = named.groups()
-        package, facts = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
-        for folder in (package, facts):
+        package, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
+        for folder in (package, info):
             folder.mkdir()
         program = "\n\n".join(blocks(text.split("\n## Prove it\n")[0], "python"))
         (package / "__init__.py").write_text("")
         (package / f"{module}.py").write_text(program, encoding="utf-8")
-        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-        (facts / "entry_points.txt").write_text(
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
             entry_points.replace(f'[project.entry-points."{group}"]', f"[{group}]").replace('"', "")
         )
         monkeypatch.syspath_prepend(str(tmp_path))

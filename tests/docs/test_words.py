@@ -51,6 +51,7 @@ RETIRED_WORDS = {
     r"settl\w*": "resolve",
     r"foreign": "unsupported parameter; other vocabulary",
     r"borrow\w*|lenders?|lent|lend": "shared keys and values; reuse",
+    r"\w*facts": "info, status",
 }
 """Words that the source, its names included, has no more: neither by themselves nor between underscores."""
 KEPT = [
@@ -64,6 +65,7 @@ KEPT = [
     (r"learn/versions/store\.py", r"floor_hash"),
     (r"config\.py", r"\"anchors"),
     (r"models/attention/registry\.py", r"\"posed\""),
+    (r"deploy/protocol\.py", r"\"facts\""),
 ]
 """Where a retired word is something else, or the old name of what users may have, which is still read."""
 _WORD = {re.compile(rf"\b({word})\b", re.IGNORECASE): instead for word, instead in PRIVATE_WORDS.items()}

@@ -17,7 +17,7 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints import convert, convert_back
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.head_facts import AuxLayers, HeadFacts
+from slipstream.tools.export.head_info import AuxLayers, HeadInfo
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError
 
@@ -173,8 +173,8 @@ def test_a_head_without_an_output_layer_is_refused(tmp_path: Path) -> None:
 
 def test_settings_say_which_layers_a_head_for_tensorrt_reads(tmp_path: Path) -> None:
     head = random_head(tmp_path / "ours")
-    facts = HeadFacts(layout="eagle3", version=3, aux_layers=AuxLayers((0, 1, 3), "after_layer"))
-    back = convert_back(replace(record(head), head=facts), "tensorrt_llm", tmp_path / "back")
+    info = HeadInfo(layout="eagle3", version=3, aux_layers=AuxLayers((0, 1, 3), "after_layer"))
+    back = convert_back(replace(record(head), head=info), "tensorrt_llm", tmp_path / "back")
     assert read_eagle(str(back.draft), TargetFiles(EMBEDDED_TARGET)).config.feature_layers == (1, 2, 4)
 
 

@@ -13,10 +13,10 @@ from export_cases import draft_record
 
 from slipstream.errors import ConfigError
 from slipstream.tools.export import ENGINES, ExportedSetting, ExportError, read_source, settings_format
-from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
+from slipstream.tools.export.head_info import AuxLayers, HeadInfo, HeadNorms, VocabularyMap
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
 
-HEAD = HeadFacts(layout="eagle3", version=3, output="own", aux_layers=AuxLayers((2, 16, 29)))
+HEAD = HeadInfo(layout="eagle3", version=3, output="own", aux_layers=AuxLayers((2, 16, 29)))
 EAGLE3 = draft_record(method="eagle3", head=HEAD)
 SCHEDULE = (ScheduleRange(1, 8, 4), ScheduleRange(9, 64, 2), ScheduleRange(65, None, 0))
 
@@ -197,7 +197,7 @@ def test_rejection_sampling_of_sglang_needs_a_chain_and_the_whole_vocabulary() -
 
 def test_a_list_of_hot_tokens_goes_to_sglang() -> None:
     vocabulary = VocabularyMap("hot_ids", 1000, "hot.pt")
-    record = draft_record(method="eagle", head=HeadFacts(layout="eagle", version=1, vocabulary=vocabulary))
+    record = draft_record(method="eagle", head=HeadInfo(layout="eagle", version=1, vocabulary=vocabulary))
     assert flags(ENGINES["sglang"].to_engine(record))["--speculative-token-map"] == "hot.pt"
 
 

@@ -6,7 +6,7 @@ import socket
 import threading
 
 from slipstream.engine.engine import Engine
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.launch import EngineLink
 from slipstream.serve.process.protocol import CODEC
@@ -42,4 +42,4 @@ class ThreadedHost:
 def stream_to(engine: Engine) -> tuple[EngineLink, socket.socket]:
     """A stream's two ends: the server's, which knows the engine, and the engine's."""
     mine, other = socket.socketpair()
-    return EngineLink(mine, EngineFacts.of(engine)), other
+    return EngineLink(mine, EngineInfo.of(engine)), other

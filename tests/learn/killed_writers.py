@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 def serve(folder: LearnFolder, tell: Tell) -> None:
     """Append records as a server does."""
     ring = Ring(folder, RingIdentity("model-a", "template-a"), MIN_BYTES)
-    number = ring.facts().last + 1
+    number = ring.status().last + 1
     while True:
         given = ring.append(some_record(number, num_tokens=number % 30))
         assert given == number, (given, number)

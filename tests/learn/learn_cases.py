@@ -32,7 +32,7 @@ def some_record(number: int = 0, num_tokens: int = 6, **changes: Any) -> ServedR
     """A record that depends on `number` alone."""
     rng = np.random.default_rng(number)
     request_id = changes.pop("request_id", f"request-{number}")
-    facts: dict[str, Any] = {
+    status: dict[str, Any] = {
         "request_id": request_id,
         "model_hash": "model-a",
         "template_hash": "template-a",
@@ -43,7 +43,7 @@ def some_record(number: int = 0, num_tokens: int = 6, **changes: Any) -> ServedR
         "created_s": 1000.0 + number,
         "purpose": purpose_of(request_id),
     }
-    return ServedRecord(**{**facts, **changes})
+    return ServedRecord(**{**status, **changes})
 
 
 def some_tensors(number: int = 0) -> dict[str, torch.Tensor]:

@@ -119,7 +119,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         deadline_s = time.monotonic() + 280
         while version not in session.versions and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert session.facts().faults == {}
+        assert session.status().faults == {}
         after = answers(client, 12)
     finally:
         session.close()
@@ -196,9 +196,9 @@ def test_a_version_waits_until_its_own_drafter_serves_again(tmp_path: Path) -> N
         client, session, _ = learning(tmp_path, exit_layer)
         try:
             assert session.versions == names
-            assert session.facts().faults == {}
-            assert session.facts().serving == names[-1]
-            told = [one["event"] for one in session.facts().events]
+            assert session.status().faults == {}
+            assert session.status().serving == names[-1]
+            told = [one["event"] for one in session.status().events]
             assert told == (["waits"] if exit_layer == 3 else [])
             assert StateStore(LearnFolder(tmp_path)).read().retired == {}
         finally:

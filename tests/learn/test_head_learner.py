@@ -83,8 +83,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[ServedRecord]
         deadline_s = time.monotonic() + 280
         while version not in session.versions and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert session.facts().faults == {}
-        assert session.facts().frozen
+        assert session.status().faults == {}
+        assert session.status().frozen
         again = answers(client, 12)
     finally:
         session.close()

@@ -127,7 +127,7 @@ def test_texts_are_the_same_with_it(llm: LLM, make: MakeCapture) -> None:
         [with_it] = llm.generate(prompt, SEEDED, use_tqdm=False)
         assert capture.flush()
         assert with_it.outputs[0].token_ids == before.outputs[0].token_ids
-    assert "capture failed" in capture.facts().fault
+    assert "capture failed" in capture.status().fault
 
 
 def test_only_answers_that_ended_well_and_are_the_targets_own(llm: LLM, make: MakeCapture) -> None:
@@ -151,7 +151,7 @@ def test_only_answers_that_ended_well_and_are_the_targets_own(llm: LLM, make: Ma
     engine.on_observe = None
     assert capture.flush()
     assert len(list(capture.ring.read())) == 1
-    assert capture.facts().num_skipped == {"begun elsewhere": 1, "constrained": 2, "lossy": 1}
+    assert capture.status().num_skipped == {"begun elsewhere": 1, "constrained": 2, "lossy": 1}
 
 
 def test_nothing_of_an_opted_out_tenant_is_on_disk(llm: LLM, make: MakeCapture, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_nothing_of_an_opted_out_tenant_is_on_disk(llm: LLM, make: MakeCapture, 
         assert not any(window in stored for window in tokens)
         assert text.encode() not in stored
         assert not tenant or f'"{tenant}"'.encode() not in stored
-    assert capture.facts().num_records == 2
+    assert capture.status().num_records == 2
 
 
 def folder_bytes(folder: LearnFolder) -> bytes:
@@ -238,10 +238,10 @@ def test_a_full_disk_is_told_and_serving_goes_on(llm: LLM, make: MakeCapture, tm
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(records) == 1
     assert [one.number for one in read_ring(folder)] == [0], "of the half of the second nothing is read"
-    assert "cannot write in" in capture.facts().fault
-    assert capture.facts().num_skipped == {"cannot be written": 1}
+    assert "cannot write in" in capture.status().fault
+    assert capture.status().num_skipped == {"cannot be written": 1}
     assert [one.number for one in ask(llm, capture, "Name five rivers.")] == [0, 1]
-    assert capture.facts().fault == ""
+    assert capture.status().fault == ""
     assert [one.number for one in read_ring(folder)] == [0, 1]
 
 
@@ -256,20 +256,20 @@ def test_memory_is_bounded_and_given_back(llm: LLM, make: MakeCapture) -> None:
     capture = make(Ring(None, identity_of(llm.engine), MIN_BYTES), width=16)
     for number in range(15):
         ask(llm, capture, f"Name {number} rivers.")
-    facts = capture.facts()
-    assert (facts.num_records, facts.waiting_bytes, facts.fault) == (15, 0, "")
-    assert capture.ring.facts().num_bytes <= MIN_BYTES
-    assert capture.ring.facts().num_records < 15
-    assert facts.reduce_s > 0 < facts.capture_s
+    status = capture.status()
+    assert (status.num_records, status.waiting_bytes, status.fault) == (15, 0, "")
+    assert capture.ring.status().num_bytes <= MIN_BYTES
+    assert capture.ring.status().num_records < 15
+    assert status.reduce_s > 0 < status.capture_s
 
 
 def test_it_uses_no_more_than_its_share_of_time(llm: LLM, make: MakeCapture) -> None:
     capture = make(max_share=0.0)
     ask(llm, capture, "Name three rivers.")
     ask(llm, capture, "Name four rivers.", "Name five rivers.")
-    facts = capture.facts()
-    assert facts.num_records == 1, "the first one used what there was"
-    assert facts.num_skipped == {"over its share of time": 2}
+    status = capture.status()
+    assert status.num_records == 1, "the first one used what there was"
+    assert status.num_skipped == {"over its share of time": 2}
 
 
 @pytest.mark.parametrize("vocab", [5, 300, 4096, 10_001])
@@ -308,8 +308,8 @@ def test_rows_of_others_are_not_held(llm: LLM, make: MakeCapture, monkeypatch: p
     while llm.engine.has_unfinished:
         llm.engine.step()
     assert capture.flush()
-    assert capture.facts().fault == ""
-    assert capture.facts().num_records == 5
+    assert capture.status().fault == ""
+    assert capture.status().num_records == 5
 
 
 def test_an_answer_that_is_too_large_is_skipped_alone(llm: LLM, make: MakeCapture) -> None:
@@ -318,6 +318,6 @@ def test_an_answer_that_is_too_large_is_skipped_alone(llm: LLM, make: MakeCaptur
     short = SamplingParams(temperature=0.0, max_tokens=4)
     assert ask(llm, capture, "Tell me a story.", params=long) == []
     assert len(ask(llm, capture, "Say yes.", params=short)) == 1
-    facts = capture.facts()
-    assert facts.num_skipped == {"too large for the ring": 1}
-    assert facts.fault == ""
+    status = capture.status()
+    assert status.num_skipped == {"too large for the ring": 1}
+    assert status.fault == ""

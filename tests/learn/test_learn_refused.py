@@ -78,7 +78,7 @@ def test_old_answers_are_deleted_where_nothing_can_be_learned(client: AsyncEngin
     ring.append(some_record(1, created_s=(now_s := time.time())))
     ring.close()
     learning = Learning(client, ServeConfig(learn=str(path), learn_max_age="30d"))
-    assert "of another model" in learning.facts.faults["learning_failed"]
+    assert "of another model" in learning.status.faults["learning_failed"]
     deadline_s = time.monotonic() + 280
     while len(left := list(read_ring(LearnFolder(path)))) > 1 and time.monotonic() < deadline_s:
         time.sleep(0.01)

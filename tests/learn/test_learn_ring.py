@@ -99,21 +99,21 @@ def test_it_reads_by_purpose_tenant_task_and_number(make: Callable[[], Ring]) ->
     assert judge
     assert not judge & train
     assert all(same(one, some_record(one.number, tenant=one.tenant, task=one.task)) for one in ring.read())
-    facts = ring.facts()
-    assert (facts.num_records, facts.first, facts.last) == (20, 0, 19)
+    status = ring.status()
+    assert (status.num_records, status.first, status.last) == (20, 0, 19)
 
 
 def test_it_never_has_more_bytes_than_it_may(make: Callable[[], Ring], folder: LearnFolder) -> None:
     ring = make()
     for number in range(300):
         assert ring.append(some_record(number, num_tokens=number % 40)) == number
-        facts = ring.facts()
-        assert facts.num_bytes <= MIN_BYTES
+        status = ring.status()
+        assert status.num_bytes <= MIN_BYTES
         assert not folder.database.exists() or folder.database.stat().st_size < 3 * MIN_BYTES
     kept = list(ring.read())
     assert [one.number for one in kept] == list(range(300 - len(kept), 300)), "the oldest have made room"
-    assert facts.num_records == len(kept)
-    assert facts.num_bytes > MIN_BYTES // 2
+    assert status.num_records == len(kept)
+    assert status.num_bytes > MIN_BYTES // 2
     with pytest.raises(LearnError, match="raise --learn-bytes"):
         ring.append(some_record(0, num_tokens=2000))
     assert ring.append(some_record(300)) == 300
@@ -193,13 +193,13 @@ def test_a_smaller_bound_holds_from_the_start(on_disk: Callable[[], Ring], folde
     wide = Ring(folder, IDENTITY, 4 * MIN_BYTES)
     for number in range(200):
         wide.append(some_record(number, num_tokens=20))
-    size, last = wide.facts().num_bytes, wide.facts().last
+    size, last = wide.status().num_bytes, wide.status().last
     wide.close()
     assert size > 2 * MIN_BYTES
     before = folder.database.stat().st_size
     ring = on_disk()
-    assert ring.facts().num_bytes <= MIN_BYTES
-    assert ring.facts().last == last
+    assert ring.status().num_bytes <= MIN_BYTES
+    assert ring.status().last == last
     ring.tidy(contextlib.nullcontext)
     assert folder.database.stat().st_size < before / 2
 

@@ -129,8 +129,8 @@ class NoServer:
     def ask_to_keep(self) -> None:
         return
 
-    def tell(self, event: str, **facts: Any) -> None:
-        print(json.dumps({"event": event, **facts}))
+    def tell(self, event: str, **status: Any) -> None:
+        print(json.dumps({"event": event, **status}))
 
 
 def worker_on(
@@ -463,9 +463,9 @@ def test_a_tenants_corrective_layer_is_tried_on_its_own_requests_alone(
         assert {one.metrics.draft_version for one in others} == {""}
         texts = [[one.outputs[0].token_ids for one in found] for found in (theirs, others)]
         assert texts[0] == texts[1]
-        assert "acme" not in json.dumps(session.facts().events)
+        assert "acme" not in json.dumps(session.status().events)
         assert StateStore(LearnFolder(tmp_path)).read().scope("acme").canary == version
-        assert session.facts().own_scopes == 0
+        assert session.status().own_scopes == 0
     finally:
         session.close()
 
@@ -481,12 +481,12 @@ def test_the_busiest_tenants_versions_are_loaded(client: AsyncEngine, tmp_path: 
                     state.scope(tenant).promoted(version)
                 )
             )
-        wait_until(lambda: session.facts().own_scopes == 2)
+        wait_until(lambda: session.status().own_scopes == 2)
         for tenant, number in (("beta", 6), ("acme", 24)):
             answers(client, range(number), tenant)
             wait_until(lambda tenant=tenant: session.versions == ["", versions[tenant]])
-        assert session.facts().faults == {}
-        assert session.facts().own_scopes == 2
+        assert session.status().faults == {}
+        assert session.status().own_scopes == 2
     finally:
         session.close()
 

@@ -52,7 +52,7 @@ def test_steps_around_a_swap_are_held_against_the_others() -> None:
     times = StepTimes()
     for _ in range(100):
         times.stepped(0.010)
-    assert times.facts()["swaps"] == 0
+    assert times.status()["swaps"] == 0
     with times.loading():
         times.stepped(0.015)
     times.changed(0.004)
@@ -62,7 +62,7 @@ def test_steps_around_a_swap_are_held_against_the_others() -> None:
     times.changed(0.001)
     for _ in range(NEAR + 5):
         times.stepped(0.010)
-    found = times.facts()
+    found = times.status()
     assert (found["steps"], found["swaps"]) == (106, 2)
     assert found["typical_ms"] == found["longest_ms"] == 10.0
     assert found["longest_change_ms"] == 4.0

@@ -147,7 +147,7 @@ def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngi
         StateStore(LearnFolder(tmp_path)).change(
             lambda state: state.with_scope(state.scope().promoted(version))
         )
-        wait_until(lambda: "version_rolled_back" in session.facts().faults)
+        wait_until(lambda: "version_rolled_back" in session.status().faults)
         assert session.versions == [""]
         assert {one.metrics.draft_version for one in answers(client, range(3))} == {""}
         assert version in StateStore(LearnFolder(tmp_path)).read().retired
@@ -187,15 +187,15 @@ def test_a_version_that_broke_is_rolled_back_within_200_requests_and_no_text_cha
         version = add_version(session, tmp_path, 1.0)
         found = answers(client, range(16), 24)
         by_hand.promote(LearnFolder(tmp_path), version)
-        wait_until(lambda: session.facts().serving == version)
+        wait_until(lambda: session.status().serving == version)
         wait_until(lambda: version in session.versions)  # it is loaded beside serving
         needed = 0
-        while session.facts().serving == version and needed < 200:
+        while session.status().serving == version and needed < 200:
             found += answers(client, range(16 + needed, 24 + needed), 24)
             needed += 8
-        wait_until(lambda: "version_rolled_back" in session.facts().faults)
-        assert session.facts().num_rolled_back == 1
-        assert session.facts().by_version[version][0] > 20
+        wait_until(lambda: "version_rolled_back" in session.status().faults)
+        assert session.status().num_rolled_back == 1
+        assert session.status().by_version[version][0] > 20
         off = LLM().generate(
             [prompt(n) for n in range(len(found))], [params(n, 24) for n in range(len(found))]
         )
@@ -227,19 +227,19 @@ def test_a_shaken_draft_learns_to_be_better_and_is_promoted(tmp_path: Path) -> N
     try:
         deadline_s = time.monotonic() + 1100
         number = 0
-        while not session.facts().num_promoted:
-            facts = session.facts()
-            assert time.monotonic() < deadline_s, facts
+        while not session.status().num_promoted:
+            status = session.status()
+            assert time.monotonic() < deadline_s, status
             answers(client, range(number, number + 8), 24)
             number += 8
-        facts = session.facts()
-        assert facts.serving != ""
-        old, new = facts.by_version[""], facts.by_version[facts.serving]
+        status = session.status()
+        assert status.serving != ""
+        old, new = status.by_version[""], status.by_version[status.serving]
         assert new[1] / new[0] > old[1] / old[0]
     finally:
         session.close()
         client.close()
-    assert replace(StateStore(LearnFolder(folder)).read().scope()).serving == facts.serving
+    assert replace(StateStore(LearnFolder(folder)).read().scope()).serving == status.serving
 
 
 def test_whatever_fails_as_learning_begins_serving_goes_on(
@@ -249,9 +249,9 @@ def test_whatever_fails_as_learning_begins_serving_goes_on(
         raise RuntimeError("nobody thought of this")
 
     monkeypatch.setattr(LearnSession, "__init__", fails)
-    session, facts = begin_learning(client, SessionSettings(tmp_path, 2**20))
+    session, status = begin_learning(client, SessionSettings(tmp_path, 2**20))
     assert session is None
-    assert facts().faults == {"learning_failed": "nothing is learned: nobody thought of this"}
+    assert status().faults == {"learning_failed": "nothing is learned: nobody thought of this"}
 
 
 def test_a_learner_that_writes_a_version_is_not_stopped(
@@ -272,8 +272,8 @@ def test_a_learner_that_writes_a_version_is_not_stopped(
         answers(client, range(4))
         assert not stopped
         session.process.messages.put({"event": "undecided", "why": "p 0.3", "look": 2})
-        wait_until(lambda: session.facts().events)
-        assert session.facts().events[0].items() >= {"event": "undecided", "why": "p 0.3", "look": 2}.items()
+        wait_until(lambda: session.status().events)
+        assert session.status().events[0].items() >= {"event": "undecided", "why": "p 0.3", "look": 2}.items()
         answers(client, range(4))
         assert stopped
     finally:

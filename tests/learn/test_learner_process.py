@@ -30,8 +30,8 @@ from slipstream.rpc.children import end_with_parent, parent_socket
 from slipstream.rpc.sockets import next_body
 end_with_parent()
 sock, frames = parent_socket(), CODEC.frames()
-def tell(event, **facts):
-    sock.sendall(CODEC.frame(LearnEvent(event, facts)))
+def tell(event, **status):
+    sock.sendall(CODEC.frame(LearnEvent(event, status)))
 """
 ANSWERS = f"""
 {SPEAKS}

@@ -48,12 +48,12 @@ class Hosts:
         self.llm = llm
         self.made: list[ThreadedHost] = []
 
-    def start(self, **facts: Any) -> EngineLink:
-        """Another one; the engine that it loaded has these other facts."""
+    def start(self, **info: Any) -> EngineLink:
+        """Another one; the engine that it loaded has these other info."""
         wait_until(lambda: not self.llm.engine.has_unfinished)
         self.made.append(ThreadedHost(self.llm.engine))
         link = self.made[-1].link
-        link.facts = replace(link.facts, **facts)
+        link.info = replace(link.info, **info)
         return link
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ def test_an_engine_that_comes_back_as_another_one_is_refused(
     drafting: LLM, hosts: Hosts, prompt: list[int]
 ) -> None:
     link, other = stream_to(drafting.engine)
-    longer = link.facts.max_model_len + 1
+    longer = link.info.max_model_len + 1
     remote = RemoteEngine(
         link, drafting.engine.tokenizer, lambda: hosts.start(max_model_len=longer, kv_bytes=1), 1
     )

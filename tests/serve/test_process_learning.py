@@ -14,11 +14,11 @@ from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.learn.decisions import by_hand
-from slipstream.learn.facts import LearnFacts
 from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.server_status import ServerLearnStatus
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import read_ring, ring_identity
 from slipstream.learn.versions.store import Version, VersionStore
@@ -60,14 +60,14 @@ async def answers(engine: RemoteEngine, prompts: list[list[int]], first: int) ->
     return await asyncio.gather(*(one(number) for number in range(len(prompts))))
 
 
-async def until(engine: RemoteEngine, what: Any) -> LearnFacts:
+async def until(engine: RemoteEngine, what: Any) -> ServerLearnStatus:
     for _ in range(2400):
         await engine.read(lambda stats, report: None)
-        facts = engine.learn_facts()
-        if what(facts):
-            return facts
+        status = engine.learn_status()
+        if what(status):
+            return status
         await asyncio.sleep(0.05)
-    raise AssertionError(facts)
+    raise AssertionError(status)
 
 
 def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path:
 
     async def ask() -> None:
         found = await answers(engine, prompts, 0)
-        facts = await until(
-            engine, lambda facts: facts.capture is not None and facts.capture.num_records == 3
+        status = await until(
+            engine, lambda status: status.capture is not None and status.capture.num_records == 3
         )
-        assert facts.serving == ""
+        assert status.serving == ""
         version = a_version(folder)
         by_hand.promote(folder, version)
-        await until(engine, lambda facts: facts.serving == version)
+        await until(engine, lambda status: status.serving == version)
         while not any(one.metrics.draft_version for one in found):  # it is loaded beside serving
             found += await answers(engine, prompts, len(found))
         assert learning.as_json()["serving"] == version

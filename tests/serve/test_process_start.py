@@ -14,7 +14,7 @@ from slipstream.engine import memory
 from slipstream.engine.factory import make_engine
 from slipstream.errors import EngineStoppedError
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.launch import as_loaded, greet
 from slipstream.serve.process.start import load_message
 
@@ -48,11 +48,11 @@ def test_an_engine_that_is_loaded_again_has_the_room_of_the_first(
     monkeypatch.setattr(memory, "available_bytes", lambda device: free[0])
     off = SpeculativeConfig("off")
     load = load_message(None, off, {**ROOM, **given}, ServeConfig())
-    first = EngineFacts.of(make_engine(None, off, load.engine))
+    first = EngineInfo.of(make_engine(None, off, load.engine))
     for free[0] in (40 * 2**20, 2**32):
-        again = EngineFacts.of(make_engine(None, off, as_loaded(load, first).engine))
+        again = EngineInfo.of(make_engine(None, off, as_loaded(load, first).engine))
         assert first.differences(again) == ""
         assert (again.kv_bytes, again.num_slots) == (first.kv_bytes, first.num_slots)
     if not given:
         free[0] = 4 * 2**20
-        assert "max_model_len" in first.differences(EngineFacts.of(make_engine(None, off, load.engine)))
+        assert "max_model_len" in first.differences(EngineInfo.of(make_engine(None, off, load.engine)))

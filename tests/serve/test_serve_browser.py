@@ -172,8 +172,8 @@ def test_what_clients_send_is_text(make_app: MakeApp, open_page: Open) -> None:
 
 def test_an_alarm_is_seen_and_noted(make_app: MakeApp, open_page: Open) -> None:
     with served(make_app) as (address, service):
-        fields = service.observer._facts
-        service.observer._facts = lambda job, output, num: fields(job, output, num + 1)  # type: ignore[method-assign]
+        fields = service.observer._info
+        service.observer._info = lambda job, output, num: fields(job, output, num + 1)  # type: ignore[method-assign]
         ask(address)
         page = open_page(address, viewport=PHONE)
         page.wait_for_selector(".alarm button")

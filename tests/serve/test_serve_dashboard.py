@@ -27,7 +27,7 @@ from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
-from slipstream.serve.facts import decoded_rows
+from slipstream.serve.engine_info import decoded_rows
 from slipstream.serve.logs import JsonFormatter
 from slipstream.serve.service import Service
 from slipstream.stats.shift import Value
@@ -160,8 +160,8 @@ def test_alarms_are_metrics_log_lines_and_data(
     service: Service = app.state.service
     labels = json.dumps({"kind": "token_mismatch", "method": "", "task": ""}, sort_keys=True)
     with TestClient(app) as client:
-        facts = service.observer._facts
-        monkeypatch.setattr(service.observer, "_facts", lambda job, output, num: facts(job, output, num + 1))
+        info = service.observer._info
+        monkeypatch.setattr(service.observer, "_info", lambda job, output, num: info(job, output, num + 1))
         assert counters(client)["slipstream_alarm_raises_total" + labels] == 0
         for _ in range(2):
             ask(client)

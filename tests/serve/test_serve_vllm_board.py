@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from slipstream import LLM
 from slipstream.serve.accounts import TaskLabels
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.metrics.metrics import Metrics
 
 STOCK_BOARD = {
@@ -137,5 +137,5 @@ def test_the_cache_is_described(shown: tuple[dict[str, float], str], drafting: L
 def test_the_cache_is_described_by_its_own_type(cache: str) -> None:
     """Not by the type that the model computes in."""
     metrics = Metrics("m", TaskLabels((), 0), None)
-    metrics.describe_cache(EngineFacts.of(LLM(kv_cache_bytes=2**20, kv_cache_dtype=cache).engine))
+    metrics.describe_cache(EngineInfo.of(LLM(kv_cache_bytes=2**20, kv_cache_dtype=cache).engine))
     assert f'cache_dtype="{cache}"' in metrics.exposition().decode()

@@ -131,7 +131,7 @@ def status(flags: LearnFlags) -> None:
         ("versions", f"{len(found.versions)} kept"),
         *(("damaged", name) for name in found.unreadable),
         *(
-            (_time(event.get("time_s", 0.0)), " ".join(f"{key}={value}" for key, value in _facts(event)))
+            (_time(event.get("time_s", 0.0)), " ".join(f"{key}={value}" for key, value in _details(event)))
             for event in found.events
         ),
     ]
@@ -318,5 +318,5 @@ def _time(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _facts(event: Any) -> list[tuple[str, Any]]:
+def _details(event: Any) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in event.items() if key != "time_s"]

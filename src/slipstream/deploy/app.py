@@ -88,7 +88,7 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscaling.wanted` goes by."""
         server = self._server
-        return autoscaling.stats_of(server.report, server.facts.capacity, server.queue_share)
+        return autoscaling.stats_of(server.report, server.info.capacity, server.queue_share)
 
     async def __del__(self) -> None:
         """Ray stops the replica: its requests go on elsewhere first."""

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.deploy.fleet import ReplicaFacts
-from slipstream.deploy.protocol import CODEC, ReplicaMessage, facts_of, greeting_frame, hello, read_greeting
+from slipstream.deploy.fleet import ReplicaInfo
+from slipstream.deploy.protocol import CODEC, ReplicaMessage, greeting_frame, hello, info_of, read_greeting
 from slipstream.errors import DeployError, ProtocolError
 from slipstream.rpc.peer import Peer
 
@@ -20,8 +20,8 @@ CONNECT_TIMEOUT_S = 5.0
 class ReplicaConnection:
     """Opened once; `on_message` gets what the replica says until `on_closed` is called, once."""
 
-    def __init__(self, facts: ReplicaFacts, about: dict[str, Any], peer: Peer) -> None:
-        self.facts = facts
+    def __init__(self, info: ReplicaInfo, about: dict[str, Any], peer: Peer) -> None:
+        self.info = info
         self.about = about
         """What the replica says of its engine."""
         self._peer = peer
@@ -42,7 +42,7 @@ class ReplicaConnection:
                             f"{address} closed the connection without a word; is it a slipstream replica?"
                         )
                     greeting = read_greeting(body)
-                    return cls(facts_of(greeting, address), greeting.get("about") or {}, peer)
+                    return cls(info_of(greeting, address), greeting.get("about") or {}, peer)
                 except BaseException:
                     peer.writer.close()
                     raise
@@ -72,8 +72,8 @@ class ReplicaConnection:
             while (body := await self._peer.read()) is not None:
                 on_message(CODEC.read(body))
         except ProtocolError as error:
-            logger.warning("replica %s is left: %s", self.facts.id, error)
+            logger.warning("replica %s is left: %s", self.info.id, error)
         except Exception:  # half of it was followed: what comes behind it would not fit
-            logger.exception("replica %s is left: a message of it could not be followed", self.facts.id)
+            logger.exception("replica %s is left: a message of it could not be followed", self.info.id)
         self._peer.writer.close()
         on_closed()

@@ -18,7 +18,7 @@ NUM_LEVELS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaFacts:
+class ReplicaInfo:
     """What a replica says of itself when it joins."""
 
     id: str
@@ -65,7 +65,7 @@ class Health(StrEnum):
 class ReplicaState:
     """A replica behind the router."""
 
-    facts: ReplicaFacts
+    info: ReplicaInfo
     heard_s: float
     health: Health = Health.READY
     report: ReplicaReport = ReplicaReport()
@@ -80,21 +80,21 @@ class ReplicaState:
 
     @property
     def id(self) -> str:
-        return self.facts.id
+        return self.info.id
 
     @property
     def level(self) -> int:
         """Load over capacity, in parts of `NUM_LEVELS`."""
-        return self.load * NUM_LEVELS // self.facts.capacity
+        return self.load * NUM_LEVELS // self.info.capacity
 
     @property
     def is_open_to_accounts(self) -> bool:
         """True where, even if it is full, it takes an answer of an account that has nothing running."""
-        return len(self.accounts) < MAX_ACCOUNTS_A_PLACE * self.facts.capacity
+        return len(self.accounts) < MAX_ACCOUNTS_A_PLACE * self.info.capacity
 
     def has_room(self, num_answers: int) -> bool:
         """True where it would step them at once; a request larger than the replica gets an empty one."""
-        return self.load + num_answers <= self.facts.capacity or self.load == 0
+        return self.load + num_answers <= self.info.capacity or self.load == 0
 
 
 class Fleet:
@@ -122,16 +122,16 @@ class Fleet:
         """The replica, None for one that is not known."""
         return None if replica is None else self._replicas.get(replica)
 
-    def add(self, facts: ReplicaFacts, now_s: float) -> ReplicaState:
+    def add(self, info: ReplicaInfo, now_s: float) -> ReplicaState:
         """A new replica, ready. Raises `DeployError` where it serves another model than the others."""
         other = next(iter(self), None)
-        if other is not None and not facts.fingerprint.same_model(other.facts.fingerprint):
+        if other is not None and not info.fingerprint.same_model(other.info.fingerprint):
             raise DeployError(
-                f"replica {facts.id} serves another model than replica {other.id} (fingerprints "
-                f"{facts.fingerprint.model[:12]} and {other.facts.fingerprint.model[:12]}); "
+                f"replica {info.id} serves another model than replica {other.id} (fingerprints "
+                f"{info.fingerprint.model[:12]} and {other.info.fingerprint.model[:12]}); "
                 "give all replicas of a deployment the same model and tokenizer"
             )
-        state = self._replicas[facts.id] = ReplicaState(facts, now_s)
+        state = self._replicas[info.id] = ReplicaState(info, now_s)
         self._place(state)
         return state
 
@@ -199,7 +199,7 @@ class Fleet:
     def num_free(self) -> int:
         """Answers that the ready replicas would step besides what they have."""
         ready = (state for state in self if state.health is Health.READY)
-        return sum(max(state.facts.capacity - state.load, 0) for state in ready)
+        return sum(max(state.info.capacity - state.load, 0) for state in ready)
 
     def _place(self, state: ReplicaState) -> None:
         self._levels.setdefault(state.level, {})[state.id] = None

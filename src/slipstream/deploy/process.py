@@ -16,10 +16,10 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slipstream.deploy.fleet import ReplicaFacts
+from slipstream.deploy.fleet import ReplicaInfo
 from slipstream.deploy.identity import fingerprint_of
 from slipstream.deploy.replica import BEAT_S, ReplicaServer
-from slipstream.deploy.served import engine_facts
+from slipstream.deploy.served import engine_info
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import SlipstreamError
 
@@ -48,11 +48,11 @@ class ReplicaDescription:
 async def start_replica(engine: AsyncEngine, described: ReplicaDescription) -> tuple[ReplicaServer, str, int]:
     """Serve `engine` as a replica; returns the server, its host and its port."""
     inner = engine.engine
-    facts = ReplicaFacts(
+    info = ReplicaInfo(
         described.id, fingerprint_of(inner), inner.config.max_num_seqs, inner.memory_plan.num_slots
     )
-    about = {**engine_facts(inner), "generation": described.generation}
-    server = ReplicaServer(engine, facts, described.secret, described.beat_s, about)
+    about = {**engine_info(inner), "generation": described.generation}
+    server = ReplicaServer(engine, info, described.secret, described.beat_s, about)
     host, port = await server.start(described.host, described.port)
     return server, host, port
 

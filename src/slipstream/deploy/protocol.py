@@ -1,7 +1,7 @@
 """What a front and a replica say to each other, over TCP, in the frames of `rpc`.
 
     front    -> hello    protocol, front, secret                                        as JSON, in every version
-    replica  -> welcome  protocol, facts, about          or  refused  message           as JSON, in every version
+    replica  -> welcome  protocol, info, about          or  refused  message           as JSON, in every version
 
 and then, in the codec of `rpc`, the front's `BeginRequest`, `CancelAttempt`, `PauseAttempt` and `QueueShare`, and the
 replica's `AttemptUpdate`, `AttemptEnded`, `ReplicaBeat` and `ReplicaDrains`. A front sends token ids and parameters,
@@ -18,7 +18,7 @@ import msgspec
 
 from slipstream.core.metrics.decoded import DecodedSteps
 from slipstream.core.request import EmittedTokens, RequestOptions
-from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
+from slipstream.deploy.fleet import ReplicaInfo, ReplicaReport
 from slipstream.errors import DeployError
 from slipstream.rpc.codec import Codec, WireMessage
 from slipstream.rpc.frames import framed
@@ -131,9 +131,9 @@ def hello(front: str, secret: str) -> Greeting:
     return {"type": "hello", "protocol": PROTOCOL, "front": front, "secret": secret}
 
 
-def welcome(facts: ReplicaFacts, about: dict[str, Any]) -> Greeting:
+def welcome(info: ReplicaInfo, about: dict[str, Any]) -> Greeting:
     """A replica's first message; `about` is what a front must know of its engine."""
-    return {"type": "welcome", "protocol": PROTOCOL, "facts": asdict(facts), "about": about}
+    return {"type": "welcome", "protocol": PROTOCOL, "facts": asdict(info), "about": about}
 
 
 def check_protocol(greeting: Greeting, who: str) -> None:
@@ -145,7 +145,7 @@ def check_protocol(greeting: Greeting, who: str) -> None:
         )
 
 
-def facts_of(greeting: Greeting, address: str) -> ReplicaFacts:
+def info_of(greeting: Greeting, address: str) -> ReplicaInfo:
     """What a replica says of itself; raises `DeployError` where it says something else."""
     if greeting["type"] == "refused":
         raise DeployError(f"the replica at {address} refuses: {greeting.get('message')}")
@@ -153,6 +153,6 @@ def facts_of(greeting: Greeting, address: str) -> ReplicaFacts:
         raise DeployError(f"{address} begins with {greeting['type']!r}; is it a slipstream replica?")
     check_protocol(greeting, f"the replica at {address}")
     try:
-        return msgspec.convert(greeting.get("facts"), ReplicaFacts)
+        return msgspec.convert(greeting.get("facts"), ReplicaInfo)
     except msgspec.ValidationError:
         raise DeployError(f"the replica at {address} does not say what it is") from None

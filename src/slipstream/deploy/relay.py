@@ -158,11 +158,11 @@ class Relay:
     async def connect(self, host: str, port: int) -> str:
         """Add a replica; raises `DeployError` where it cannot be reached or does not fit. Returns its id."""
         connection = await ReplicaConnection.open(host, port, self.name, self._secret)
-        name, address = connection.facts.id, (host, port)
+        name, address = connection.info.id, (host, port)
         try:
             if name in self._connections:
                 raise DeployError(f"the replica at {host}:{port} is {name}, which is there already")
-            orders = self.router.join(connection.facts, self._clock())
+            orders = self.router.join(connection.info, self._clock())
         except DeployError:
             await connection.close()
             raise

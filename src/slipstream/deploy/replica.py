@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.core.metrics.decoded import DecodedSteps
-from slipstream.deploy.fleet import ReplicaFacts, ReplicaReport
+from slipstream.deploy.fleet import ReplicaInfo, ReplicaReport
 from slipstream.deploy.guard import FaultGuard
 from slipstream.deploy.protocol import (
     CODEC,
@@ -30,7 +30,7 @@ from slipstream.deploy.protocol import (
     read_greeting,
     welcome,
 )
-from slipstream.deploy.served import engine_facts
+from slipstream.deploy.served import engine_info
 from slipstream.deploy.stepped import StepCounter
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import RequestHandle
@@ -74,21 +74,21 @@ class ReplicaServer:
     def __init__(
         self,
         engine: AsyncEngine,
-        facts: ReplicaFacts,
+        info: ReplicaInfo,
         secret: str,
         beat_s: float = BEAT_S,
         about: dict[str, Any] | None = None,
     ) -> None:
-        """`secret` is what fronts must know; `facts` is what they are told, and `about`, by default `engine_facts`."""
+        """`secret` is what fronts must know; `info` is what they are told, and `about`, by default `engine_info`."""
         self.engine = engine
-        self.facts = facts
+        self.info = info
         self.report = ReplicaReport()
         self.is_draining = False
         self._queued: dict[str, float] = {}
         self._without_accounts: set[str] = set()
         """Fronts that keep no accounts apart."""
         self._guard = FaultGuard("telling fronts of steps")
-        self._about = engine_facts(engine.engine) if about is None else about
+        self._about = engine_info(engine.engine) if about is None else about
         self._secret = secret
         self._beat_s = beat_s
         self._fronts: set[_Front] = set()
@@ -172,7 +172,7 @@ class ReplicaServer:
             await peer.writer.drain()
             raise
         peer.frames.max_bytes = CODEC.max_bytes
-        peer.send(greeting_frame(welcome(self.facts, self._about)))
+        peer.send(greeting_frame(welcome(self.info, self._about)))
         front = _Front(str(message.get("front")), peer)
         if self.is_draining:
             front.send(ReplicaDrains())

@@ -14,7 +14,7 @@ from functools import partial
 from slipstream.deploy.choice import Allowed, Chooser
 from slipstream.deploy.config import RouterConfig
 from slipstream.deploy.counts import Ledger
-from slipstream.deploy.fleet import Fleet, Health, ReplicaFacts, ReplicaReport, ReplicaState
+from slipstream.deploy.fleet import Fleet, Health, ReplicaInfo, ReplicaReport, ReplicaState
 from slipstream.deploy.orders import Cancel, Fail, Order, SetPaused, Start
 from slipstream.deploy.pace import Pace
 from slipstream.deploy.queue import FrontQueue
@@ -63,12 +63,12 @@ class Router:
 
     # --- replicas ---------------------------------------------------------------------------------------------
 
-    def join(self, facts: ReplicaFacts, now_s: float) -> list[Order]:
+    def join(self, info: ReplicaInfo, now_s: float) -> list[Order]:
         """A replica is there; raises `DeployError` where it serves another model. One that was known by its id has
         begun anew: what it had goes on elsewhere."""
-        orders = self.leave(facts.id, now_s) if facts.id in self.fleet else []
-        self.fleet.add(facts, now_s)
-        self.chooser.prefixes.add_replica(facts.id, facts.num_slots // self.config.block_tokens)
+        orders = self.leave(info.id, now_s) if info.id in self.fleet else []
+        self.fleet.add(info, now_s)
+        self.chooser.prefixes.add_replica(info.id, info.num_slots // self.config.block_tokens)
         return [*orders, *self._dispatch(now_s)]
 
     def leave(self, replica: str, now_s: float) -> list[Order]:
@@ -136,7 +136,7 @@ class Router:
         state.heard_s = max(state.heard_s, now_s)
         if num_tokens:
             if ticket.num_tokens == 0:
-                ticket.begun_on = state.facts.fingerprint
+                ticket.begun_on = state.info.fingerprint
                 self.pace.first_token(now_s - ticket.heard_s)
             else:
                 self.pace.tokens(now_s - ticket.heard_s, num_tokens)
@@ -266,14 +266,14 @@ class Router:
 
     def _allowed(self, ticket: Ticket, state: ReplicaState) -> bool:
         begun = ticket.begun_on
-        like = begun is None or begun.same_bits(state.facts.fingerprint)
+        like = begun is None or begun.same_bits(state.info.fingerprint)
         return like or self.config.unlike_replicas == "say"
 
     def _replica_for(self, ticket: Ticket) -> ReplicaState | None:
         """A replica that has room for the request, or takes it all the same; those of equal arithmetic come first."""
         begun = ticket.begun_on
         if begun is not None and self.config.unlike_replicas == "say":
-            state = self._find(ticket, lambda state: begun.same_bits(state.facts.fingerprint))
+            state = self._find(ticket, lambda state: begun.same_bits(state.info.fingerprint))
             if state is not None:
                 return state
         return self._find(ticket, partial(self._allowed, ticket))
@@ -295,7 +295,7 @@ class Router:
         state, begun = self._replica_for(ticket), ticket.begun_on
         if state is None:
             return False
-        if begun is not None and not begun.same_bits(state.facts.fingerprint):
+        if begun is not None and not begun.same_bits(state.info.fingerprint):
             self.counts.crossed_unlike += not ticket.crossed_unlike
             ticket.crossed_unlike = True
         work = ticket.work
@@ -370,7 +370,7 @@ class Router:
             return False
         state = self.fleet[ticket.replica or ""]
         # Where others fill the replica it may be waiting for its turn there, which is better than to wait here.
-        has_place = state.load - ticket.work.num_answers < state.facts.capacity
+        has_place = state.load - ticket.work.num_answers < state.info.capacity
         return has_place or self._replica_for(ticket) is not None
 
     def _waits_in_vain(self, ticket: Ticket, now_s: float) -> bool:

@@ -27,8 +27,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts
 from slipstream.serve.api.errors import ApiError
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.engines import StepListener, Take
-from slipstream.serve.facts import EngineFacts
 from slipstream.text.prompts import Prompt, encode_chat
 
 T = TypeVar("T")
@@ -47,22 +47,22 @@ CLAIMS: contextvars.ContextVar[RequestClaims | None] = contextvars.ContextVar("c
 """Claims of the request that the running task serves."""
 
 
-def engine_facts(engine: Engine) -> dict[str, Any]:
+def engine_info(engine: Engine) -> dict[str, Any]:
     """What fronts must know of a replica's engine, as plain values."""
-    return {**asdict(EngineFacts.of(engine)), "process": os.getpid()}
+    return {**asdict(EngineInfo.of(engine)), "process": os.getpid()}
 
 
 class ServedFleet(EngineClient):
     """The replicas behind a relay, as a `ServedEngine`."""
 
     def __init__(self, relay: Relay, tokenizer: Any, about: Mapping[str, Any]) -> None:
-        """`about` are the `engine_facts` of the first replica; the others compute the same."""
+        """`about` are the `engine_info` of the first replica; the others compute the same."""
         self.relay = relay
         self.tokenizer = tokenizer
         self.routed = RoutedEngine(relay, tokenizer)
-        known = {field.name for field in fields(EngineFacts)}
-        facts = EngineFacts(**{name: value for name, value in about.items() if name in known})
-        self.facts = replace(facts, max_num_seqs=10**6)  # the router bounds what waits, for all replicas
+        known = {field.name for field in fields(EngineInfo)}
+        info = EngineInfo(**{name: value for name, value in about.items() if name in known})
+        self.info = replace(info, max_num_seqs=10**6)  # the router bounds what waits, for all replicas
         self.num_restarts = 0
         self._is_closed = False
 
@@ -96,7 +96,7 @@ class ServedFleet(EngineClient):
 
     async def read(self, take: Take[T]) -> T:
         """As in `ServedEngine`. Of controllers nothing is said: each replica has its own, which plans for itself."""
-        report = ControlReport(False, self.facts.drafts, False, None, None, 0.0, (), (), ())
+        report = ControlReport(False, self.info.drafts, False, None, None, 0.0, (), (), ())
         return take(self._stats(), report)
 
     # --- as `EngineClient` ------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class ServedFleet(EngineClient):
     # --- state ------------------------------------------------------------------------------------------------
 
     def _stats(self) -> EngineStats:
-        router, num_slots = self.relay.router, self.facts.num_slots
+        router, num_slots = self.relay.router, self.info.num_slots
         states = list(router.fleet)
         slots = max(len(states), 1) * num_slots
         return EngineStats(
@@ -170,7 +170,7 @@ class ServedFleet(EngineClient):
             num_slots=slots,
             num_held_slots=round(sum(state.report.cache_usage * num_slots for state in states)),
             num_retained_slots=sum(state.report.num_retained_slots for state in states),
-            cache_bytes=max(len(states), 1) * self.facts.kv_bytes,
+            cache_bytes=max(len(states), 1) * self.info.kv_bytes,
             num_preemptions=router.ledger.total.num_preemptions,
             num_drafted_sequences=sum(state.report.num_drafted_sequences for state in states),
             num_draft_failures=router.ledger.total.num_draft_failures,
@@ -188,7 +188,7 @@ class ServedFleet(EngineClient):
                 "process": self.relay.about_of(state.id).get("process"),
                 "health": str(state.health),
                 "load": state.load,
-                "capacity": state.facts.capacity,
+                "capacity": state.info.capacity,
                 "running": state.report.num_running,
                 "waiting": state.report.num_waiting,
                 "cache_usage": round(state.report.cache_usage, 4),
@@ -200,7 +200,7 @@ class ServedFleet(EngineClient):
                 "heard_s_ago": round(now_s - state.heard_s, 2),
                 "retired_drafters": list(state.report.retired_drafters),
                 "counts": asdict(router.ledger.of(state.id)),
-                "arithmetic": state.facts.fingerprint.arithmetic[:12],
+                "arithmetic": state.info.fingerprint.arithmetic[:12],
             }
             for state in router.fleet
         ]

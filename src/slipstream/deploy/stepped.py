@@ -16,7 +16,7 @@ from slipstream.deploy.counts import NOTHING, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
 from slipstream.deploy.guard import FaultGuard
 from slipstream.engine.engine import Engine
-from slipstream.serve.facts import decoded_rows
+from slipstream.serve.engine_info import decoded_rows
 
 MAX_STEPS = 10_000
 """Steps between two reports that fronts hear of one by one: more pass only where the event loop stands still. Their

@@ -14,5 +14,5 @@ One answer's way through the room:
    request. The drafter itself, called the base drafter, is never replaced.
 5. `decisions.by_hand` is what an operator does with `slipstream learn`: promote, roll back, freeze, forget a tenant.
 
-`facts` is what a server shows of all this. Start reading at `session`.
+`status` is what a server shows of all this. Start reading at `session`.
 """

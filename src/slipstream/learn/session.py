@@ -28,11 +28,11 @@ from slipstream.learn.background.pace import BESIDE_SHARE, LearnerPace
 from slipstream.learn.capture.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture, CaptureLimits, identity_of
 from slipstream.learn.decisions.draft_costs import DraftCosts
 from slipstream.learn.decisions.loop import Act, Decision, Judgment, LoopSettings, VersionLoop
-from slipstream.learn.facts import LearnFacts
 from slipstream.learn.learners.registry import learner_for
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import TAPS, tenant_key
 from slipstream.learn.served_versions import ServedVersions, SteppedEngine
+from slipstream.learn.server_status import ServerLearnStatus
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import Retention, RetentionThread
@@ -105,7 +105,7 @@ class LearnSession:
         self._retention.look()  # before anything is learned
         self._states = StateStore(self._folder)
         self._log = EventLog(self._folder)
-        self._facts = LearnFacts()
+        self._status = ServerLearnStatus()
         self._faults: dict[str, str] = {}
         self._refused_in_a_row = 0
         self._versions = BaseVersions(self._drafter, base, self._folder, depth, self._tell_waiting)
@@ -155,22 +155,22 @@ class LearnSession:
         """The versions that draft now, the base drafter's empty name first."""
         return self._drafter.names
 
-    def facts(self) -> LearnFacts:
+    def status(self) -> ServerLearnStatus:
         """What happened so far; may be called from any thread. `serving` and `canary` are everyone's."""
         main = self._served_versions.loops[EVERYONES]
         return replace(
-            self._facts,
+            self._status,
             serving=main.serving,
             canary=main.candidate if main.canary_share else None,
             frozen=main.frozen,
             own_scopes=sum(
                 one.key != EVERYONES and bool(one.serving) for one in self._served_versions.state.scopes
             ),
-            by_version=dict(self._facts.by_version),
+            by_version=dict(self._status.by_version),
             learner_deaths=self.process.num_deaths,
             rests=self.process.rests,
             learner_rested_s=self.process.rested_s,
-            capture=self._capture.facts(),
+            capture=self._capture.status(),
             faults=dict(self._faults),
         )
 
@@ -234,7 +234,7 @@ class LearnSession:
             self._keeping.close()
         self._retention.look()
         self._ring.tidy(self._pace.running)
-        self._set_fault("learning_failed", self._capture.facts().fault or self._retention.fault)
+        self._set_fault("learning_failed", self._capture.status().fault or self._retention.fault)
         self.process.tell_costs(self._costs.base, self._costs.of("?", self._learner))
         state = self._states.read()
         if state.number != self._served_versions.state.number:
@@ -285,7 +285,7 @@ class LearnSession:
         return loop
 
     def _count(self, one: _FinishedRequest) -> None:
-        version, known = one.version, self._facts.by_version
+        version, known = one.version, self._status.by_version
         num, total = known.get(version, (0, 0.0))
         known[version] = num + 1, total + one.tokens_a_pass
         self._costs.add(one.draft_s, one.verify_s)
@@ -305,7 +305,7 @@ class LearnSession:
         if event != "keeping":
             self._keeping.close()  # whatever it says next, it has written the version or failed
         if event == "alive":
-            self._facts = replace(self._facts, learner_cpu_s=float(message.get("cpu_s", 0.0)))
+            self._status = replace(self._status, learner_cpu_s=float(message.get("cpu_s", 0.0)))
         elif event == "refused":
             self._note("refused", **_named(message))
             self._on_refused()
@@ -336,7 +336,7 @@ class LearnSession:
             self._carry_out(key, decision)
 
     def _on_refused(self) -> None:
-        self._facts = replace(self._facts, num_refused=self._facts.num_refused + 1)
+        self._status = replace(self._status, num_refused=self._status.num_refused + 1)
         self._refused_in_a_row += 1
         if self._refused_in_a_row >= MAX_REFUSED:
             self._faults["never_improves"] = (
@@ -362,17 +362,17 @@ class LearnSession:
             refused = decision.act in (Act.REFUSE, Act.ROLL_BACK)
             return state.retire({version: decision.reason}) if refused else state
 
-        facts = self._facts
+        status = self._status
         match decision.act:
             case Act.PROMOTE:
-                self._facts = replace(facts, num_promoted=facts.num_promoted + 1)
+                self._status = replace(status, num_promoted=status.num_promoted + 1)
                 self._refused_in_a_row = 0
                 self._faults.pop("never_improves", None)
                 self._faults.pop("version_rolled_back", None)
             case Act.REFUSE:
                 self._on_refused()
             case Act.ROLL_BACK:
-                self._facts = replace(facts, num_rolled_back=facts.num_rolled_back + 1)
+                self._status = replace(status, num_rolled_back=status.num_rolled_back + 1)
                 self._faults["version_rolled_back"] = f"version {version} was rolled back: {decision.reason}"
                 logger.warning("learning: %s", self._faults["version_rolled_back"])
         try:
@@ -383,11 +383,11 @@ class LearnSession:
         self._note(str(decision.act), version=version, why=decision.reason, **decision.figures)
         self._apply(state)
 
-    def _note(self, event: str, **facts: Any) -> None:
-        line = {"time_s": round(time.time(), 3), "event": event, **facts}
-        self._facts = replace(self._facts, events=(line, *self._facts.events)[:NUM_EVENTS])
+    def _note(self, event: str, **status: Any) -> None:
+        line = {"time_s": round(time.time(), 3), "event": event, **status}
+        self._status = replace(self._status, events=(line, *self._status.events)[:NUM_EVENTS])
         try:
-            self._log.add(event, **facts)
+            self._log.add(event, **status)
         except LearnError as error:
             self._faults["learning_failed"] = str(error)
 
@@ -410,8 +410,8 @@ class LearnSession:
 
 def begin_learning(
     stepped: SteppedEngine, settings: SessionSettings
-) -> tuple[LearnSession | RetentionThread | None, Callable[[], LearnFacts]]:
-    """A session and what tells its facts. Where the folder cannot be used, why, and what deletes old answers in it all
+) -> tuple[LearnSession | RetentionThread | None, Callable[[], ServerLearnStatus]]:
+    """A session and what tells its status. Where the folder cannot be used, why, and what deletes old answers in it all
     the same, if anything should: serving goes on. The caller closes what is returned."""
     try:
         session = LearnSession(stepped, settings)
@@ -419,14 +419,14 @@ def begin_learning(
         fault = f"nothing is learned: {error}"
         expected = isinstance(error, (SlipstreamError, OSError))
         logger.warning("%s; serving goes on", fault, exc_info=not expected)
-        facts = LearnFacts(faults={"learning_failed": fault})
+        status = ServerLearnStatus(faults={"learning_failed": fault})
         if settings.max_age_s is None:
-            return None, lambda: facts
+            return None, lambda: status
         alone = RetentionThread(LearnFolder(settings.folder), settings.max_age_s)
-        return alone, lambda: LearnFacts(
+        return alone, lambda: ServerLearnStatus(
             faults={"learning_failed": "; ".join(filter(None, (fault, alone.fault)))}
         )
-    return session, session.facts
+    return session, session.status
 
 
 def _without(retired: Mapping[str, str], state: LearnState) -> LearnState:

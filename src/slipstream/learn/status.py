@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.ring import RingFacts, RingIdentity, read_ring, ring_facts, ring_identity
+from slipstream.learn.storage.ring import RingIdentity, RingInfo, read_ring, ring_identity, ring_info
 from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 
@@ -20,7 +20,7 @@ NUM_EVENTS = 10
 class LearnStatus:
     """All that `slipstream learn status` shows."""
 
-    ring: RingFacts
+    ring: RingInfo
     identity: RingIdentity | None
     num_tokens: int
     """Tokens of the answers in the ring."""
@@ -52,7 +52,7 @@ class LearnStatus:
             steps[record.draft_version] += record.num_steps
         store = VersionStore(folder)
         return cls(
-            ring_facts(folder),
+            ring_info(folder),
             ring_identity(folder),
             sum(tokens.values()),
             dict(purposes),

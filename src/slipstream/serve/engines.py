@@ -15,7 +15,7 @@ from slipstream.engine.async_engine import AsyncEngine
 from slipstream.engine.client import EngineClient
 from slipstream.engine.engine import Engine
 from slipstream.serve.accounts import Accounts
-from slipstream.serve.facts import EngineFacts, decoded_rows
+from slipstream.serve.engine_info import EngineInfo, decoded_rows
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class ServedEngine(Protocol):
     """An engine behind the routes. Requests go to its `EngineClient`; this is all that the server asks beside."""
 
     @property
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         """What does not change while it runs."""
         ...
 
@@ -87,7 +87,7 @@ class LocalEngine:
 
     def __init__(self, client: AsyncEngine) -> None:
         self.client = client
-        self.facts = EngineFacts.of(client.engine)
+        self.info = EngineInfo.of(client.engine)
         self.tokenizer = client.engine.tokenizer
         self.num_restarts = 0
 

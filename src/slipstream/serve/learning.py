@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from slipstream.control.monitor.alarms import LEARN_KINDS, AlarmKind, Alarms
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import ConfigError
-from slipstream.learn.facts import CaptureFacts, LearnFacts
 from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.server_status import CaptureStatus, ServerLearnStatus
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.retention import RetentionThread
@@ -68,19 +68,20 @@ class Learning(Collector):
     """The session of a server with `--learn`, or why there is none: then the server serves all the same."""
 
     def __init__(self, engine: object, config: ServeConfig) -> None:
-        """Around the engine of an `AsyncEngine`, or for one that learns in another process and tells its `learn_facts`.
+        """Around the engine of an `AsyncEngine`, or for one that learns in another process and tells its
+        `learn_status`.
 
         Raises `ConfigError` for any other.
         """
         self._session: LearnSession | RetentionThread | None = None
         self._shown: dict[AlarmKind, str] = {}
-        self._facts: Callable[[], LearnFacts]
+        self._status: Callable[[], ServerLearnStatus]
         settings = session_settings(config)
         assert settings is not None
         if isinstance(engine, AsyncEngine):
-            self._session, self._facts = begin_learning(engine, settings)
+            self._session, self._status = begin_learning(engine, settings)
         elif isinstance(engine, RemoteEngine):
-            self._facts = engine.learn_facts
+            self._status = engine.learn_status
         else:
             raise ConfigError("serve learn needs an engine of slipstream serve")
 
@@ -90,18 +91,18 @@ class Learning(Collector):
             self._session.close()
 
     @property
-    def facts(self) -> LearnFacts:
+    def status(self) -> ServerLearnStatus:
         """What happened so far."""
-        return self._facts()
+        return self._status()
 
     @property
-    def _captured(self) -> CaptureFacts:
+    def _captured(self) -> CaptureStatus:
         """What was kept of answers; nothing where none are kept."""
-        return self.facts.capture or CaptureFacts()
+        return self.status.capture or CaptureStatus()
 
     def raise_alarms(self, alarms: Alarms) -> None:
         """Raise and clear what changed since the last call, so that an alarm that was acknowledged stays so."""
-        faults = self.facts.faults
+        faults = self.status.faults
         for kind in LEARN_KINDS:
             message = faults.get(kind, "")
             if message != self._shown.get(kind, ""):
@@ -110,51 +111,51 @@ class Learning(Collector):
 
     def as_json(self) -> dict[str, Any]:
         """For the dashboard. Nothing of it is a text or a tenant's name."""
-        facts, captured = self.facts, self._captured
+        status, captured = self.status, self._captured
         return {
-            "serving": facts.serving or "base",
-            "canary": facts.canary,
-            "frozen": facts.frozen,
-            "own_scopes": facts.own_scopes,
-            "own_lanes": facts.own_scopes,  # the name before, for one more release
+            "serving": status.serving or "base",
+            "canary": status.canary,
+            "frozen": status.frozen,
+            "own_scopes": status.own_scopes,
+            "own_lanes": status.own_scopes,  # the name before, for one more release
             "versions": [
                 {"version": version or "base", "num_requests": num, "tokens_a_pass": total / num}
-                for version, (num, total) in facts.by_version.items()
+                for version, (num, total) in status.by_version.items()
             ],
-            "num_refused": facts.num_refused,
-            "num_promoted": facts.num_promoted,
-            "num_rolled_back": facts.num_rolled_back,
+            "num_refused": status.num_refused,
+            "num_promoted": status.num_promoted,
+            "num_rolled_back": status.num_rolled_back,
             "num_records": captured.num_records,
-            "learner_cpu_s": facts.learner_cpu_s,
-            "learner_rested_s": facts.learner_rested_s,
-            "rests": facts.rests,
+            "learner_cpu_s": status.learner_cpu_s,
+            "learner_rested_s": status.learner_rested_s,
+            "rests": status.rests,
             "capture_s": captured.capture_s,
             "reduce_s": captured.reduce_s,
             "num_skipped": dict(captured.num_skipped),
             "events": [
                 {key: event.get(key) for key in ("time_s", "event", "version", "why")}
-                for event in facts.events
+                for event in status.events
             ],
-            "faults": list(facts.faults.values()),
+            "faults": list(status.faults.values()),
         }
 
     def collect(self) -> Iterator[Metric]:
         """The metrics; names have no prefix."""
-        facts, captured = self.facts, self._captured
-        drafted = {version or BASE_LABEL: sums for version, sums in facts.by_version.items()}
+        status, captured = self.status, self._captured
+        drafted = {version or BASE_LABEL: sums for version, sums in status.by_version.items()}
         requests = {version: num for version, (num, _) in drafted.items()}
         tokens = {version: total for version, (_, total) in drafted.items()}
         outcomes = {
-            "refused": facts.num_refused,
-            "promoted": facts.num_promoted,
-            "rolled_back": facts.num_rolled_back,
+            "refused": status.num_refused,
+            "promoted": status.num_promoted,
+            "rolled_back": status.num_rolled_back,
         }
         yield _counted(
             "requests", "Answers that ended well, by the version that drafted.", "version", requests
         )
         yield _counted("tokens_a_pass_sum", "Sum of these answers' tokens a target pass.", "version", tokens)
         serving = GaugeMetricFamily("learn_serving", "1 for the version that serves.", labels=["version"])
-        serving.add_metric([facts.serving or BASE_LABEL], 1)
+        serving.add_metric([status.serving or BASE_LABEL], 1)
         yield serving
         yield _counted("versions", "Versions by what became of them.", "outcome", outcomes)
         yield CounterMetricFamily("learn_records", "Answers that were kept.", captured.num_records)
@@ -169,11 +170,11 @@ class Learning(Collector):
         skipped = captured.num_skipped
         yield _counted("answers_skipped", "Answers that were not kept, by reason.", "reason", skipped)
         yield GaugeMetricFamily(
-            "learn_process_cpu_seconds", "Processor time of the learner's process.", facts.learner_cpu_s
+            "learn_process_cpu_seconds", "Processor time of the learner's process.", status.learner_cpu_s
         )
-        yield GaugeMetricFamily("learn_rests", "1 while the learner rests for requests.", float(facts.rests))
+        yield GaugeMetricFamily("learn_rests", "1 while the learner rests for requests.", float(status.rests))
         yield CounterMetricFamily(
-            "learn_process_deaths", "How often the learner's process died.", facts.learner_deaths
+            "learn_process_deaths", "How often the learner's process died.", status.learner_deaths
         )
 
 

@@ -60,8 +60,8 @@ class EngineObserver:
         """`accounts` gives the names of tasks for all but `metrics`, which have labels of their own."""
         self._engine = engine
         self._learning = learning
-        self._method = engine.facts.method
-        self._max_model_len = engine.facts.max_model_len
+        self._method = engine.info.method
+        self._max_model_len = engine.info.max_model_len
         self.metrics = metrics
         self.accounts = accounts
         self.history = History(accounts.label)
@@ -125,9 +125,9 @@ class EngineObserver:
         self.recent.add(self.accounts.account(job.options), job, output, pieces.by_answer)
         for kind in TASK_KINDS:
             self.metrics.alarms.expect(kind, job.options.task, None)
-        self.alarms.on_request(self._facts(job, output, num_streamed))
+        self.alarms.on_request(self._info(job, output, num_streamed))
 
-    def _facts(self, job: Job, output: RequestOutput, num_streamed: int) -> FinishedRequest:
+    def _info(self, job: Job, output: RequestOutput, num_streamed: int) -> FinishedRequest:
         metrics = output.metrics
         num = len(output.outputs)
         truncated = [answer for answer in output.outputs if answer.finish_reason == FinishReason.LENGTH]

@@ -34,44 +34,44 @@ class Service:
 
     def __init__(self, engine: AsyncEngine | ServedEngine, config: ServeConfig, model_name: str) -> None:
         served = LocalEngine(engine) if isinstance(engine, AsyncEngine) else engine
-        facts = served.facts
-        self.facts = facts
+        info = served.info
+        self.info = info
         self._served = served
         self.engine: EngineClient = served.client
         self.config = config
         self.model_name = config.served_model_name or model_id(model_name)
         # Clients may also name the model as the operator did who gave it no other name.
         self._names = (self.model_name,) if config.served_model_name else (self.model_name, model_name)
-        self.model_root = facts.model
-        self.method = facts.method
+        self.model_root = info.model
+        self.method = info.method
         self.speculation = {
             "method": self.method,
-            "verifier": facts.verifier,
-            "lossy": facts.lossy,
+            "verifier": info.verifier,
+            "lossy": info.lossy,
         }
-        self.methods = facts.draft_methods
-        self.reproduces = facts.reproduces
-        self.num_speculative_tokens = facts.num_speculative_tokens
-        self.limits = Limits(facts.max_model_len, facts.vocab_size, config, facts.sampling_defaults)
-        if config.max_prompt_tokens is not None and config.max_prompt_tokens >= facts.max_model_len:
+        self.methods = info.draft_methods
+        self.reproduces = info.reproduces
+        self.num_speculative_tokens = info.num_speculative_tokens
+        self.limits = Limits(info.max_model_len, info.vocab_size, config, info.sampling_defaults)
+        if config.max_prompt_tokens is not None and config.max_prompt_tokens >= info.max_model_len:
             raise ConfigError(
-                f"serve max_prompt_tokens must be below the context of {facts.max_model_len} tokens, "
+                f"serve max_prompt_tokens must be below the context of {info.max_model_len} tokens, "
                 f"got {config.max_prompt_tokens}"
             )
         self.tokens = Tokens(
             served.tokenizer,
-            facts.vocab_size,
-            facts.max_model_len,
+            info.vocab_size,
+            info.max_model_len,
             config.max_prompt_tokens,
             config.tool_call_parser,
         )
-        self.admission = Admission(facts.max_num_seqs, config.max_waiting)
+        self.admission = Admission(info.max_num_seqs, config.max_waiting)
         # The metrics need no key, unlike the dashboard's data.
         num_public = 0 if config.task_labels or config.api_key else config.max_task_labels
         self.metrics = Metrics(
             self.model_name, TaskLabels(config.task_labels, num_public), config.metrics_alias
         )
-        self.metrics.describe_cache(facts)
+        self.metrics.describe_cache(info)
         accounts = Accounts(
             bool(config.api_key), lambda: TaskLabels(config.task_labels, config.max_task_labels)
         )

@@ -683,16 +683,16 @@ def test_a_second_ctrl_c_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info_of_the_embedded_pair(files: Path) -> None:
     result = run("info", "--draft", EMBEDDED_DRAFT, "--kv-cache-bytes", "64MiB", "--json")
     assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
-    assert facts["family"] == "llama"
-    assert facts["context_length"] == 2048
-    assert facts["vocabulary"] == 4096
-    assert facts["memory_plan"]["kv_bytes"] <= 64 * 2**20
-    assert facts["memory_plan"]["draft_bytes"] > 0
-    assert set(facts["drafters"]) >= {"off", "ngram", "suffix", "draft_model"}
-    assert facts["drafters"]["draft_model"].endswith(": yes")
-    costs = facts["drafter_costs"]
-    assert costs["draft_model"]["weight_bytes"] == facts["memory_plan"]["draft_bytes"]
+    found = json.loads(result.stdout)
+    assert found["family"] == "llama"
+    assert found["context_length"] == 2048
+    assert found["vocabulary"] == 4096
+    assert found["memory_plan"]["kv_bytes"] <= 64 * 2**20
+    assert found["memory_plan"]["draft_bytes"] > 0
+    assert set(found["drafters"]) >= {"off", "ngram", "suffix", "draft_model"}
+    assert found["drafters"]["draft_model"].endswith(": yes")
+    costs = found["drafter_costs"]
+    assert costs["draft_model"]["weight_bytes"] == found["memory_plan"]["draft_bytes"]
     assert costs["draft_model"]["kv_bytes_per_token"] > 0
     assert costs["suffix"] == {
         "missing": "",
@@ -702,15 +702,15 @@ def test_info_of_the_embedded_pair(files: Path) -> None:
         "grows_with": "past answers, at most 10,000",
     }
     assert costs["auto"]["weight_bytes"] == costs["self"]["weight_bytes"], "its copy of the target in int8"
-    for about in facts["drafters"].values():
+    for about in found["drafters"].values():
         assert "guess" not in about
         assert "`" not in about
     assert costs["ensemble"]["missing"] == "needs members"
     assert (
-        facts["num_parameters"] < costs["self"]["weight_bytes"] < 1.1 * facts["num_parameters"]
+        found["num_parameters"] < costs["self"]["weight_bytes"] < 1.1 * found["num_parameters"]
     )  # and scales
     weights = format_bytes(costs["self"]["weight_bytes"])  # packed for this processor's instructions
-    assert facts["drafters"]["self"].startswith(f"runs, weights {weights}, keys and values 7.5 KiB a token: ")
+    assert found["drafters"]["self"].startswith(f"runs, weights {weights}, keys and values 7.5 KiB a token: ")
     text = run("info", EMBEDDED_DRAFT, "--draft-for", EMBEDDED_TARGET, "--draft", str(files / "other_draft"))
     assert text.exit_code == 0, text.output
     assert re.search(r"parameters +\d[\d,]+ in \d+ layers", text.stdout)

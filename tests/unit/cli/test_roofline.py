@@ -358,10 +358,10 @@ def test_quick_saves_nothing_and_json_is_all_there_is(tiny_survey: None, tmp_pat
     result = run("--measure", "--quick", "--json", SLIPSTREAM_CACHE=str(cache))
     assert result.exit_code == 0, result.output
     assert not cache.exists()
-    facts = json.loads(result.stdout)
+    found = json.loads(result.stdout)
     assert result.stderr == "loading the embedded pair\n"  # no bar where there is no terminal
-    assert facts["profile_files"] == []
-    measured = facts["measured"]
+    assert found["profile_files"] == []
+    measured = found["measured"]
     page = (Path(__file__).parents[3] / "docs/guides/roofline.md").read_text().split("## In JSON")[1]
     target = measured["target"]
     for keys in (

@@ -40,7 +40,7 @@ class Heard:
         reached = int(self._rng.integers(20, 80))
         first = reached // 2
         rate = float(np.clip(self._rng.normal(level, 0.12), 0, 1))
-        facts = FinishedRequest(
+        finished = FinishedRequest(
             task=task,
             traits=replace(
                 traits, num_prompt_tokens=max(1, int(traits.num_prompt_tokens * self._rng.lognormal(0, 0.5)))
@@ -54,7 +54,7 @@ class Heard:
             share_truncated=0.0,
             share_out_of_context=0.0,
         )
-        self.alarms.on_request(replace(facts, **other))
+        self.alarms.on_request(replace(finished, **other))
 
     def report(self, methods: tuple[MethodReport, ...] = (), **task: Any) -> None:
         told = TaskReport("sql", "eagle3", 3.0, 0.5, 2.0, 0.35, 1.2, None)

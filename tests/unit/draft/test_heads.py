@@ -180,8 +180,8 @@ def test_the_authors_own_files_are_read(tmp_path: Path) -> None:
         official[f"{head}.0.linear.bias"] = torch.randn(HIDDEN)
         official[f"{head}.1.weight"] = torch.randn(VOCAB, HIDDEN)
     torch.save(official, tmp_path / "medusa_lm_head.pt")
-    facts = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna"}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
+    found = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna"}
+    (tmp_path / "config.json").write_text(json.dumps(found))
     heads = load_medusa(str(tmp_path))
     hidden = rows(HIDDEN)
     x = hidden + silu(official["1.0.linear.weight"] @ hidden + official["1.0.linear.bias"])
@@ -199,9 +199,9 @@ def test_vllms_names_are_read(tmp_path: Path) -> None:
         )
         assert rest in ("weight", "0.linear.weight")
     save_file(renamed, tmp_path / "model.safetensors")
-    facts = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "hidden_size": HIDDEN}
-    facts |= {"vocab_size": VOCAB, "truncated_vocab_size": VOCAB, "medusa_fc_bias": False}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
+    found = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "hidden_size": HIDDEN}
+    found |= {"vocab_size": VOCAB, "truncated_vocab_size": VOCAB, "medusa_fc_bias": False}
+    (tmp_path / "config.json").write_text(json.dumps(found))
     assert torch.equal(load_medusa(str(tmp_path))(rows(HIDDEN)), heads(rows(HIDDEN)))
 
 
@@ -245,8 +245,8 @@ def test_files_that_are_not_exactly_heads_are_refused(
     save(make(), tmp_path)
     held = load_file(tmp_path / "model.safetensors") | tensors
     save_file({name: it for name, it in held.items() if it is not None}, tmp_path / "model.safetensors")
-    facts = json.loads((tmp_path / "config.json").read_text()) | config
-    (tmp_path / "config.json").write_text(json.dumps(facts))
+    found = json.loads((tmp_path / "config.json").read_text()) | config
+    (tmp_path / "config.json").write_text(json.dumps(found))
     with pytest.raises(ModelError, match=message) as caught:
         load(str(tmp_path))
     assert "\n" not in str(caught.value)

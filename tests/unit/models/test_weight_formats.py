@@ -120,9 +120,9 @@ def test_a_head_is_held_in_it_too() -> None:
 def test_info_names_it(name: str) -> None:
     result = CliRunner().invoke(app, ["info", "--quantization", name, "--json"])
     assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
-    assert facts["quantization"] == name
-    assert facts["runs_as"].startswith(f"{name} weights")
+    found = json.loads(result.stdout)
+    assert found["quantization"] == name
+    assert found["runs_as"].startswith(f"{name} weights")
 
 
 def test_only_a_smaller_copy_drafts() -> None:

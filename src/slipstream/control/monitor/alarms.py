@@ -136,24 +136,24 @@ class Alarms:
         watched = self._tasks.get(task)
         return None if watched is None else watched.acceptance
 
-    def on_request(self, facts: FinishedRequest) -> None:
+    def on_request(self, finished: FinishedRequest) -> None:
         """Count a finished request."""
-        watched = self._task(facts.task)
-        watched.add(facts)
+        watched = self._task(finished.task)
+        watched.add(finished)
         self._sync(
             AlarmKind.ACCEPTANCE_DRIFT,
-            facts.task,
+            finished.task,
             watched.acceptance.shift,
-            lambda shift: _drift_message(self._task_name(facts.task), shift, watched, self._unit),
+            lambda shift: _drift_message(self._task_name(finished.task), shift, watched, self._unit),
         )
         self._sync(
             AlarmKind.TRUNCATION,
-            facts.task,
+            finished.task,
             watched.truncation.shift,
-            lambda shift: _truncation_message(self._task_name(facts.task), shift, watched, self._unit),
+            lambda shift: _truncation_message(self._task_name(finished.task), shift, watched, self._unit),
         )
-        self._check_pay(facts.task, watched.pay)
-        self._check_count(facts)
+        self._check_pay(finished.task, watched.pay)
+        self._check_count(finished)
 
     def on_report(self, report: ControlReport) -> None:
         """Update from the controller's report."""
@@ -241,12 +241,12 @@ class Alarms:
             )
         self.update(AlarmKind.UNDER_BREAK_EVEN, task, None, message, level, "above break-even again, or off")
 
-    def _check_count(self, facts: FinishedRequest) -> None:
-        if facts.num_streamed != facts.num_counted:
+    def _check_count(self, finished: FinishedRequest) -> None:
+        if finished.num_streamed != finished.num_counted:
             self._num_mismatched += 1
             message = (
-                f"a request's streams sent {facts.num_streamed} tokens, but the engine counted "
-                f"{facts.num_counted}"
+                f"a request's streams sent {finished.num_streamed} tokens, but the engine counted "
+                f"{finished.num_counted}"
             )
             self.update(AlarmKind.TOKEN_MISMATCH, None, None, message, self._num_mismatched, "")
 
@@ -269,19 +269,19 @@ class _Task:
         self.out_of_context: deque[tuple[float, float | None]] = deque(maxlen=REFERENCE_SIZES[-1])
         """(share of answers ended by length, share ended at the context length) of recent requests."""
 
-    def add(self, facts: FinishedRequest) -> None:
-        self.out_of_context.append((facts.share_truncated, facts.share_out_of_context))
-        self.truncation.add(Value(facts.share_truncated))
-        if not facts.num_reached:
+    def add(self, finished: FinishedRequest) -> None:
+        self.out_of_context.append((finished.share_truncated, finished.share_out_of_context))
+        self.truncation.add(Value(finished.share_truncated))
+        if not finished.num_reached:
             return
-        self.recent.append(facts.traits)
+        self.recent.append(finished.traits)
         if len(self.usual) < REFERENCE_SIZES[0]:
-            self.usual.append(facts.traits)
+            self.usual.append(finished.traits)
         shift, reference = self.acceptance.shift, self.acceptance.reference
-        self.acceptance.add(_rate(facts.num_accepted, facts.num_reached))
+        self.acceptance.add(_rate(finished.num_accepted, finished.num_reached))
         if shift and not self.acceptance.shift and self.acceptance.reference is not reference:
             self.renew_usual()
-        self.pay.add(_rate(facts.num_accepted_first, facts.num_reached_first))
+        self.pay.add(_rate(finished.num_accepted_first, finished.num_reached_first))
 
     def renew_usual(self) -> None:
         """Take the recent requests as those behind the new reference."""

@@ -95,9 +95,9 @@ class ServerLink:
         self._may_keep = threading.Event()
         threading.Thread(target=self._listen, name="learn-server", daemon=True).start()
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def tell(self, event: str, **status: Any) -> None:
         """Tell the server what happens."""
-        self._socket.sendall(CODEC.frame(LearnEvent(event, facts)))
+        self._socket.sendall(CODEC.frame(LearnEvent(event, status)))
 
     def beat(self, *_: object) -> None:
         """Tell that the process is alive, unless it did so a moment ago; called between two steps of the work."""

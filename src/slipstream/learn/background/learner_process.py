@@ -217,7 +217,7 @@ class LearnerProcess:
                 message = CODEC.read(body)
                 if isinstance(message, LearnEvent):
                     self._heard(child, message)
-                    self.messages.put({"event": message.event, **message.facts})
+                    self.messages.put({"event": message.event, **message.status})
 
     def _heard(self, child: SocketChild, message: LearnEvent) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ class LearnEvent(LearnMessage, tag="event", frozen=True):
     """What became of the learner's work, or only that it is alive."""
 
     event: str
-    facts: dict[str, Any]
+    status: dict[str, Any]
 
 
 class DraftingCosts(LearnMessage, tag="costs", frozen=True):

@@ -20,9 +20,9 @@ from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.errors import LearnError, RecordTooLargeError
 from slipstream.learn.capture.step_rows import DEFAULT_BRANCH_ROWS, DEFAULT_WIDTH, StepRows, joined, reduced
-from slipstream.learn.facts import CaptureFacts
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import JUDGE_SHARE, CheckedRows, ServedRecord, purpose_of
+from slipstream.learn.server_status import CaptureStatus
 from slipstream.learn.storage.ring import Ring, RingIdentity
 from slipstream.models.cpu import threads
 from slipstream.models.files.digest import digest_of, digest_of_model
@@ -324,10 +324,10 @@ class Capture:
 
     # --- for others -------------------------------------------------------------------------------------------
 
-    def facts(self) -> CaptureFacts:
+    def status(self) -> CaptureStatus:
         """What was captured so far; may be called from any thread."""
         with self._lock:
-            return CaptureFacts(
+            return CaptureStatus(
                 self._num_records,
                 dict(self._num_skipped),
                 self._capture_s,

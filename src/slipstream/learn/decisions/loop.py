@@ -298,26 +298,26 @@ class VersionLoop:
         assert bets is not None
         assert self.candidate is not None
         if bets.evidence >= 1 / settings.canary_error:
-            version, facts = self.candidate, _facts(bets)
+            version, status = self.candidate, _info(bets)
             promise = self._promises.get(version, 1.0)
             self._serve(version, (*self.previous, self.serving), promise)
-            return Decision(Act.PROMOTE, version, "as fast as promised on a share of the requests", facts)
+            return Decision(Act.PROMOTE, version, "as fast as promised on a share of the requests", status)
         if bets.num_pairs >= settings.max_canary_pairs:
-            return self._refuse("not shown to be as fast on a share of the requests", _facts(bets))
+            return self._refuse("not shown to be as fast on a share of the requests", _info(bets))
         return None
 
-    def _refuse(self, reason: str, facts: Mapping[str, float] | None = None) -> Decision:
+    def _refuse(self, reason: str, status: Mapping[str, float] | None = None) -> Decision:
         version = self.candidate
         assert version is not None
         self._drop_candidate()
-        return Decision(Act.REFUSE, version, reason, facts or {})
+        return Decision(Act.REFUSE, version, reason, status or {})
 
     def _roll_back(self) -> Decision:
         bets, version = self._watch, self.serving
         assert bets is not None
         self._drop_candidate()  # it was compared with what is rolled back
         self._serve(self.previous[-1] if self.previous else BASE, self.previous[:-1])
-        return Decision(Act.ROLL_BACK, version, "slower than promised on live requests", _facts(bets))
+        return Decision(Act.ROLL_BACK, version, "slower than promised on live requests", _info(bets))
 
     def _serve(self, version: str, previous: tuple[str, ...], promise: float | None = None) -> None:
         self.serving, self.previous = version, previous
@@ -349,7 +349,7 @@ class VersionLoop:
         self.candidate = self.phase = self._canary = None
 
 
-def _facts(bets: PairedBets) -> dict[str, float]:
+def _info(bets: PairedBets) -> dict[str, float]:
     return {
         "pairs": bets.num_pairs,
         "mean_difference": round(bets.mean_difference, 4),

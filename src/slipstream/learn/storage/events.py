@@ -20,12 +20,12 @@ class EventLog:
         self._database = LearnDatabase(folder)
         self._max_events = max_events
 
-    def add(self, event: str, **facts: Any) -> None:
-        """Write an event down; `facts` are plain values, and name no tenant but by its `tenant_key`.
+    def add(self, event: str, **status: Any) -> None:
+        """Write an event down; `status` are plain values, and name no tenant but by its `tenant_key`.
 
         Raises `LearnError` where it cannot be written.
         """
-        text = json.dumps({"time_s": round(time.time(), 3), "event": event, **facts})
+        text = json.dumps({"time_s": round(time.time(), 3), "event": event, **status})
         with self._database.writing() as connection:
             number = connection.execute("INSERT INTO events (value) VALUES (?)", (text,)).lastrowid or 0
             connection.execute("DELETE FROM events WHERE number <= ?", (number - self._max_events,))

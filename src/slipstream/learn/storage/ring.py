@@ -56,7 +56,7 @@ class RingIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class RingFacts:
+class RingInfo:
     """How full a ring is."""
 
     num_records: int
@@ -147,9 +147,9 @@ class Ring:
         self._counted = None
         return _forget(self._database, tenant)
 
-    def facts(self) -> RingFacts:
+    def status(self) -> RingInfo:
         """How full it is."""
-        return _facts(self._database, self._max_bytes)
+        return _info(self._database, self._max_bytes)
 
     def tidy(self, readers_running: Callable[[], AbstractContextManager[None]]) -> None:
         """Empty the database's log now and then; within `readers_running` no reader is stopped."""
@@ -192,9 +192,9 @@ def read_ring(
     return _read(LearnDatabase(folder), purpose, tenant, task, after)
 
 
-def ring_facts(folder: LearnFolder) -> RingFacts:
+def ring_info(folder: LearnFolder) -> RingInfo:
     """How full a folder's ring is."""
-    return _facts(LearnDatabase(folder), 0)
+    return _info(LearnDatabase(folder), 0)
 
 
 def ring_identity(folder: LearnFolder) -> RingIdentity | None:
@@ -255,12 +255,12 @@ def _read(
         after = rows[-1][0]
 
 
-def _facts(database: LearnDatabase, max_bytes: int) -> RingFacts:
+def _info(database: LearnDatabase, max_bytes: int) -> RingInfo:
     with database.reading() as connection:
         num, total, first, last = connection.execute(
             "SELECT count(*), total(num_bytes), coalesce(min(number), -1), coalesce(max(number), -1) FROM records"
         ).fetchone()
-    return RingFacts(num, int(total), max_bytes, first, last)
+    return RingInfo(num, int(total), max_bytes, first, last)
 
 
 def _forget(database: LearnDatabase, tenant: str) -> int:

@@ -69,7 +69,7 @@ class EngineSource:
             age_s=observer.age_s,
             is_ready=service.is_ready,
             has_stopped=service.engine.has_stopped,
-            max_num_seqs=service.facts.max_num_seqs if replicas is None else None,
+            max_num_seqs=service.info.max_num_seqs if replicas is None else None,
             max_waiting=service.config.max_waiting,
             num_under_way=service.admission.num_answers,
             latency=observer.latency.as_json(),

@@ -14,7 +14,7 @@ from slipstream.control.monitor.alarms import AlarmKind
 from slipstream.core.metrics.engine import EngineStats
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.accounts import TaskLabels
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
 from slipstream.serve.metrics.answer_metrics import AnswerMetrics, RequestClock
 from slipstream.serve.metrics.instruments import Instruments
@@ -69,15 +69,15 @@ class Metrics:
         """Add the metrics of `collector`; their names have no prefix."""
         self._registry.register(collector)
 
-    def describe_cache(self, facts: EngineFacts) -> None:
+    def describe_cache(self, info: EngineInfo) -> None:
         """Show the size and settings of the cache in the labels of a gauge that is always 1, as vLLM does."""
         labels = {
             "block_size": "1",  # a slot holds one token
-            "num_gpu_blocks": str(facts.num_slots),
-            "kv_cache_size_tokens": str(facts.num_slots),
-            "kv_cache_memory_bytes": str(facts.kv_bytes),
-            "cache_dtype": facts.cache_dtype,
-            "enable_prefix_caching": str(facts.prefix_caching),
+            "num_gpu_blocks": str(info.num_slots),
+            "kv_cache_size_tokens": str(info.num_slots),
+            "kv_cache_memory_bytes": str(info.kv_bytes),
+            "cache_dtype": info.cache_dtype,
+            "enable_prefix_caching": str(info.prefix_caching),
         }
         about = "Size and settings of the cache, in the labels; always 1."
         self._new.gauge("cache_config_info", about, *labels).labels(**labels).set(1)

@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.engine.mailbox import Put
 from slipstream.sampling.params import SamplingParams
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.answers import AnswerRecord, all_emitted
 from slipstream.serve.process.protocol import CODEC, CancelRequest, Flow, Submit
 
@@ -32,13 +32,13 @@ class RemoteCall:
     """Whether its reader does not keep up."""
     num_deaths: int = field(default=0, init=False)
 
-    def note_death(self, facts: EngineFacts) -> bool:
+    def note_death(self, info: EngineInfo) -> bool:
         """The engine's process has died; True where another one gives the rest, and is likely to live through it."""
         self.num_deaths += 1
         repeats = (
             self.aborted
             or not any(answer.token_ids for answer in self.answers)
-            or facts.reproduces(self.params, self.submit.options)
+            or info.reproduces(self.params, self.submit.options)
         )
         return repeats and self.num_deaths < MAX_DEATHS
 

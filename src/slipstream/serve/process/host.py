@@ -21,14 +21,14 @@ from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.outputs import Update
 from slipstream.errors import EngineStoppedError, ProtocolError, RequestError
-from slipstream.learn.facts import LearnFacts
+from slipstream.learn.server_status import ServerLearnStatus
 from slipstream.rpc.codec import error_out
 from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import Outbox, Waker
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.accounts import Accounts, TaskLabels
-from slipstream.serve.facts import decoded_rows
+from slipstream.serve.engine_info import decoded_rows
 from slipstream.serve.process.answers import params_in, update_out
 from slipstream.serve.process.protocol import (
     CODEC,
@@ -122,7 +122,7 @@ class EngineHost:
         self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._phase_lock = threading.Lock()
         self._phase = _Phase.BEFORE
-        self.learn_facts: Callable[[], LearnFacts] | None = None
+        self.learn_status: Callable[[], ServerLearnStatus] | None = None
         """What the drafter has learned, where it does."""
         self._waker = Waker()
         self._made = _Made()
@@ -236,7 +236,7 @@ class EngineHost:
             case Flow():
                 self._set_paused(message)
             case Read():
-                learned = None if self.learn_facts is None else self.learn_facts()
+                learned = None if self.learn_status is None else self.learn_status()
                 stats, report = self._engine.stats(), self._engine.control_report()
                 self._write(State(message.number, stats, report, learned))
             case _:

@@ -16,7 +16,7 @@ from slipstream.rpc.children import SocketChild, see_out
 from slipstream.rpc.codec import error_in
 from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import next_body
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.protocol import (
     CODEC,
     VERSION,
@@ -37,7 +37,7 @@ class EngineLink:
     """The server's end of the stream, and what is behind the other end."""
 
     socket: socket.socket
-    facts: EngineFacts
+    info: EngineInfo
     frames: Frames = field(default_factory=CODEC.frames)
     process: subprocess.Popen[bytes] | None = None
     """None where this process hosts the other end too."""
@@ -67,13 +67,13 @@ def start_engine(load: Load, spawned: SocketChild | None = None) -> EngineLink:
         raise
 
 
-def as_loaded(load: Load, facts: EngineFacts) -> Load:
+def as_loaded(load: Load, info: EngineInfo) -> Load:
     """The same engine again, with the room that was found for it first: what is free by now may be less or more, and an
     answer that goes on in another process must not end earlier there."""
     given = {name for name, value in load.engine.items() if value is not None}
-    room: dict[str, Any] = {"max_model_len": facts.max_model_len}
+    room: dict[str, Any] = {"max_model_len": info.max_model_len}
     if given.isdisjoint(("kv_cache_bytes", "kv_cache_memory_bytes")):
-        room["kv_cache_bytes"] = facts.kv_bytes
+        room["kv_cache_bytes"] = info.kv_bytes
     return msgspec.structs.replace(load, engine={**load.engine, **room})
 
 
@@ -99,4 +99,4 @@ def greet(mine: socket.socket, load: Load, process: subprocess.Popen[bytes] | No
     loaded = read()
     if not isinstance(loaded, Loaded):
         raise ProtocolError(f"a {type(loaded).__name__} came where Loaded was due")
-    return EngineLink(mine, loaded.facts, frames, process)
+    return EngineLink(mine, loaded.info, frames, process)

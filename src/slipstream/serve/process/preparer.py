@@ -15,7 +15,7 @@ from slipstream.errors import RequestError
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.answers import AnswerRecord, makes_text, params_out
 from slipstream.serve.process.calls import RemoteCall
 from slipstream.serve.process.protocol import Submit
@@ -40,16 +40,16 @@ class PreparedRequest:
 
 
 class RequestPreparer:
-    """Checks, tokenises, tries constraints and draws seeds, all as the engine of these facts would."""
+    """Checks, tokenises, tries constraints and draws seeds, all as the engine of these info would."""
 
-    def __init__(self, tokenizer: Any, facts: EngineFacts) -> None:
+    def __init__(self, tokenizer: Any, info: EngineInfo) -> None:
         self._tokenizer = tokenizer
-        self._sizes = facts.vocab_size, facts.max_model_len
-        self._defaults = facts.sampling_defaults
-        self._seeds = request_seeds(facts.seed)
+        self._sizes = info.vocab_size, info.max_model_len
+        self._defaults = info.sampling_defaults
+        self._seeds = request_seeds(info.seed)
         self._predictions = PredictionEncoder(tokenizer, *self._sizes)
-        self._ends = frozenset(facts.end_token_ids)
-        self.grammars = GrammarCompiler(tokenizer, facts.vocab_size, self._ends)
+        self._ends = frozenset(info.end_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, info.vocab_size, self._ends)
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters of a request without any, as a copy."""

@@ -22,10 +22,10 @@ from slipstream.core.metrics.engine import EngineStats
 from slipstream.core.metrics.step import StepReport
 from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.errors import ProtocolError
-from slipstream.learn.facts import LearnFacts
+from slipstream.learn.server_status import ServerLearnStatus
 from slipstream.learn.session import SessionSettings
 from slipstream.rpc.codec import Codec, WireMessage
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.answers import AnswerUpdate
 
 VERSION = 4
@@ -109,7 +109,7 @@ class Read(EngineMessage, tag="read", frozen=True):
 class Loaded(EngineMessage, tag="loaded", frozen=True):
     """The engine takes requests."""
 
-    facts: EngineFacts
+    info: EngineInfo
 
 
 class Failed(EngineMessage, tag="failed", frozen=True):
@@ -146,7 +146,7 @@ class State(EngineMessage, tag="state", frozen=True):
     number: int
     stats: EngineStats
     report: ControlReport
-    learning: LearnFacts | None = None
+    learning: ServerLearnStatus | None = None
 
 
 class Stopped(EngineMessage, tag="stopped", frozen=True):

@@ -19,14 +19,14 @@ from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.logprobs import TokenTexts
 from slipstream.engine.mailbox import Put
 from slipstream.errors import EngineBusyError, EngineStoppedError, ProtocolError, RequestError
-from slipstream.learn.facts import LearnFacts
+from slipstream.learn.server_status import ServerLearnStatus
 from slipstream.rpc.codec import error_in
 from slipstream.rpc.sockets import Outbox
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.accounts import Accounts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.engines import StepListener, Take
-from slipstream.serve.facts import EngineFacts
 from slipstream.serve.process.answers import (
     AnswerUpdate,
     output_of,
@@ -74,12 +74,12 @@ class RemoteEngine(EngineClient):
     def __init__(
         self, link: EngineLink, tokenizer: Any, restart: Restart | None = None, max_restarts: int = 0
     ) -> None:
-        self.facts: EngineFacts = link.facts
+        self.info: EngineInfo = link.info
         self.tokenizer = tokenizer
         self.num_restarts = 0
         """How often another process has taken over."""
         self._texts = TokenTexts(tokenizer)
-        self._preparer = RequestPreparer(tokenizer, self.facts)
+        self._preparer = RequestPreparer(tokenizer, self.info)
         self._restart = restart
         self._max_restarts = max_restarts
         self._restarts: deque[float] = deque()
@@ -93,7 +93,7 @@ class RemoteEngine(EngineClient):
         self._reads: dict[int, asyncio.Future[State]] = {}
         self._listener: StepListener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._learn_facts = LearnFacts()
+        self._learn_status = ServerLearnStatus()
         self._use(link)
 
     # --- as `ServedEngine` --------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ class RemoteEngine(EngineClient):
         """
         self._listener = listener
 
-    def learn_facts(self) -> LearnFacts:
+    def learn_status(self) -> ServerLearnStatus:
         """What the drafter had learned when the engine was last read."""
-        return self._learn_facts
+        return self._learn_status
 
     async def read(self, take: Take[T]) -> T:
         """As in `ServedEngine`; `take` is called in the event loop."""
         state = await self._state()
-        self._learn_facts = state.learning or LearnFacts()
+        self._learn_status = state.learning or ServerLearnStatus()
         return take(state.stats, state.report)
 
     @property
@@ -355,7 +355,7 @@ class RemoteEngine(EngineClient):
             died = f"the engine's process has ended: {how}"
             logger.error("%s, with %d requests under way", died, len(self._calls))
             for number, call in list(self._calls.items()):
-                if not call.note_death(self.facts):
+                if not call.note_death(self.info):
                     del self._calls[number]
                     call.put(EngineStoppedError(died))
             now_s = time.monotonic()
@@ -370,11 +370,11 @@ class RemoteEngine(EngineClient):
             if self._closing:
                 link.end()
                 return
-            differences = self.facts.differences(link.facts)
+            differences = self.info.differences(link.info)
             if differences:
                 link.end()
                 raise EngineStoppedError(f"it loaded another engine than before: {differences}")
-            self.facts = link.facts
+            self.info = link.info
             self._use(link)
             assert self._loop is not None
             self._loop.add_reader(link.socket, self._on_readable)

@@ -45,7 +45,7 @@ def make_remote_engine(
             trust_remote_code=config.trust_remote_code,
         )
         return RemoteEngine(
-            link, tokenizer, partial(start_engine, as_loaded(load, link.facts)), server.engine_restarts
+            link, tokenizer, partial(start_engine, as_loaded(load, link.info)), server.engine_restarts
         )
     except BaseException:
         link.end()

@@ -24,7 +24,7 @@ from slipstream.rpc.frames import Frames
 from slipstream.rpc.sockets import next_body
 from slipstream.serve import logs
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.facts import EngineFacts
+from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.host import EngineHost
 from slipstream.serve.process.protocol import (
     CODEC,
@@ -57,11 +57,11 @@ def main() -> None:
             logger.exception("the engine cannot be loaded")
         sock.sendall(CODEC.frame(Failed(*error_out(error))))
         sys.exit(1)
-    sock.sendall(CODEC.frame(Loaded(EngineFacts.of(engine))))
+    sock.sendall(CODEC.frame(Loaded(EngineInfo.of(engine))))
     host = EngineHost(engine, sock, frames, has_keys=load.has_keys, stream_interval_s=load.stream_interval_s)
     session = None
     if load.learn is not None:  # where it cannot, the server is told and the engine serves all the same
-        session, host.learn_facts = begin_learning(host, load.learn)
+        session, host.learn_status = begin_learning(host, load.learn)
     try:
         host.run()
     except BaseException:

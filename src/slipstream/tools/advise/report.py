@@ -39,7 +39,7 @@ def render(advice: Advice) -> str:
         grids=tables(advice),
         remarks=[line for line in remarks(advice) if line not in advice.notes],
         method=_METHOD,
-        facts=[
+        details=[
             *provenance_rows(provenance, workload, 1),
             ("setting", json.dumps(advice.speculative, ensure_ascii=False)),
         ],

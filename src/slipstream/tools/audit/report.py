@@ -87,7 +87,7 @@ def render_certificate(certificate: Certificate) -> str:
         grids=audit_tables(certificate),
         remarks=certificate.notes,
         method=_METHOD,
-        facts=_facts(certificate),
+        details=_details(certificate),
         command=proof["command"],
     )
     return page.html()
@@ -107,9 +107,9 @@ def _log10(value: float) -> float:
     return math.log10(max(value, 1e-300))
 
 
-def _facts(certificate: Certificate) -> list[tuple[str, str]]:
+def _details(certificate: Certificate) -> list[tuple[str, str]]:
     data, proof = certificate.data, certificate.provenance
-    facts = [
+    details = [
         ("date", proof["date"]),
         ("audited", _described(certificate.audited)),
         ("compared with", _described(certificate.compared_with)),
@@ -130,7 +130,7 @@ def _facts(certificate: Certificate) -> list[tuple[str, str]]:
         **certificate.audited.get("files_sha256", {}),
         **certificate.compared_with.get("files_sha256", {}),
     }
-    return facts + [(f"SHA-256 of {name}", value) for name, value in hashes.items()]
+    return details + [(f"SHA-256 of {name}", value) for name, value in hashes.items()]
 
 
 def _name(side: dict[str, Any]) -> str:

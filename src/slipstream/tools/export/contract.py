@@ -190,7 +190,7 @@ class SettingsFormat(ABC):
 
     @abstractmethod
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
-        """(the command, the files) of an adapted record; `given` has the facts of its checkpoints."""
+        """(the command, the files) of an adapted record; `given` has the info of its checkpoints."""
 
     @abstractmethod
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:

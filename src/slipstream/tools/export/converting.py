@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.errors import ConfigError
-from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, head_facts
+from slipstream.tools.export.head_info import AuxLayers, HeadInfo, head_info
 from slipstream.tools.export.record import SpeculativeRecord
 
 FOLDER = "checkpoint"
@@ -44,19 +44,19 @@ def converted(
     if made.target is not None:
         record = replace(record, target=str(made.target))
     if made.draft is not None:  # a folder of ours, of which the hub knows no revision
-        head = _facts(made.draft, engine)
+        head = _info(made.draft, engine)
         record = replace(record, model=str(made.draft), revision=None, head=head)
     return record, made.notes
 
 
-def _facts(draft: Path, engine: str) -> HeadFacts | None:
+def _info(draft: Path, engine: str) -> HeadInfo | None:
     """What the written head says of itself; its layers are in the engine's numbers."""
     from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 
-    facts = head_facts(draft)
-    if facts is None or facts.aux_layers is None or DIALECTS[engine].layer_shift == 0:
-        return facts
-    return replace(facts, aux_layers=AuxLayers(facts.aux_layers.ids, "after_layer"))
+    info = head_info(draft)
+    if info is None or info.aux_layers is None or DIALECTS[engine].layer_shift == 0:
+        return info
+    return replace(info, aux_layers=AuxLayers(info.aux_layers.ids, "after_layer"))
 
 
 def converted_back(

@@ -12,7 +12,7 @@ from slipstream.draft.combine.rules import PlanRule
 from slipstream.draft.methods import AUTO, CHAINS, EAGLE, EAGLE3, HEADS, LOOKUPS, METHODS, OFF, WITH_MODEL
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
-from slipstream.tools.export.head_facts import context_length, head_facts
+from slipstream.tools.export.head_info import context_length, head_info
 from slipstream.tools.export.keys import Key, fields_found, written
 from slipstream.tools.export.record import ScheduleRange, SpeculativeRecord, SuffixLimits, TreeShape
 
@@ -213,7 +213,7 @@ def _sampling(config: SpeculativeConfig, values: Mapping[str, Any]) -> str | Non
 
 def _of_checkpoints(method: str, model: str | None, target: str | None) -> dict[str, Any]:
     return {
-        "head": head_facts(model) if model and method in HEADS else None,
+        "head": head_info(model) if model and method in HEADS else None,
         "draft_context": context_length(model),
         "target_context": context_length(target),
     }

@@ -1,7 +1,7 @@
 """One neutral record of a speculative setting: what every engine's own form is translated from and to.
 
 The root of a tree is never counted: `depth` and `TreeShape.num_nodes` are draft tokens. Layers, vocabulary maps and
-norms of a head are facts of its checkpoint and live in `HeadFacts`; a setting only names the checkpoint.
+norms of a head are info of its checkpoint and live in `HeadInfo`; a setting only names the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.config import check_at_least, options_from, reject_unknown
 from slipstream.draft.methods import METHODS, WITH_MODEL
 from slipstream.errors import ConfigError
-from slipstream.tools.export.head_facts import AuxLayers, HeadFacts, HeadNorms, VocabularyMap
+from slipstream.tools.export.head_info import AuxLayers, HeadInfo, HeadNorms, VocabularyMap
 
 VERIFIES = ("any", "rejection", "block", "coupled")
 """`any` is the engine's default; each of them keeps the target's distribution."""
@@ -106,7 +106,7 @@ class SpeculativeRecord:
     """Depth by running requests, from 1 and without gaps; empty: the same depth always."""
     ngram: NgramLookup | None = None
     suffix: SuffixLimits | None = None
-    head: HeadFacts | None = None
+    head: HeadInfo | None = None
     draft_context: int | None = None
     """Longest text of the draft model, in tokens."""
     target_context: int | None = None
@@ -128,7 +128,7 @@ class SpeculativeRecord:
         object.__setattr__(self, "schedule", merged_schedule(self.schedule, self.depth))
 
     def setting(self) -> SpeculativeRecord:
-        """The record without the facts of checkpoints."""
+        """The record without the info of checkpoints."""
         return replace(self, head=None, draft_context=None, target_context=None)
 
     def differences(self, other: SpeculativeRecord) -> set[str]:
@@ -159,12 +159,12 @@ class SpeculativeRecord:
         return options_from(cls, {**given, "schedule": tuple(ranges)}, "record")
 
 
-def _head_from(mapping: Mapping[str, Any]) -> HeadFacts:
+def _head_from(mapping: Mapping[str, Any]) -> HeadInfo:
     given = dict(mapping)
     for name, part in (("vocabulary", VocabularyMap), ("aux_layers", AuxLayers), ("norms", HeadNorms)):
         if given.get(name) is not None:
             given[name] = options_from(part, given[name], f"record head {name}")
-    return options_from(HeadFacts, given, "record head")
+    return options_from(HeadInfo, given, "record head")
 
 
 def merged_schedule(ranges: Iterable[ScheduleRange], depth: int | None) -> tuple[ScheduleRange, ...]:

@@ -86,12 +86,12 @@ def run_remote(audit: RemoteAudit) -> Certificate:
 def _undrafted(first: ServerSide) -> ServerSide:
     """Slipstream's own server asked without speculation; raises `ConfigError` for another server, and for one that does
     not speculate anyway."""
-    if not first.facts.is_ours:
+    if not first.info.is_ours:
         raise ConfigError(
             f"{first.address.url} cannot turn speculation off for a request; give --against URL, a server without "
             "speculation, or --reference MODEL"
         )
-    said = first.facts.settings.get("speculation")
+    said = first.info.settings.get("speculation")
     if isinstance(said, dict) and said.get("method") == "off":
         raise ConfigError(f"{first.address.url} does not speculate, so there is nothing to audit")
     return ServerSide(
@@ -99,7 +99,7 @@ def _undrafted(first: ServerSide) -> ServerSide:
         first.address,
         {**first.extra, **WITHOUT_SPECULATION},
         first.raw,
-        replace(first.facts, lossy=[]),
+        replace(first.info, lossy=[]),
     )
 
 
@@ -118,7 +118,7 @@ class _Run:
             find_abilities(side, trial[0])
         self._check_sides()
         is_lossy = any(
-            side.facts.lossy for side in sides
+            side.info.lossy for side in sides
         )  # says so itself: nothing that it answers can certify it
         self._probe_level = probe_level(audit.settings.alpha)
         self._shares_seeds = not is_lossy and probe_seeds(sides, trial, self._probe_level)
@@ -190,7 +190,7 @@ class _Run:
         return prompts, [encode(engine, settings, prompt) for prompt in prompts]
 
     def _check_sides(self) -> None:
-        if self._replayer is not None and not self._sides[0].facts.returns_token_ids:
+        if self._replayer is not None and not self._sides[0].info.returns_token_ids:
             raise ConfigError(
                 f"{self._sides[0].address.url} tells no token ids, without which a reference cannot score its answers; "
                 "compare it with another server by --against"
@@ -206,14 +206,14 @@ class _Run:
         """What both sides mean alike."""
         if self._audit.profiles is not None:
             return self._audit.profiles
-        facts = [side.facts for side in self._sides]
-        if all(one.is_ours for one in facts) and (self._shares_seeds or self._replayer is not None):
+        info = [side.info for side in self._sides]
+        if all(one.is_ours for one in info) and (self._shares_seeds or self._replayer is not None):
             return FULL
-        if len(facts) > 1 and not self._shares_seeds:
+        if len(info) > 1 and not self._shares_seeds:
             return SAMPLES
-        if self._replayer is not None and facts[0].owner not in SAME_FILTERS:
+        if self._replayer is not None and info[0].owner not in SAME_FILTERS:
             return PLAIN
-        known = all(one.owner in KNOWN_LENGTHS for one in facts)
+        known = all(one.owner in KNOWN_LENGTHS for one in info)
         return SERVED if known else COMMON
 
     def _by_metrics(self) -> list[list[ServerSide]]:
@@ -226,13 +226,13 @@ class _Run:
     async def _ask_again(self, repeats: Repeats, check: ExtraCheck) -> AuditCheck:
         """A check of the audited side that asks again what it repeats exactly."""
         side, replies = self._sides[0], self._audit.journal.side(self._sides[0].name)
-        exact = [request for request in self._requests if request.is_greedy or side.facts.keeps_seed]
+        exact = [request for request in self._requests if request.is_greedy or side.info.keeps_seed]
         async with connect(side.address) as client:
             return await check(client, side, exact if repeats.is_exact else [], replies)
 
     def _shares_noise(self) -> bool:
         """Return, with a reference, whether the server draws with the noise that the reference computes."""
-        if self._replayer is None or not self._sides[0].facts.keeps_seed:
+        if self._replayer is None or not self._sides[0].info.keeps_seed:
             return False
         replies = self._audit.journal.side(self._sides[0].name)
         return draws_alike(self._replayer, self._requests[:NUM_NOISE_REQUESTS], replies, self._probe_level)
@@ -242,8 +242,8 @@ class _Run:
         return {
             "servers": [side.address.url for side in self._sides],
             "models": [side.address.model for side in self._sides],
-            "versions": [side.facts.version for side in self._sides],
-            "speculation": [side.facts.settings for side in self._sides],
+            "versions": [side.info.version for side in self._sides],
+            "speculation": [side.info.settings for side in self._sides],
             "extra": [dict(side.extra) for side in self._sides],
             "raw": [side.raw for side in self._sides],
             "data": data_hash(self._requests),

@@ -73,7 +73,7 @@ class CounterWatch:
         replies, answers, failed, prompt, output = (
             now - before for now, before in zip(self._sums(), self._start, strict=True)
         )
-        told = all(side.facts.returns_usage for side in self._sides)
+        told = all(side.info.returns_usage for side in self._sides)
         requests = answers if grown.num_requests == answers else replies
         return ClientCounts(
             requests, failed, prompt if told else None, output if told else None, num_chunks=0

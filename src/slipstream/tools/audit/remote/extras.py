@@ -32,7 +32,7 @@ async def check_streams(
 ) -> AuditCheck:
     """Ask again, streamed, what is repeated exactly, and compare with the whole answers."""
     check = AuditCheck("streams", "streamed answers against whole ones: text, tokens, usage, finish reason")
-    if not side.facts.streams:
+    if not side.info.streams:
         check.skipped = "the server does not stream"
         return check
     failures: list[str] = []

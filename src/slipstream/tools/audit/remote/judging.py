@@ -105,7 +105,7 @@ class Judge:
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
         smallest.add_identity(identity, rounding)
         smallest.add_tests(tests)
-        lossy = [text for side in asked.sides for text in side.facts.lossy] + (
+        lossy = [text for side in asked.sides for text in side.info.lossy] + (
             lossy_settings(self._replayer.engine) if self._replayer is not None else []
         )
         evidence = Evidence(checks, tests, lossy, self._doubts, (SAME, DISTRIBUTION, BETTING, DISCREPANCY))
@@ -167,7 +167,7 @@ class Judge:
     def _position(self, request: AuditRequest, place: int) -> int | None:
         """The absolute position of a token, where both sides draw with Slipstream's noise."""
         length = self._mine[request.number].num_prompt_tokens
-        ours = all(side.facts.is_ours for side in self._asked.sides)
+        ours = all(side.info.is_ours for side in self._asked.sides)
         return length + place if ours and length is not None else None
 
     # --- against a reference ------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Judge:
                 False: "does not keep to a seed",
                 None: "was not asked about seeds",
             }
-            notes.append(f"{side.name} ({side.address.url}) {kept[side.facts.keeps_seed]}")
+            notes.append(f"{side.name} ({side.address.url}) {kept[side.info.keeps_seed]}")
             if repeats.num_different:
                 notes.append(
                     f"{side.name} answers {repeats.num_different} of {repeats.num_answers} greedy requests otherwise "
@@ -321,18 +321,18 @@ def _tops(reply: AuditReply) -> list[TokenTop]:
 
 def _described(side: ServerSide) -> dict[str, Any]:
     """A server for the certificate."""
-    facts = side.facts
+    info = side.info
     return {
         "kind": "server",
         "url": side.address.url,
         "model": side.address.model,
-        "owner": facts.owner,
-        "version": facts.version,
+        "owner": info.owner,
+        "version": info.version,
         "extra_body": dict(side.extra),
-        "speculation": facts.settings,
-        "returns_token_ids": facts.returns_token_ids,
-        "returns_logprobs": facts.returns_logprobs,
-        "returns_usage": facts.returns_usage,
-        "streams": facts.streams,
-        "keeps_seed": facts.keeps_seed,
+        "speculation": info.settings,
+        "returns_token_ids": info.returns_token_ids,
+        "returns_logprobs": info.returns_logprobs,
+        "returns_usage": info.returns_usage,
+        "streams": info.streams,
+        "keeps_seed": info.keeps_seed,
     }

@@ -46,7 +46,7 @@ _LESS = tuple(names for num in range(len(_ABILITIES) + 1) for names in combinati
 
 def identify(side: ServerSide) -> None:
     """Fill in owner, version and what the server tells of its speculation; raises `RemoteError` without a server."""
-    address, facts = side.address, side.facts
+    address, info = side.address, side.info
     try:
         timeout_s = min(address.timeout_s, 30)
         with httpx2.Client(headers=address.headers, timeout=timeout_s, verify=trusted()) as client:
@@ -56,30 +56,30 @@ def identify(side: ServerSide) -> None:
                 own = next(
                     (card for card in cards if card.get("id") == address.model), cards[0] if cards else {}
                 )
-                facts.owner = str(own.get("owned_by") or "")
-                facts.settings |= dict(_speculative(own))
+                info.owner = str(own.get("owned_by") or "")
+                info.settings |= dict(_speculative(own))
             root = address.url.removesuffix("/v1")
-            facts.version = _object(client.get(f"{root}/version")).get("version")
+            info.version = _object(client.get(f"{root}/version")).get("version")
             for path in _INFO_PATHS:
                 found = _object(client.get(f"{root}/{path}"))
-                facts.version = facts.version or found.get("build_info") or found.get("version")
-                facts.settings |= dict(_speculative(found))
+                info.version = info.version or found.get("build_info") or found.get("version")
+                info.settings |= dict(_speculative(found))
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise RemoteError(f"cannot reach {address.url}: {error or type(error).__name__}") from None
-    facts.lossy = [
+    info.lossy = [
         f"{side.address.url} says {name} = {value!r}, which changes the text"
-        for name, value in facts.settings.items()
+        for name, value in info.settings.items()
         if _is_lossy(name, value)
     ]
 
 
 def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
     """Ask once, leaving out no more than the server refuses; raises `RemoteError` where it does not answer at all."""
-    facts = side.facts
+    info = side.info
     short = replace(request, params={"temperature": 0.0}, max_tokens=min(4, request.max_tokens))
     for less in _LESS:
         for name in _ABILITIES:
-            setattr(facts, name, name not in less)
+            setattr(info, name, name not in less)
         reply = _once(side, short)
         if (
             reply.error is None
@@ -90,11 +90,11 @@ def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
     if reply.error is not None:
         raise RemoteError(f"{side.address.url} does not answer: {reply.error}")
     answer = reply.answers[0]
-    facts.returns_token_ids = answer.token_ids is not None
-    facts.returns_logprobs = bool(answer.tops)
-    facts.returns_usage = reply.num_output_tokens is not None
+    info.returns_token_ids = answer.token_ids is not None
+    info.returns_logprobs = bool(answer.tops)
+    info.returns_usage = reply.num_output_tokens is not None
     streamed = _once(side, short, stream=True)
-    facts.streams = streamed.error is None
+    info.streams = streamed.error is None
     return reply
 
 
@@ -108,9 +108,9 @@ def probe_seeds(sides: Seq[ServerSide], requests: Seq[AuditRequest], level: floa
     for side in sides:
         first, again = _all(side, probes), _all(side, probes[:NUM_REPEATED_PROBES])
         same = [_agreement(one, two) == 1.0 for one, two in zip(first, again, strict=False)]
-        side.facts.keeps_seed = sum(same) >= REPEATED * len(same)
+        side.info.keeps_seed = sum(same) >= REPEATED * len(same)
         answered.append(first)
-    if not all(side.facts.keeps_seed for side in sides):
+    if not all(side.info.keeps_seed for side in sides):
         return False
     if len(sides) == 1:
         return True

@@ -22,7 +22,7 @@ WITHOUT_SPECULATION = {"speculation": {"enabled": False}}
 
 
 @dataclass
-class ServerFacts:
+class ServerInfo:
     """What a server can do, as it was found by asking."""
 
     owner: str = ""
@@ -56,7 +56,7 @@ class ServerSide:
     address: ServerAddress
     extra: Mapping[str, Any] = field(default_factory=dict)
     raw: bool = False
-    facts: ServerFacts = field(default_factory=ServerFacts)
+    info: ServerInfo = field(default_factory=ServerInfo)
     num_replies: int = 0
     num_answers: int = 0
     """Answers of all replies: a reply may hold several."""
@@ -88,21 +88,21 @@ class ServerSide:
 
     def body(self, request: AuditRequest, stream: bool) -> tuple[str, dict[str, Any]]:
         """(path below `/v1`, body)."""
-        facts = self.facts
+        info = self.info
         body: dict[str, Any] = {
             "model": self.address.model,
             "max_tokens": request.max_tokens,
             "seed": request.seed,
         }
-        body |= NEUTRAL | (NEUTRAL_FILTERS if facts.knows_filters else {})
+        body |= NEUTRAL | (NEUTRAL_FILTERS if info.knows_filters else {})
         body |= {name: _sendable(value) for name, value in request.params.items()}
-        if facts.asks_token_ids:
+        if info.asks_token_ids:
             body["return_token_ids"] = True
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= self.extra
         is_text = request.token_ids is not None or self.raw
-        if facts.asks_logprobs:
+        if info.asks_logprobs:
             body |= {"logprobs": NUM_TOPS} if is_text else {"logprobs": True, "top_logprobs": NUM_TOPS}
         if request.token_ids is not None:
             return "completions", {**body, "prompt": list(request.token_ids)}

@@ -40,7 +40,7 @@ def render(result: BenchResult) -> str:
         grids=tables(result),
         remarks=[line for line in remarks(result) if not line.startswith("interrupted")],
         method=_METHOD,
-        facts=provenance_rows(provenance, result.workload, result.repeats),
+        details=provenance_rows(provenance, result.workload, result.repeats),
         command=provenance["command"],
     )
     return page.html()

@@ -39,7 +39,7 @@ class Page:
     grids: Seq[Grid]
     remarks: Seq[str]
     method: Seq[str]
-    facts: Seq[tuple[str, str]]
+    details: Seq[tuple[str, str]]
     command: str
 
     def html(self) -> str:

@@ -33,7 +33,7 @@ def render_server(result: ServerResult) -> str:
         grids=server_tables(result),
         remarks=[line for line in lines_ if not line.startswith(loud)],
         method=_METHOD,
-        facts=[
+        details=[
             ("server", result.url),
             ("counters", result.metrics),
             *provenance_rows(provenance, result.workload, result.repeats),

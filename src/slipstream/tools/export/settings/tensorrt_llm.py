@@ -36,7 +36,7 @@ from slipstream.tools.export.contract import (
     changes_the_text,
     no_counterpart,
 )
-from slipstream.tools.export.head_facts import AuxLayers, HeadFacts
+from slipstream.tools.export.head_info import AuxLayers, HeadInfo
 from slipstream.tools.export.keys import Key, check_keys, fields_found, left_out, names_of, up_to, written
 from slipstream.tools.export.reading import PythonCall, SettingSource, command_flags, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, TreeShape
@@ -81,7 +81,7 @@ KEYS = {
 NO_END = 65_536
 
 
-def _captured_ids(head: HeadFacts) -> list[int] | None:
+def _captured_ids(head: HeadInfo) -> list[int] | None:
     return None if head.aux_layers is None else list(head.aux_layers.as_convention("after_layer").ids)
 
 
@@ -314,7 +314,7 @@ def _record(kind: str, given: Mapping[str, Any], target: str | None) -> Speculat
     )
 
 
-def _head(given: Mapping[str, Any]) -> HeadFacts | None:
+def _head(given: Mapping[str, Any]) -> HeadInfo | None:
     """What the setting says of an EAGLE-3 head: the layers that it reads."""
     layers = given.get("eagle3_layers_to_capture")
     if not layers:
@@ -323,7 +323,7 @@ def _head(given: Mapping[str, Any]) -> HeadFacts | None:
         raise ConfigError(f"eagle3_layers_to_capture must be a list such as [1, 15, 28], got {layers!r}")
     ids = sorted(whole_number(layer, "eagle3_layers_to_capture") for layer in layers)
     layer_ids = AuxLayers(tuple(ids), "after_layer")
-    return HeadFacts(layout=EAGLE3.name, version=3, aux_layers=layer_ids, embedding=None, output=None)
+    return HeadInfo(layout=EAGLE3.name, version=3, aux_layers=layer_ids, embedding=None, output=None)
 
 
 def _tree(given: Mapping[str, Any], depth: int) -> TreeShape | None:

@@ -10,7 +10,7 @@ from slipstream.learn.decisions.loop import BASE
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureFacts:
+class CaptureStatus:
     """What was captured so far."""
 
     num_records: int = 0
@@ -26,7 +26,7 @@ class CaptureFacts:
 
 
 @dataclass(frozen=True)
-class LearnFacts:
+class ServerLearnStatus:
     """What a page or a scrape shows."""
 
     serving: str = BASE
@@ -45,6 +45,6 @@ class LearnFacts:
     learner_rested_s: float = 0.0
     learner_deaths: int = 0
     rests: bool = False
-    capture: CaptureFacts | None = None
+    capture: CaptureStatus | None = None
     faults: dict[str, str] = field(default_factory=dict)
     """Kind of alarm to its message."""

@@ -116,7 +116,7 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadFacts:
+class HeadInfo:
     """A head of EAGLE, Medusa or Hydra."""
 
     layout: str
@@ -165,8 +165,8 @@ def context_length(folder: str | None) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def head_facts(folder: str | Path) -> HeadFacts | None:
-    """The facts of the head in a local folder; None for anything else. Raises `ModelError` for a damaged checkpoint."""
+def head_info(folder: str | Path) -> HeadInfo | None:
+    """The info of the head in a local folder; None for anything else. Raises `ModelError` for a damaged checkpoint."""
     config = read_config(folder) if Path(folder).is_dir() else None
     if config is None:
         return None
@@ -174,10 +174,8 @@ def head_facts(folder: str | Path) -> HeadFacts | None:
     if layout is None:
         return None
     if layout in (MEDUSA.name, HYDRA.name):
-        return HeadFacts(
-            layout=layout, num_heads=config.get(f"{layout}_num_heads") or config.get("num_heads")
-        )
-    return _eagle_facts(layout, config, _Tensors(Path(folder)))
+        return HeadInfo(layout=layout, num_heads=config.get(f"{layout}_num_heads") or config.get("num_heads"))
+    return _eagle_info(layout, config, _Tensors(Path(folder)))
 
 
 def _layout(config: Mapping[str, Any]) -> str | None:
@@ -187,11 +185,11 @@ def _layout(config: Mapping[str, Any]) -> str | None:
     return kind if kind in HEADS else None
 
 
-def _eagle_facts(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> HeadFacts:
+def _eagle_info(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> HeadInfo:
     layer = config.get("transformer_layer_config") or config
     nested = config.get("eagle_config") or {}
     layers = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-    return HeadFacts(
+    return HeadInfo(
         layout=layout,
         version=1 if layout == EAGLE.name else 3,
         num_layers=int(layer.get("num_hidden_layers", 1)),

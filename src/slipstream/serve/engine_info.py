@@ -18,7 +18,7 @@ _ROOM = {"num_slots", "kv_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineInfo:
     """An engine as it was loaded; nothing here changes while it runs."""
 
     model: str
@@ -47,8 +47,8 @@ class EngineFacts:
     """Seed of the seeds of requests without one; None where each is drawn by chance."""
 
     @classmethod
-    def of(cls, engine: Engine) -> EngineFacts:
-        """The facts of an engine in this process."""
+    def of(cls, engine: Engine) -> EngineInfo:
+        """The info of an engine in this process."""
         return cls(
             model=engine.config.model,
             method=engine.speculative.method,
@@ -70,7 +70,7 @@ class EngineFacts:
             seed=engine.config.seed,
         )
 
-    def differences(self, other: EngineFacts) -> str:
+    def differences(self, other: EngineInfo) -> str:
         """What would answer otherwise in `other`, in words; empty where only the room of its caches differs, which goes
         by the memory that was free."""
         return ", ".join(

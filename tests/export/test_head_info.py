@@ -1,4 +1,4 @@
-"""Facts of heads are read from their files, and vocabulary maps are told apart."""
+"""What heads are is read from their files, and vocabulary maps are told apart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.errors import ConfigError, ModelError
 from slipstream.tools.export import ENGINES, SpeculativeRecord
-from slipstream.tools.export.head_facts import (
+from slipstream.tools.export.head_info import (
     AuxLayers,
     VocabularyMap,
     context_length,
-    head_facts,
+    head_info,
     kind_of_map,
     to_absolute,
     to_offsets,
@@ -50,13 +50,13 @@ def test_what_is_no_map_is_refused(wrong: list[int]) -> None:
 
 
 def test_the_embedded_head() -> None:
-    facts = head_facts(EMBEDDED_EAGLE3)
-    assert facts is not None
-    assert (facts.layout, facts.version, facts.method) == ("eagle3", 3, "eagle3")
-    assert facts.aux_layers == AuxLayers((1, 3, 5))
-    assert facts.norms.before_residual is False
-    assert (facts.vocabulary, facts.output, facts.embedding) == (None, "own", "shared")
-    assert head_facts(EMBEDDED_DRAFT) is None
+    info = head_info(EMBEDDED_EAGLE3)
+    assert info is not None
+    assert (info.layout, info.version, info.method) == ("eagle3", 3, "eagle3")
+    assert info.aux_layers == AuxLayers((1, 3, 5))
+    assert info.norms.before_residual is False
+    assert (info.vocabulary, info.output, info.embedding) == (None, "own", "shared")
+    assert head_info(EMBEDDED_DRAFT) is None
     assert context_length(EMBEDDED_DRAFT) == 2048
 
 
@@ -65,13 +65,13 @@ def test_a_head_with_its_own_parts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     table = np.zeros((VOCAB, 2), dtype=np.float32)
     save_file({"embed_tokens.weight": table, "d2t": IDS, "t2d": MARKS}, tmp_path / "model.safetensors")
-    facts = head_facts(tmp_path)
-    assert facts is not None
-    assert facts.vocabulary == VocabularyMap("absolute", 8)
-    assert (facts.embedding, facts.output, facts.aux_layers) == ("own", "shared", None)
+    info = head_info(tmp_path)
+    assert info is not None
+    assert info.vocabulary == VocabularyMap("absolute", 8)
+    assert (info.embedding, info.output, info.aux_layers) == ("own", "shared", None)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ModelError, match="cannot read"):
-        head_facts(tmp_path)
+        head_info(tmp_path)
 
 
 def test_two_numberings_of_layers() -> None:
@@ -87,9 +87,9 @@ def test_weights_in_pytorchs_own_format_are_not_guessed(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": VOCAB, "draft_vocab_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
-    facts = head_facts(tmp_path)
-    assert facts is not None
-    assert (facts.embedding, facts.output) == (None, None)
-    assert facts.vocabulary == VocabularyMap("offset", 8)
-    record = SpeculativeRecord(method="eagle3", target="t", model=str(tmp_path), depth=4, head=facts)
+    info = head_info(tmp_path)
+    assert info is not None
+    assert (info.embedding, info.output) == (None, None)
+    assert info.vocabulary == VocabularyMap("offset", 8)
+    record = SpeculativeRecord(method="eagle3", target="t", model=str(tmp_path), depth=4, head=info)
     assert ENGINES["vllm"].to_engine(record).record.method == "eagle3"
