@@ -10,12 +10,13 @@ import pytest
 import torch
 from learn_cases import some_record, some_tensors
 
+from slipstream.core.whole_files import sync_folder
 from slipstream.errors import CorruptVersionError, LearnError
 from slipstream.learn.decisions.by_hand import forget
 from slipstream.learn.records.served import tenant_key
 from slipstream.learn.storage.database import LearnDatabase
 from slipstream.learn.storage.events import EventLog
-from slipstream.learn.storage.folder import LearnFolder, sync_folder
+from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import check_remembered, forget_records
 from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 from slipstream.learn.storage.tables import put_document

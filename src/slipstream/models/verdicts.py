@@ -15,8 +15,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,6 +26,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from slipstream.config import cache_folder
 from slipstream.core.version import __version__
+from slipstream.core.whole_files import write_whole
 from slipstream.models.files.digest import digest_of_files
 
 log = logging.getLogger(__name__)
@@ -66,15 +65,7 @@ class LoadVerdict:
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                Path(name).replace(self.path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    Path(name).unlink()
-                raise
+            write_whole(self.path, text.encode())
         except OSError as error:
             log.info("that the model passed its checks cannot be kept in %s (%s)", folder, error.strerror)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import tempfile
 from pathlib import Path
 
 from slipstream.config import cache_folder
+from slipstream.core.whole_files import write_whole
 from slipstream.errors import ConfigError
 from slipstream.profiling.plausible import implausible
 from slipstream.profiling.profile import CostProfile, ProfileKey
@@ -46,16 +45,8 @@ def save(profile: CostProfile) -> Path:
     """Write the profile, replacing an earlier one of its key. A reader sees the old file or the new one."""
     folder = prepare_folder()
     text = json.dumps({"format": FORMAT, "profile": profile.as_json()}, indent=1, ensure_ascii=False)
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        path = folder / f"{profile.key.digest()}.json"
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    path = folder / f"{profile.key.digest()}.json"
+    write_whole(path, text.encode())
     return path
 
 

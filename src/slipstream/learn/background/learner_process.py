@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from slipstream.core.whole_files import write_whole
 from slipstream.errors import ProtocolError
 from slipstream.learn.background.learner import BEGUN
 from slipstream.learn.background.messages import CODEC, DraftingCosts, LearnEvent, LearnMessage, LeaveToKeep
-from slipstream.learn.storage.folder import write_whole
 from slipstream.rpc.children import SocketChild, module_command
 from slipstream.rpc.sockets import Outbox, next_body
 
@@ -255,4 +255,4 @@ class LearnerLog:
         if size > self._max_bytes:
             data = self.file.read_bytes()
             half = len(data) - self._max_bytes // 2
-            write_whole(self.file, data[data.find(b"\n", half) + 1 or half :])
+            write_whole(self.file, data[data.find(b"\n", half) + 1 or half :], sync=True)

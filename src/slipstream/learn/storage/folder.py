@@ -96,28 +96,3 @@ class LearnFolder:
         return LearnError(
             f"cannot write in {str(self.path)!r}: {why}; give --learn a folder that can be written"
         )
-
-
-def write_whole(file: Path, data: bytes) -> None:
-    """Replace a file by `data`: after a crash at any instant it is the old one or the new one, whole."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with os.fdopen(os.open(beside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the system write down which files a folder has."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.core.whole_files import sync_folder
 from slipstream.errors import CorruptVersionError, LearnError
 from slipstream.learn.records.served import ServedRecord, tenant_keys
-from slipstream.learn.storage.folder import LearnFolder, sync_folder
+from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import check_remembered
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.core.whole_files import write_whole
 from slipstream.errors import ConfigError
 
 NAME = "advice.partial.json"
@@ -58,9 +59,8 @@ class KeptParts:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        writing = self._file.with_suffix(".writing")
-        writing.write_text(json.dumps({"settings": self._settings, "parts": self._parts}), encoding="utf-8")
-        writing.replace(self._file)
+        text = json.dumps({"settings": self._settings, "parts": self._parts})
+        write_whole(self._file, text.encode())
 
 
 def has_parts(folder: Path) -> bool:
