@@ -147,8 +147,6 @@ class AsyncEngine(EngineClient):
         params = self.engine.intake.default_params() if params is None else params
         if isinstance(params, SamplingParams):
             params = params.clone()  # the caller may go on to change its own
-        grammar: Grammar | None = None
-        encoded: Prompt | EncodedPrompt = prompt
 
         def add() -> None:
             try:
@@ -169,18 +167,31 @@ class AsyncEngine(EngineClient):
 
         self._waiting.add(waiting)
         try:
-            if isinstance(
-                params, SamplingParams
-            ):  # in other threads than the engine's, where all would wait for it
-                given = request_options(options)
-                compiling = self.engine.intake.compile_grammar(params, tenant=given.tenant)
-                grammar = None if compiling is None else await waiting.grammar(compiling)
-                if _takes_long_to_encode(prompt, params, given):
-                    encoded = await asyncio.to_thread(self.engine.intake.encode, prompt, params, given)
+            encoded, grammar = await self._prepared(prompt, params, options, waiting)
             self._post(add, fail=lambda error: self._hold(caller, error))
         finally:
             self._waiting.discard(waiting)
+        return self._handle(name, caller)
 
+    async def _prepared(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions | None,
+        waiting: _Waiting,
+    ) -> tuple[Prompt | EncodedPrompt, Grammar | None]:
+        """The prompt encoded and the grammar compiled, as far as that takes long: in other threads than the engine's,
+        where all would wait for it."""
+        if not isinstance(params, SamplingParams):
+            return prompt, None
+        given = request_options(options)
+        compiling = self.engine.intake.compile_grammar(params, tenant=given.tenant)
+        grammar = None if compiling is None else await waiting.grammar(compiling)
+        if not _takes_long_to_encode(prompt, params, given):
+            return prompt, grammar
+        return await asyncio.to_thread(self.engine.intake.encode, prompt, params, given), grammar
+
+    def _handle(self, name: str, caller: _Caller) -> RequestHandle:
         def leave() -> None:
             with contextlib.suppress(EngineStoppedError):
                 self._post(lambda: self._abort(name, caller))
