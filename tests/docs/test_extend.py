@@ -27,17 +27,21 @@ from transformers import (
 )
 
 from slipstream import LLM, AsyncEngine, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.config import SpeculativeConfig
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.proposal import ProposalKind
-from slipstream.draft.registry import create_drafter, drafter_names
+from slipstream.draft.heads.checkpoints import write_checkpoint
+from slipstream.draft.methods import TargetFeatures
+from slipstream.draft.registry import create_drafter, drafter_names, method_spec
 from slipstream.engine.speculation import ParsedSpeculation
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.models import adapt
 from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.cpu import native
 from slipstream.models.linear.formats import WEIGHT_FORMATS
+from slipstream.plan.planner import Planner
+from slipstream.plan.process import USUAL
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.testing.conformance import check_drafter
@@ -140,6 +144,46 @@ def test_the_drafter_drafts_and_changes_no_text(
     assert [list(output.outputs[0].token_ids) for output in outputs] == plain
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0
     assert llm.engine.drafting.num_failures == 0
+
+
+# --- head with its proposer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree_top_k": 3}, {"tree_choices": [[0], [1], [0, 0]]}])
+def test_the_head_drafts_and_changes_no_text(
+    install: Install, prompts: list[str], plain: list[list[int]], tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    """With weights that leave the target's state as it is: a poor draft."""
+    name, folder = install("head"), str(tmp_path / "head")
+    lm = LLM(attention_backend="packed").engine.model
+    sizes = {"hidden_size": lm.hidden_size, "vocab_size": lm.vocab_size}
+    weight = torch.eye(lm.hidden_size, 2 * lm.hidden_size)
+    write_checkpoint(folder, sizes, {"roll.weight": weight})
+    speculation = {"method": name, "model": folder, **shape}
+    llm = LLM(speculative_config=speculation, attention_backend="packed")
+    outputs = llm.generate(prompts, GREEDY)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == plain
+    assert all(output.metrics.num_draft_tokens > 0 for output in outputs)
+    assert llm.engine.drafting.num_failures == 0
+    config = EngineConfig(model=EMBEDDED_TARGET)
+    outline = Planner(config, SpeculativeConfig.from_mapping(speculation), USUAL).draft
+    assert outline.feature_layers == (lm.num_layers,)
+    assert outline.head_bytes == llm.engine.drafter.memory_bytes() == weight.nbytes // 2, (
+        "16 bits, as the target"
+    )
+
+
+def test_the_head_refuses_weights_that_are_not_its_own(install: Install, tmp_path: Path) -> None:
+    name, folder = install("head"), str(tmp_path / "head")
+    write_checkpoint(folder, {}, {"roll.weight": torch.zeros(2, 4)})
+    with pytest.raises(ModelError, match=r"has roll\.weight of shape \[2, 4\]"):
+        LLM(speculative_config={"method": name, "model": folder})
+    context = draft_context(vocab_size=50)
+    with pytest.raises(ConfigError, match="rolling reads the target's hidden states"):
+        create_drafter(SpeculativeConfig(name, options={"model": folder}), context)
+    spec = method_spec(name)
+    assert spec is not None
+    assert (spec.name, spec.is_head, spec.features) == (name, True, TargetFeatures.LAST)
 
 
 # --- verifier ---------------------------------------------------------------------------------------------------

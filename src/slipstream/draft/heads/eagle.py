@@ -1,36 +1,21 @@
-"""EAGLE: a one-layer head drafts from the target's own features (`eagle_head` names the papers).
-
-A cache entry belongs to a token and the feature of the token before it. Committed text is fed with the target's true
-features, draft tokens with the head's own estimates. After a verdict the estimates are dropped, and accepted tokens are
-fed again with the target's features.
-"""
+"""EAGLE: a one-layer head drafts from the target's own features (`eagle_head` names the papers)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from slipstream.config import check_types
-from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
 from slipstream.draft.heads.head_executor import eagle_executor
-from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
-from slipstream.draft.proposers.growing import Feed
-from slipstream.draft.proposers.own_cache import CachedDrafter
+from slipstream.draft.proposers.features import FeatureDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
-from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.batch import ForwardBatch
-from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization
 
 
@@ -53,14 +38,12 @@ class EagleOptions(CorrectedOptions):
         check_quantization(self.quantization, "eagle")
 
 
-class EagleDrafter(CachedDrafter, AutoregressiveDrafter):
+class EagleDrafter(FeatureDrafter):
     """Drafts with an EAGLE head; chains, fixed trees and EAGLE-2's dynamic trees."""
 
     Options = EagleOptions
     version: ClassVar[int | None] = None
     """EAGLE version of the heads that it accepts; None accepts both."""
-    first_entry = 1  # the first token has no feature before it
-    keeps_accepted = False
 
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
         if context.target is None:
@@ -80,7 +63,6 @@ class EagleDrafter(CachedDrafter, AutoregressiveDrafter):
             like=self.target,
         )
         self.traits = replace(self.traits, feature_layers=config.feature_layers)
-        self.target_cache: KVCache | None = None
 
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
@@ -120,50 +102,6 @@ class EagleDrafter(CachedDrafter, AutoregressiveDrafter):
         if cls.version not in (None, found):
             own = {1: "eagle", 3: "eagle3"}[found]
             raise ConfigError(f"{path!r} is an EAGLE-{found} head; use method {own!r}")
-
-    def attach(self, cache: KVCache) -> None:
-        self.target_cache = cache
-
-    def weight_bytes(self) -> int:
-        return self.executor.footprint()
-
-    def _num_ready(self, sequence: Sequence) -> int:
-        return min(len(sequence.token_ids), sequence.num_computed + 1)
-
-    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
-        features = torch.cat([self._features(feed) for feed in feeds])
-        rows = ForwardBatch([feed.rows for feed in feeds])
-        return self.executor.draft_chain(rows, self.cache.pool, features, chains)
-
-    def _forward(self, feeds: Seq[Feed]) -> Tensor:
-        committed = feeds[0].nodes is None  # all are, or none is
-        given = torch.cat([self._features(feed) if committed else self._estimates(feed) for feed in feeds])
-        rows = ForwardBatch([feed.rows for feed in feeds])
-        states, logits = self.executor.forward(rows, self.cache.pool, given, committed)
-        self._remember(feeds, states)
-        return logits
-
-    def _features(self, feed: Feed) -> Tensor:
-        """[rows, width]: the target's features of the token before each of a feed's committed ones."""
-        assert self.target_cache is not None, "attach() comes before the first proposal"
-        end = feed.first - 1 + len(feed.rows.token_ids)
-        return self.target_cache.features(feed.tree.sequence.id, feed.first - 1, end)
-
-    def _estimates(self, feed: Feed) -> Tensor:
-        """[rows, hidden]: the head's own states of the token before each of a feed's draft tokens."""
-        assert feed.nodes is not None
-        return torch.stack([node.parent.state if node.parent else feed.tree.state for node in feed.nodes])
-
-    def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:
-        """Store the estimates that the next level starts from."""
-        end = 0
-        for feed in feeds:
-            begin, end = end, end + len(feed.rows.token_ids)
-            if feed.nodes is None:
-                feed.tree.state = states[end - 1]
-                continue
-            for node, state in zip(feed.nodes, states[begin:end], strict=True):
-                node.state = state
 
 
 class Eagle1Drafter(EagleDrafter):

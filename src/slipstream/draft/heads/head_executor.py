@@ -115,7 +115,7 @@ class EagerEagle(EagleExecutor):
 
     def footprint(self) -> int:
         table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
-        return table + _bytes_of(self.head)
+        return table + bytes_beside(self.head)
 
     def forward(
         self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
@@ -152,7 +152,7 @@ class EagerHeads(HeadsExecutor):
         self.heads = heads
 
     def footprint(self) -> int:
-        return _bytes_of(self.heads)
+        return bytes_beside(self.heads)
 
     def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
         return self.heads.some(rows, first, count)
@@ -164,7 +164,8 @@ def pack_beside(head: nn.Module, target: CausalLM, fmt: WeightFormat) -> None:
         pack_linears(head, fmt, target.is_native)
 
 
-def _bytes_of(head: nn.Module) -> int:
+def bytes_beside(head: nn.Module) -> int:
+    """Bytes of a head's weights, packed or not."""
     return packed_bytes(head) + sum(int(weight.nbytes) for weight in head.parameters())
 
 

@@ -205,6 +205,22 @@ class DraftTree:
         self.frontier = [] if depth >= self.max_depth else self._next_frontier(children)
         return children
 
+    def frontier_tokens(self) -> list[int]:
+        """The token of each frontier node; the last committed one for the end of the committed text."""
+        return [node.token_id if node else self.sequence.token_ids[-1] for node in self.frontier]
+
+    def states_above(self) -> list[Any]:
+        """What `keep_states` kept above each frontier node, or `state` where that is the committed text."""
+        return [node.parent.state if node and node.parent else self.state for node in self.frontier]
+
+    def keep_states(self, states: Iterable[Any]) -> None:
+        """Keep a state for each frontier node, which the nodes below it start from."""
+        for node, state in zip(self.frontier, states, strict=True):
+            if node is None:
+                self.state = state
+            else:
+                node.state = state
+
     def store_frontier(
         self, slots: SlotMap, past: int, own_id: Callable[[int], int] = lambda token_id: token_id
     ) -> RowGroup:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.config import check_types
 from slipstream.core.sequence import Sequence
@@ -25,7 +25,7 @@ from slipstream.draft.heads.checkpoints import (
     outline_checkpoint,
     stored_bytes,
 )
-from slipstream.draft.heads.head_executor import heads_executor
+from slipstream.draft.heads.head_executor import bytes_beside, heads_executor, pack_beside
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
 from slipstream.draft.proposers.growing import GrowingDrafter
@@ -71,6 +71,16 @@ class StateDrafter(GrowingDrafter):
         super().__init__(options, context, vocab_size=self.target.vocab_size, most_levels=most_levels)
         self.traits = replace(self.traits, feature_layers=(self.target.num_layers,))
         self.target_cache: KVCache | None = None
+        self._taken: list[nn.Module] = []
+
+    def take(self, head: nn.Module) -> None:
+        """Move a head to the target's device and dtype, pack its linear layers as the target's, and count its bytes."""
+        head.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
+        pack_beside(head, self.target, self.target.format_beside(self.options.quantization))
+        self._taken.append(head)
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + sum(map(bytes_beside, self._taken))
 
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
@@ -174,20 +184,15 @@ class HeadDrafter(StateDrafter):
             tree.state = state
         level, growing = 0, trees
         while growing:
-            nodes = [(tree, node) for tree in growing for node in tree.frontier]
-            above = [node.parent.state if node and node.parent else tree.state for tree, node in nodes]
-            tokens = [node.token_id if node else tree.sequence.token_ids[-1] for tree, node in nodes]
+            above = [state for tree in growing for state in tree.states_above()]
+            tokens = [token_id for tree in growing for token_id in tree.frontier_tokens()]
             embeds = self.target.embed(torch.tensor(tokens, device=self.target.device))
             rows = torch.cat([torch.stack(above), embeds], dim=-1)
             logits = self.executor.forward(rows, level, 1)[0]
-            for (tree, node), row in zip(nodes, rows, strict=True):
-                if node is None:
-                    tree.state = row
-                else:
-                    node.state = row
             end = 0
             for tree in growing:
                 begin, end = end, end + len(tree.frontier)
+                tree.keep_states(rows[begin:end])
                 tree.grow(logits[begin:end])
             level, growing = level + 1, [tree for tree in growing if tree.frontier]
 

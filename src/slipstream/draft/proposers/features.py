@@ -1,0 +1,73 @@
+"""Level by level from the target's features, over entries of its own: what EAGLE's heads do.
+
+A cache entry belongs to a token and the features of the token before it. Committed text is fed with the target's true
+features, draft tokens with the head's own estimates. After a verdict the estimates are dropped, and accepted tokens are
+fed again with the target's features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from slipstream.core.sequence import Sequence
+from slipstream.draft.heads.head_executor import EagleExecutor
+from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
+from slipstream.draft.proposers.growing import Feed
+from slipstream.draft.proposers.own_cache import CachedDrafter
+from slipstream.kv.cache import KVCache
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.executor.chains import Chains
+
+
+class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
+    """Feeds a head with features; a subclass makes its executor, and says in its traits which layers' they are."""
+
+    first_entry = 1  # the first token has no feature before it
+    keeps_accepted = False
+    executor: EagleExecutor
+    target_cache: KVCache | None = None
+
+    def attach(self, cache: KVCache) -> None:
+        self.target_cache = cache
+
+    def weight_bytes(self) -> int:
+        return self.executor.footprint()
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        return min(len(sequence.token_ids), sequence.num_computed + 1)
+
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+        features = torch.cat([self._features(feed) for feed in feeds])
+        rows = ForwardBatch([feed.rows for feed in feeds])
+        return self.executor.draft_chain(rows, self.cache.pool, features, chains)
+
+    def _forward(self, feeds: Seq[Feed]) -> Tensor:
+        committed = feeds[0].nodes is None  # all are, or none is
+        given = torch.cat([self._features(feed) if committed else self._estimates(feed) for feed in feeds])
+        rows = ForwardBatch([feed.rows for feed in feeds])
+        states, logits = self.executor.forward(rows, self.cache.pool, given, committed)
+        self._remember(feeds, states)
+        return logits
+
+    def _features(self, feed: Feed) -> Tensor:
+        """[rows, width]: the target's features of the token before each of a feed's committed ones."""
+        assert self.target_cache is not None, "attach() comes before the first proposal"
+        end = feed.first - 1 + len(feed.rows.token_ids)
+        return self.target_cache.features(feed.tree.sequence.id, feed.first - 1, end)
+
+    def _estimates(self, feed: Feed) -> Tensor:
+        """[rows, hidden]: the head's own states of the token before each of a feed's draft tokens."""
+        return torch.stack(feed.tree.states_above())
+
+    def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:
+        """Store the estimates that the next level starts from."""
+        end = 0
+        for feed in feeds:
+            begin, end = end, end + len(feed.rows.token_ids)
+            if feed.nodes is None:
+                feed.tree.state = states[end - 1]
+            else:
+                feed.tree.keep_states(states[begin:end])
