@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.garbage import uncollected
-from slipstream.core.version import __version__
+from slipstream.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SpeculativeConfig
@@ -64,7 +64,6 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "Update",
-    "__version__",
 ]
 
 

@@ -166,9 +166,9 @@ def test_the_head_drafts_and_changes_no_text(
     assert all(output.metrics.num_draft_tokens > 0 for output in outputs)
     assert llm.engine.drafting.num_failures == 0
     config = EngineConfig(model=EMBEDDED_TARGET)
-    outline = Planner(config, SpeculativeConfig.from_mapping(speculation), USUAL).draft
-    assert outline.feature_layers == (lm.num_layers,)
-    assert outline.head_bytes == llm.engine.drafter.memory_bytes() == weight.nbytes // 2, (
+    planned = Planner(config, SpeculativeConfig.from_mapping(speculation), USUAL).draft
+    assert planned.traits.feature_layers == (lm.num_layers,)
+    assert planned.head_bytes == llm.engine.drafter.memory_bytes() == weight.nbytes // 2, (
         "16 bits, as the target"
     )
 
