@@ -96,7 +96,8 @@ def test_rows_are_what_the_target_thinks_there(llm: LLM, plain: LLM, make: MakeC
             plain.generate(text, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
             logits = seen[0]
             assert abs(rows.logsumexps[row] - logits.logsumexp(0)) < 1e-3
-            assert np.allclose(rows.top_logits()[row], logits.topk(8).values, atol=2e-2)
+            top_logits = rows.top_log_probs[row].astype(np.float32) + rows.logsumexps[row]
+            assert np.allclose(top_logits, logits.topk(8).values, atol=2e-2)
             assert rows.top_ids[row, 0] == logits.argmax()
             if params is GREEDY and row in on_text:
                 assert answer[rows.positions[row]] == rows.top_ids[row, 0]

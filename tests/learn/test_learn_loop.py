@@ -14,10 +14,8 @@ from slipstream.learn.decisions.loop import (
     BASE,
     Act,
     Decision,
-    Judgment,
     LoopSettings,
     PairedBets,
-    TrialPhase,
     VersionLoop,
 )
 
@@ -38,20 +36,14 @@ def serve(
 
 def on_trial(version: str, loop: VersionLoop | None = None) -> VersionLoop:
     loop = loop or VersionLoop()
-    loop.offer(version, 1.3)
-    decision = loop.judged(version, Judgment.BETTER)
-    assert decision is not None
-    assert decision.act is Act.TRY
+    assert loop.offer(version, 1.3).act is Act.TRY
     return loop
 
 
-def test_a_better_candidate_goes_from_offline_evaluation_over_a_share_to_everyone() -> None:
+def test_a_better_candidate_goes_over_a_share_to_everyone() -> None:
     loop, rng = VersionLoop(), random.Random(0)
-    loop.offer("good", 1.3)
-    assert loop.phase is TrialPhase.OFFLINE
-    assert {loop.version_for(share / 100) for share in range(100)} == {BASE}, "none is its own yet"
-    assert loop.judged("good", Judgment.UNDECIDED) is None
-    loop.judged("good", Judgment.BETTER)
+    assert {loop.version_for(share / 100) for share in range(100)} == {BASE}, "there is no other one yet"
+    assert loop.offer("good", 1.3, "faster") == Decision(Act.TRY, "good", "faster")
     shares = [loop.version_for(share / 100) for share in range(100)]
     assert shares.count("good") == 20
     [decision] = serve(loop, rng, 2000)
@@ -71,24 +63,6 @@ def test_a_worse_candidate_that_the_offline_evaluation_let_pass_never_reaches_ev
         [decision] = serve(loop, rng, 20_000)
         assert decision.act is Act.REFUSE, seed
         assert loop.serving == BASE, seed
-
-
-def test_what_the_offline_evaluation_finds_worse_is_refused_and_serves_nobody() -> None:
-    loop = VersionLoop()
-    loop.offer("bad", 1.3)
-    decision = loop.judged("bad", Judgment.WORSE, "slower")
-    assert decision == Decision(Act.REFUSE, "bad", "slower")
-    assert loop.candidate is None
-    assert loop.version_for(0.99) == BASE
-
-
-def test_what_stays_undecided_makes_room() -> None:
-    loop = VersionLoop(LoopSettings(max_judgments=3))
-    loop.offer("same", 1.0)
-    assert [loop.judged("same", Judgment.UNDECIDED) for _ in range(2)] == [None, None]
-    decision = loop.judged("same", Judgment.UNDECIDED)
-    assert decision is not None
-    assert decision.act is Act.REFUSE
 
 
 def test_a_promoted_version_that_breaks_is_rolled_back_within_200_requests() -> None:
@@ -147,7 +121,7 @@ def test_bets_of_equal_groups_rarely_win() -> None:
         ({"canary_share": 0.0}, "canary_share must be above 0"),
         ({"canary_share": 0.6}, "together"),
         ({"slack": -0.1}, "slack"),
-        ({"max_judgments": 0}, "max_judgments"),
+        ({"max_canary_pairs": 0}, "max_canary_pairs"),
     ],
 )
 def test_settings_that_are_none(wrong: dict[str, float], message: str) -> None:
@@ -157,9 +131,8 @@ def test_settings_that_are_none(wrong: dict[str, float], message: str) -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["offer", "judge", "serve", "promote", "roll_back", "retire", "freeze"]),
+        st.sampled_from(["offer", "serve", "promote", "roll_back", "retire", "freeze"]),
         st.sampled_from(["a", "b", "c"]),
-        st.sampled_from(list(Judgment)),
         st.floats(-1.0, 2.0),
     ),
     max_size=60,
@@ -168,20 +141,17 @@ EVENTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(EVENTS)
-def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgment, float]]) -> None:
+def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, float]]) -> None:
     """No event raises but an offer; who serves is somebody who was promoted; the base drafter is always at the
     bottom."""
-    loop = VersionLoop(LoopSettings(max_canary_pairs=3, max_judgments=2))
+    loop = VersionLoop(LoopSettings(max_canary_pairs=3))
     passed: set[str] = {BASE}
-    for what, version, judgment, number in events:
+    for what, version, number in events:
         before, frozen = loop.serving, loop.frozen
         match what:
             case "offer":
                 with contextlib.suppress(LearnError):
-                    loop.offer(version, number)
-            case "judge":
-                decision = loop.judged(version, judgment)
-                assert decision is None or decision.act in (Act.TRY, Act.REFUSE)
+                    assert loop.offer(version, number).act is Act.TRY
                 assert loop.serving == before
             case "serve":
                 for name in (BASE, loop.serving, version):
@@ -200,7 +170,6 @@ def test_whatever_happens_in_whatever_order(events: list[tuple[str, str, Judgmen
             case "freeze":
                 loop.frozen = not loop.frozen
         assert loop.serving in passed
-        assert (loop.candidate is None) == (loop.phase is None)
         assert loop.candidate != loop.serving
         assert 0 <= loop.control_share + loop.canary_share < 1
         named = {BASE, loop.serving, loop.candidate}

@@ -27,7 +27,7 @@ from slipstream.learn.background.learner_process import LearnerProcess
 from slipstream.learn.background.pace import BESIDE_SHARE, LearnerPace
 from slipstream.learn.capture.capture import MAX_ANSWER_BYTES, MAX_SHARE, Capture, CaptureLimits, identity_of
 from slipstream.learn.decisions.draft_costs import DraftCosts
-from slipstream.learn.decisions.loop import Act, Decision, Judgment, LoopSettings, VersionLoop
+from slipstream.learn.decisions.loop import Act, Decision, LoopSettings, VersionLoop
 from slipstream.learn.learners.registry import learner_for
 from slipstream.learn.records.privacy import PrivacyRules
 from slipstream.learn.records.served import TAPS, tenant_key
@@ -280,7 +280,6 @@ class LearnSession:
         )
         if scope.canary is not None:  # its comparison was lost with the process: it begins anew
             loop.offer(scope.canary, self._versions.promise(scope.canary))
-            loop.judged(scope.canary, Judgment.BETTER)
         loop.frozen = self._served_versions.state.frozen
         return loop
 
@@ -327,13 +326,11 @@ class LearnSession:
         if loop is None:
             loop = self._served_versions.loops[key] = self._loop_of(self._served_versions.state.scope(*key))
         try:
-            loop.offer(version, float(message["promise"]))
+            decision = loop.offer(version, float(message["promise"]), str(message.get("why", "")))
         except LearnError as error:
             self._note("refused", version=version, why=str(error))
             return
-        decision = loop.judged(version, Judgment.BETTER, str(message.get("why", "")))
-        if decision is not None:
-            self._carry_out(key, decision)
+        self._carry_out(key, decision)
 
     def _on_refused(self) -> None:
         self._status = replace(self._status, num_refused=self._status.num_refused + 1)

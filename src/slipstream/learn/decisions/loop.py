@@ -1,9 +1,9 @@
-"""What becomes of a candidate: evaluated offline, tried on a share, given to everyone, watched, rolled back.
+"""What becomes of a candidate that held-out answers found better: tried on a share, given to everyone, rolled back.
 
-A state machine of one scope, without clock, files or tensors. It is told what was judged and what finished requests
-gained, and says what to do. Versions are compared on live traffic by requests that hash at random to one or the other
-at the same time, so that a change of topic moves both: their differences are bet on (`stats.betting.Stakes`). Such a
-test may be looked at after every request.
+A state machine of one scope, without clock, files or tensors. It is told which candidates the learner has made and what
+finished requests gained, and says what to do. Versions are compared on live traffic by requests that hash at random to
+one or the other at the same time, so that a change of topic moves both: their differences are bet on
+(`stats.betting.Stakes`). Such a test may be looked at after every request.
 """
 
 from __future__ import annotations
@@ -26,23 +26,6 @@ _TOLERANCE = 0.05
 """A fall by less raises no doubt."""
 MAX_PROMISE = 2.0
 """A larger promised gain is taken for this one: the bets need a bound."""
-
-
-class TrialPhase(StrEnum):
-    """Where a candidate is."""
-
-    OFFLINE = "offline"
-    """It serves nobody; served answers that it was not trained on are held against it."""
-    CANARY = "canary"
-    """It serves a share of the requests."""
-
-
-class Judgment(StrEnum):
-    """What the offline evaluation says so far."""
-
-    BETTER = "better"
-    WORSE = "worse"
-    UNDECIDED = "undecided"
 
 
 class Act(StrEnum):
@@ -90,8 +73,6 @@ class LoopSettings:
     """Long-run rate, a compared pair, at which a version that keeps its promise is rolled back."""
     max_canary_pairs: int = 400
     """A candidate that was not shown to be as good within so many comparisons is refused."""
-    max_judgments: int = 50
-    """A candidate that stays undecided in the offline evaluation for so many looks is refused."""
 
     def __post_init__(self) -> None:
         for name in ("canary_share", "control_share", "doubt_share", "canary_error", "rollback_error"):
@@ -103,7 +84,7 @@ class LoopSettings:
         for name in ("slack", "kept_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise LearnError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}")
-        for name in ("max_canary_pairs", "max_judgments", "doubt_requests"):
+        for name in ("max_canary_pairs", "doubt_requests"):
             if getattr(self, name) < 1:
                 raise LearnError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -185,10 +166,8 @@ class VersionLoop:
         self.serving = serving
         self.previous = previous
         self.candidate: str | None = None
-        self.phase: TrialPhase | None = None
         self.frozen = False
         self._promises = {serving: promise}
-        self._num_judgments = 0
         self._canary: PairedBets | None = None
         self._watch: PairedBets | None = None
         self._fall = _Fall(self.settings.doubt, self.settings.doubt_requests)
@@ -211,7 +190,7 @@ class VersionLoop:
     @property
     def canary_share(self) -> float:
         """The share of requests that the candidate drafts for."""
-        return self.settings.canary_share if self.phase is TrialPhase.CANARY and not self.frozen else 0.0
+        return self.settings.canary_share if self.candidate is not None and not self.frozen else 0.0
 
     def version_for(self, share: float) -> str:
         """Who drafts for a request whose hash is `share`, from 0 to below 1: the base drafter, the candidate or who
@@ -224,33 +203,20 @@ class VersionLoop:
 
     # --- what is reported -------------------------------------------------------------------------------------
 
-    def offer(self, version: str, promise: float) -> None:
-        """A candidate that was trained; `promise` is its predicted speed over the base drafter's. Raises `LearnError`
-        while there is another one, or while the scope is frozen."""
+    def offer(self, version: str, promise: float, reason: str = "") -> Decision:
+        """Try a candidate that held-out answers found better; `promise` is its predicted speed over the base drafter's.
+
+        Raises `LearnError` while there is another one, or while the scope is frozen.
+        """
         if self.frozen:
             raise LearnError(f"version {version} is not tried: learning is frozen")
         if self.candidate is not None:
             raise LearnError(f"version {version} is not tried: {self.candidate} still is")
         if version in (BASE, self.serving):
             raise LearnError(f"version {version or 'base'} serves already")
-        self.candidate, self.phase = version, TrialPhase.OFFLINE
-        self._promises[version] = promise
-        self._num_judgments = 0
-
-    def judged(self, version: str, judgment: Judgment, reason: str = "") -> Decision | None:
-        """The offline evaluation was looked at; of another version than the candidate it is ignored."""
-        if self.frozen or version != self.candidate or self.phase is not TrialPhase.OFFLINE:
-            return None
-        self._num_judgments += 1
-        if judgment is Judgment.WORSE:
-            return self._refuse(reason or "held-out answers show that it is not faster")
-        if judgment is Judgment.BETTER:
-            self.phase = TrialPhase.CANARY
-            self._canary = PairedBets(restarts=False, slack=self.settings.slack)
-            return Decision(Act.TRY, version, reason or "held-out answers show that it is faster")
-        if self._num_judgments >= self.settings.max_judgments:
-            return self._refuse(f"undecided after {self._num_judgments} looks at held-out answers")
-        return None
+        self.candidate, self._promises[version] = version, promise
+        self._canary = PairedBets(restarts=False, slack=self.settings.slack)
+        return Decision(Act.TRY, version, reason or "held-out answers show that it is faster")
 
     def served(self, version: str, figure: float) -> Decision | None:
         """A request ended well that `version` drafted for; `figure` is its tokens a pass over the most possible."""
@@ -346,7 +312,7 @@ class VersionLoop:
     def _drop_candidate(self) -> None:
         if self.candidate is not None and self.candidate != self.serving:
             self._promises.pop(self.candidate, None)
-        self.candidate = self.phase = self._canary = None
+        self.candidate = self._canary = None
 
 
 def _info(bets: PairedBets) -> dict[str, float]:

@@ -102,11 +102,6 @@ class CheckedRows:
         """[R]; 0 for rows on the answer's own text."""
         return np.diff(self.path_ends, prepend=np.int32(0)).astype(np.int32)
 
-    def top_logits(self) -> Floats:
-        """[R, k]: the raw logits, as far as half precision kept them."""
-        logits: Floats = self.top_log_probs.astype(np.float32) + self.logsumexps[:, None]
-        return logits
-
     def tail(self) -> Floats:
         """[R]: the probability of all tokens that are not kept, at least 0."""
         kept = np.exp(self.top_log_probs.astype(np.float32)).sum(axis=1)
