@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 from slipstream.assets.embedded import EMBEDDED, EMBEDDED_TARGET, in_package, writer_in_package
 from slipstream.draft import methods
 from slipstream.errors import ConfigError
-from slipstream.vllm_names import own_speculation
+from slipstream.vllm_names import own_engine_keys, own_speculation
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -282,6 +282,14 @@ class EngineConfig:
     `vllm` uses none, and a folder is searched for another such file."""
     override_generation_config: Mapping[str, Any] | None = None
     """Sampling parameters that override those of `generation_config`."""
+
+    @classmethod
+    def from_options(cls, model: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> EngineConfig:
+        """Make it from what users write: fields of it, or vLLM's keys. A `model` of None is the small target that ships
+        with the package. Raises `ConfigError`."""
+        return options_from(
+            cls, {"model": EMBEDDED if model is None else model, **own_engine_keys(options)}, "engine"
+        )
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "lora"):

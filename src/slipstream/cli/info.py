@@ -24,7 +24,7 @@ from slipstream.cli.output.loading import loaded_name, waiting
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite
-from slipstream.config import SpeculativeConfig
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path
 from slipstream.core.model_path import describe as describe_path
 from slipstream.draft.methods import DRAFT_MODEL
@@ -98,9 +98,8 @@ class _Described:
     def read(cls, flags: InfoFlags) -> _Described:
         """Read it from configuration and tokenizer."""
         from slipstream.engine.description import describe
-        from slipstream.engine.settings import engine_config
 
-        config = engine_config(flags.model, flags.engine)
+        config = EngineConfig.from_options(flags.model, flags.engine)
         if flags.draft is None:
             speculative = chosen_speculation({}, flags.model)
             return cls(flags, describe(config, speculative), speculative, None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.config import SpeculativeConfig, options_from
+from slipstream.config import EngineConfig, SpeculativeConfig, options_from
 from slipstream.deploy.settings import DeploySettings
 from slipstream.draft.methods import DRAFT_MODEL, OFF
-from slipstream.engine.settings import engine_config
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models import load_tokenizer
@@ -30,7 +29,7 @@ def check_settings(settings: DeploySettings) -> None:
     Raises what loading would raise: `ConfigError`, `ModelError`.
     """
     check_server(settings)
-    config = engine_config(settings.target, settings.engine_options)
+    config = EngineConfig.from_options(settings.target, settings.engine_options)
     speculative = SpeculativeConfig.from_mapping(settings.speculative_config or {"method": OFF.name})
     ParsedSpeculation.of(speculative, config.allow_lossy)
     outline_model(config.model, LoadOptions.of(config, fast_prompts=False))

@@ -23,7 +23,6 @@ from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.settings import engine_config
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.engine.target import load_target, shared_target
 from slipstream.models import CausalLM
@@ -49,7 +48,7 @@ def make_engine(
     `like` is an engine of the same target, whose weights are shared.
     Raises `ConfigError`, `ModelError` or `CapacityError` for what cannot be loaded or does not fit.
     """
-    config = engine_config(model, engine_options)
+    config = EngineConfig.from_options(model, engine_options)
     if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)
     with uncollected():

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from slipstream.config import SpeculativeConfig
-from slipstream.engine.settings import engine_config
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.rpc.children import SocketChild
@@ -31,7 +30,7 @@ def make_remote_engine(
     Raises what `make_engine` raises, and `EngineStoppedError` where the process ends without a word.
     """
     try:
-        config = engine_config(model, engine_options)
+        config = EngineConfig.from_options(model, engine_options)
     except ConfigError:
         if spawned is not None:
             spawned.kill()
