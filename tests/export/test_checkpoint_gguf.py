@@ -148,6 +148,21 @@ def test_bfloat16_and_biases_keep_their_bits(tmp_path: Path) -> None:
     assert contents_of(made.target)[1]["blk.0.attn_q.weight"].tensor_type.name == "BF16"
 
 
+def test_rotary_scaling_of_llama_3_comes_back(small: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small, folder)
+    config = json.loads((folder / "config.json").read_text())
+    theta = float(config["rope_parameters"]["rope_theta"])
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    alone = SpeculativeRecord(method="ngram", target=str(folder), depth=4)
+    made = convert(alone, "llama_cpp", tmp_path / "gguf")
+    back = convert_back(replace(alone, target=str(made.target)), "llama_cpp", tmp_path / "back")
+    assert equal(folder, str(back.target))
+    assert json.loads((Path(str(back.target)) / "config.json").read_text())["rope_parameters"] == rope
+
+
 def test_what_llama_cpp_would_read_differently_is_refused(small: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(small, folder)

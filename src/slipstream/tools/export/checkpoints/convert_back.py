@@ -19,7 +19,7 @@ from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.tools.export.checkpoints.convert import EAGLE_VERSIONS, ENGINES, model_of, target_of
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import ARCH, read_eagle3
-from slipstream.tools.export.checkpoints.gguf_tensors import refuse_rounded
+from slipstream.tools.export.checkpoints.gguf_fields import refuse_rounded
 from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint, read_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.record import SpeculativeRecord

@@ -20,14 +20,16 @@ from slipstream.models.files.gguf import Gguf
 from slipstream.models.files.gguf_architectures import halves_order
 from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS, check_head
-from slipstream.tools.export.checkpoints.gguf_models import with_neighbours
-from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes, read_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import (
+from slipstream.tools.export.checkpoints.gguf_fields import (
     add_file_type,
+    add_rope,
+    add_sizes,
     add_tensor,
     gguf_package,
+    read_sizes,
     refuse_rounded,
 )
+from slipstream.tools.export.checkpoints.gguf_models import with_neighbours
 from slipstream.tools.export.checkpoints.gguf_tokenizer import add_tokenizer
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
 

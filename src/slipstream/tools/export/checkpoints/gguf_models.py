@@ -17,8 +17,13 @@ from slipstream.models import load_config, load_tokenizer
 from slipstream.models.files.gguf_architectures import ARCHITECTURES, halves_order
 from slipstream.models.files.lora import has_adapter
 from slipstream.models.files.shards import weight_files
-from slipstream.tools.export.checkpoints.gguf_shape import add_rope, add_sizes
-from slipstream.tools.export.checkpoints.gguf_tensors import add_file_type, add_tensor, gguf_package
+from slipstream.tools.export.checkpoints.gguf_fields import (
+    add_file_type,
+    add_rope,
+    add_sizes,
+    add_tensor,
+    gguf_package,
+)
 from slipstream.tools.export.checkpoints.gguf_tokenizer import CONVERTER, add_tokenizer
 from slipstream.tools.export.refusals import ExportError
 

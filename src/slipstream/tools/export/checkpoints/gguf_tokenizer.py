@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.models.files.gguf_tokenizer import WORDS
-from slipstream.tools.export.checkpoints.gguf_tensors import gguf_package
+from slipstream.tools.export.checkpoints.gguf_fields import gguf_package
 from slipstream.tools.export.refusals import ExportError
 
 CONVERTER = "use llama.cpp's own convert_hf_to_gguf.py for this model"
