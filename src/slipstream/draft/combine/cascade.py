@@ -235,7 +235,7 @@ class CascadeDrafter(AutoregressiveDrafter):
         end = 0
         for feed, inner, proposal, rows in zip(feeds, inner_sequences, proposals, own_rows, strict=True):
             feed.rows = rows
-            self._commit(feed)
+            self.commit_feed(feed)
             if rows.logit_rows:
                 begin, end = end, end + 1 + len(proposal)
                 accepted = self._walk(feed.tree, proposal, logits[begin:end])

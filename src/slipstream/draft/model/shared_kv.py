@@ -74,7 +74,7 @@ class SharedKVDrafter(AutoregressiveDrafter):
         """The engine has reserved slots for as many entries as the budget has nodes."""
         return sequence.num_pending == 1 and super()._has_room(sequence)
 
-    def _committed(self, trees: list[DraftTree]) -> list[Feed]:
+    def pending_feeds(self, trees: list[DraftTree]) -> list[Feed]:
         feeds: list[Feed] = []
         for tree in trees:
             if tree.frontier:

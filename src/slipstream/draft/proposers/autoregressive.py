@@ -32,7 +32,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         """One pass over the rows of all feeds: logits [wanted rows, target's vocab], feed after feed."""
 
     def grow(self, trees: list[DraftTree]) -> None:
-        feeds = self._draft_chains(self._committed(trees))
+        feeds = self._draft_chains(self.pending_feeds(trees))
         while feeds:
             self._compute(feeds)
             growing = [feed.tree for feed in feeds if feed.rows.logit_rows and feed.tree.frontier]
@@ -48,7 +48,7 @@ class AutoregressiveDrafter(EntriesDrafter):
             return feeds
         chains = self._chains(drawn, Chains(list(draws.values()), self._trees.vocab_size))
         for feed, token_ids in zip(drawn, chains, strict=True):
-            self._commit(feed)
+            self.commit_feed(feed)
             feed.tree.take_chain(token_ids)
         return [feed for feed in feeds if feed.tree.sequence.id not in draws]
 
@@ -69,7 +69,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         end = 0
         for feed in feeds:
             begin, end = end, end + len(feed.rows.logit_rows)
-            self._commit(feed)
+            self.commit_feed(feed)
             if end > begin:
                 feed.tree.grow(logits[begin:end], peaks.rows(begin, end))
 

@@ -115,10 +115,10 @@ class EntriesDrafter(GrowingDrafter):
         return self._cache
 
     @abstractmethod
-    def _committed(self, trees: list[DraftTree]) -> list[Feed]:
+    def pending_feeds(self, trees: list[DraftTree]) -> list[Feed]:
         """Feeds of committed tokens; logits are wanted behind the last one of the text."""
 
-    def _commit(self, feed: Feed) -> None:
+    def commit_feed(self, feed: Feed) -> None:
         """The entries of a feed's new committed tokens have been written."""
         return
 

@@ -162,7 +162,7 @@ class CachedDrafter(EntriesDrafter):
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())
 
-    def _committed(self, trees: list[DraftTree]) -> list[Feed]:
+    def pending_feeds(self, trees: list[DraftTree]) -> list[Feed]:
         """Feeds of the committed tokens that the cache does not hold; logits are wanted behind the last token.
 
         The rows of one call are bounded as a target step's are, so that a long prompt does not delay other requests. A
@@ -192,7 +192,7 @@ class CachedDrafter(EntriesDrafter):
             feeds.append(Feed(tree, rows, past, num_new=end - seen))
         return feeds
 
-    def _commit(self, feed: Feed) -> None:
+    def commit_feed(self, feed: Feed) -> None:
         """Enter a feed's new committed tokens into the accounting."""
         if feed.num_new:
             token_ids = list(feed.rows.token_ids[-feed.num_new :])
