@@ -173,11 +173,15 @@ LOADERS = (
 def pair_loaded_once() -> Iterator[None]:
     """Engines share the weights and tokenizers of the models in the package and of the real ones, which no test writes
     to. `create_engine(like=…)` does the same; `own_weights` has them loaded anew."""
+    from slipstream import models
+
+    def load(folder: str, *given: Any, **options: Any) -> Any:
+        return (_model if folder in _unchanging() else models.load_model)(folder, *given, **options)
+
     with pytest.MonkeyPatch.context() as patched:
         for module in LOADERS:
-            patched.setattr(f"{module}.load_model", _if_in_package(_model, "load_model"))
-        for module in LOADERS[:2]:
-            patched.setattr(f"{module}.load_tokenizer", _if_in_package(_tokenizer, "load_tokenizer"))
+            patched.setattr(f"{module}.load_model", load)
+        _keep_tokenizers(patched, lambda folder: folder in _unchanging())
         yield
 
 
@@ -188,29 +192,23 @@ def own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in LOADERS:
         monkeypatch.setattr(f"{module}.load_model", models.load_model)
-    for module in LOADERS[:2]:
-        monkeypatch.setattr(f"{module}.load_tokenizer", models.load_tokenizer)
 
 
 @pytest.fixture
 def drafts_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft models and their tokenizers are kept from test to test, those in other folders too."""
+    """Draft models and tokenizers are kept from test to test, those in other folders too."""
     monkeypatch.setattr("slipstream.draft.model.draft_model.load_model", _model)
-    monkeypatch.setattr("slipstream.draft.model.draft_model.load_tokenizer", _tokenizer)
+    _keep_tokenizers(monkeypatch, lambda folder: True)
 
 
-def _if_in_package(kept: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`kept` for models that do not change; what another folder holds may be another model next time."""
+@cache
+def _unchanging() -> frozenset[str]:
+    """Models that do not change; what another folder holds may be another model next time."""
     from recipes.real_models import GEMMA3, SMOLLM2
-    from slipstream import assets, models
+    from slipstream import assets
 
-    real = [str(model.path()) for model in (SMOLLM2, GEMMA3)]
-    unchanging = (assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT, *real)
-
-    def load(folder: str, *given: Any, **options: Any) -> Any:
-        return (kept if folder in unchanging else getattr(models, name))(folder, *given, **options)
-
-    return load
+    real = (str(model.path()) for model in (SMOLLM2, GEMMA3))
+    return frozenset((assets.EMBEDDED_TARGET, assets.EMBEDDED_DRAFT, *real))
 
 
 def _model(folder: str, *given: Any, **options: Any) -> Any:
@@ -227,8 +225,34 @@ def _model_for(num_threads: int, folder: str, *given: Any, **options: Any) -> An
     return load_model(folder, *given, **options)
 
 
-@cache
-def _tokenizer(folder: str, **options: Any) -> Any:
-    from slipstream.models import load_tokenizer
+def _keep_tokenizers(patched: pytest.MonkeyPatch, is_kept: Callable[[str], bool]) -> None:
+    """What `load_tokenizer` reads from such a folder is read once; each caller has attributes of its own."""
+    from transformers import PreTrainedTokenizerFast
 
-    return load_tokenizer(folder, **options)
+    def load(cls: Any, folder: Any, *given: Any, **options: Any) -> Any:
+        if (
+            cls is not PreTrainedTokenizerFast
+            or given
+            or options != {"revision": None}
+            or not is_kept(folder)
+        ):
+            return _from_pretrained(cls, folder, *given, **options)
+        own = copy.copy(_tokenizer(folder))
+        vars(own).update({k: copy.copy(v) for k, v in vars(own).items() if isinstance(v, dict | list | set)})
+        return own
+
+    patched.setattr(PreTrainedTokenizerFast, "from_pretrained", classmethod(load))
+
+
+@cache
+def _tokenizer(folder: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return _from_pretrained(PreTrainedTokenizerFast, folder)
+
+
+def _from_pretrained(cls: Any, *given: Any, **options: Any) -> Any:
+    """`from_pretrained` as Transformers has it."""
+    from transformers import PreTrainedTokenizerBase
+
+    return PreTrainedTokenizerBase.from_pretrained.__func__(cls, *given, **options)  # type: ignore[attr-defined]

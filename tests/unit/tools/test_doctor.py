@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def test_an_untrained_head_is_found_out_by_the_canary(head: Path, monkeypatch: p
 
 
 def test_another_vocabulary_ends_the_examination(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    tokenizer = copy.deepcopy(load_tokenizer(EMBEDDED_TARGET))
     tokenizer.add_tokens(["<another>"])
     config = LlamaConfig(**sizes(32, 1, 1, vocab=len(tokenizer), inner=32))
     LlamaForCausalLM(config).save_pretrained(tmp_path)
