@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import random
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,20 +21,10 @@ from slipstream.draft.proposers.parallel import HeadDrafter
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import draft_context
+from tests.kit.folders import kept_folder
 
 VOCAB, HIDDEN = 4096, 320
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-CONFORMS: list[tuple[dict[str, Any], str]] = [
-    ({}, "coupled"),
-    ({"draft_sample_method": "greedy"}, "coupled"),
-    ({"tree_top_k": 3, "num_draft_nodes": 7}, "coupled"),
-    ({"num_speculative_tokens": 1}, "coupled"),
-    ({}, "rejection"),
-    ({"tree_top_k": 2}, "block"),
-    ({"tree_choices": CHOICES}, "coupled"),
-    ({"tree_choices": CHOICES}, "rejection"),
-]
-"""Shapes and verifiers that the conformance kit tries."""
 
 
 def force(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +46,7 @@ def context(verifier: str = "coupled") -> DraftContext:
 def random_heads(method: str, num_heads: int = 4, hidden_size: int = HIDDEN, vocab_size: int = VOCAB) -> str:
     """A folder of heads that share the target's output layer and guess at random."""
     shape = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_heads": num_heads}
-    folder = tempfile.mkdtemp(prefix="slipstream-test-heads-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = kept_folder()
     heads: Any
     if method == "medusa":
         heads, save = MedusaHeads(MedusaConfig(**shape, shares_lm_head=True), target().project), save_medusa
@@ -70,8 +55,8 @@ def random_heads(method: str, num_heads: int = 4, hidden_size: int = HIDDEN, voc
     generator = torch.Generator().manual_seed(0)
     for parameter in heads.parameters():
         parameter.data += torch.randn(parameter.shape, generator=generator) * 0.05
-    save(heads, Path(folder))
-    return folder
+    save(heads, folder)
+    return str(folder)
 
 
 def reference(drafter: HeadDrafter) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED_EAGLE3
 from slipstream.control.types import NOTHING, Choice
 from slipstream.core.proposal import ROOT, Proposal, ProposalKind, Verdict
 from slipstream.core.sequence import Sequence
@@ -21,9 +21,7 @@ from slipstream.draft.combine.merging import depth_along
 from slipstream.draft.traits import DrafterTraits
 from slipstream.engine.drafting import Drafting
 from slipstream.errors import ConfigError
-from slipstream.models import load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import OracleOptions, draft_context
 
 VOCAB = 64
@@ -223,22 +221,6 @@ def test_bad_configurations_are_refused(drafters: list[Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         AutoOptions(drafters=drafters)
     assert "\n" not in str(caught.value)
-
-
-def test_it_keeps_the_contract() -> None:
-    tokenizer = load_tokenizer(EMBEDDED_TARGET)
-    target = load_model(EMBEDDED_TARGET, dtype="float32", device="cpu")
-
-    def fresh() -> AutoDrafter:
-        options = AutoOptions(
-            drafters=[{"method": "draft_model", "model": EMBEDDED_DRAFT}, {"method": "suffix"}]
-        )
-        context = replace(draft_context(4096, tokenizer=tokenizer), target=target)
-        auto = AutoDrafter(options, context)
-        auto.allocate(2048)
-        return auto
-
-    check_drafter(fresh, 4096, shares_across_requests=True, num_sequences=4, max_len=48)
 
 
 def test_where_nobody_chooses_the_first_is_asked() -> None:

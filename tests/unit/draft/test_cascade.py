@@ -25,7 +25,6 @@ from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.replay_engine import same_proposal
 from slipstream.testing.stub_drafters import draft_context
 
@@ -112,22 +111,6 @@ def test_proposes_what_the_draft_model_alone_proposes(
     for seq in sequences:
         cascade.release(seq)
     assert cascade.num_held() == cascade.inner.num_held() == 0
-
-
-@pytest.mark.parametrize(
-    ("inner", "temperature", "verifier"),
-    [("ngram", 0.9, "rejection"), ("right trees", 0.9, "coupled"), ("cascade", 0.0, "coupled")],
-)
-def test_conforms(inner: str, temperature: float, verifier: str) -> None:
-    params = [SamplingParams(temperature=temperature, seed=3)]
-    check_drafter(
-        lambda: make(INNER[inner], verifier),
-        VOCAB,
-        verifier=verifier,
-        params=params,
-        max_len=60,
-        num_sequences=3,
-    )
 
 
 def count_passes(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -331,18 +314,6 @@ def test_over_the_targets_entries_it_proposes_what_the_layers_alone_propose(
     for seq in sequences:
         cascade.release(seq)
     assert cascade.num_held() == cascade.inner.num_held() == 0
-
-
-@pytest.mark.parametrize(("middle", "inside"), [("int8", "ngram"), ("first layers", "fewer layers")])
-def test_over_the_targets_entries_it_conforms(target: CausalLM, middle: str, inside: str) -> None:
-    check_drafter(
-        lambda: cascade_of(target, MIDDLES[middle], INSIDE[inside], "rejection"),
-        VOCAB,
-        verifier="rejection",
-        params=[SamplingParams(temperature=0.9, seed=3)],
-        max_len=60,
-        num_sequences=4,
-    )
 
 
 @pytest.mark.parametrize("budget", [1, 3, 5])

@@ -13,13 +13,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.config import SpeculativeConfig
 from slipstream.draft import registry
-from slipstream.draft.base import Drafter
 from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.proposers.correction import Correction
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_tokenizer
 from slipstream.models.batch import RowGroup
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 4096
@@ -85,19 +83,6 @@ def test_it_says_what_is_drafted_and_no_text_changes(spec: dict[str, Any], tmp_p
     first = {(last % 2, proposed[0]) for last, proposed in seen if proposed}
     assert first == {(0, 1000), (1, 1001)}
     assert llm.engine.stats().num_draft_failures == 0
-
-
-@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
-def test_conforms(verifier: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(EMBEDDED_TARGET)
-    options = {key: value for key, value in DRAFT.items() if key != "method"}
-    file = layer(tmp_path / "layer")
-    config = SpeculativeConfig("draft_model", verifier, {**options, "correction": file})
-
-    def make() -> Drafter:
-        return registry.create_drafter(config, draft_context(VOCAB, 512, verifier, tokenizer))
-
-    check_drafter(make, VOCAB, verifier=verifier, num_sequences=4)
 
 
 def test_what_it_holds_is_counted(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
 from slipstream.models.batch import ForwardBatch
-from slipstream.sampling.params import SamplingParams as Params
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from slipstream.train.eagle_loss import TargetText, training_time_test
 
@@ -76,20 +74,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle-3": {"version": 3},
     "pruned": {"version": 3, "draft_vocab": 700, "norm_before_residual": True},
 }
-
-
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
-def test_conforms(kind: str, verifier: str, tmp_path: Path) -> None:
-    folder = save(random_head(**HEADS[kind]), tmp_path)
-
-    def fresh() -> EagleDrafter:
-        drafter = make(folder, verifier, num_speculative_tokens=3, tree_top_k=2, num_draft_nodes=5)
-        drafter.allocate(2048)
-        return drafter
-
-    params = [Params(temperature=temperature, seed=3) for temperature in (0.0, 0.9)]
-    check_drafter(fresh, VOCAB, verifier=verifier, params=params, num_sequences=4, max_len=48)
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -25,7 +25,6 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import load_tokenizer
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import OracleOptions, draft_context
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
@@ -121,45 +120,6 @@ def logits(num_nodes: int) -> torch.Tensor:
 
 
 # --- the contract ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("members", "verifier"),
-    [
-        ([NGRAM, SUFFIX], "coupled"),
-        ([NGRAM, SUFFIX], "rejection"),
-        ([SUFFIX, DRAFT], "coupled"),
-        ([SUFFIX, {**DRAFT, "draft_sample_method": "greedy"}], "block"),
-    ],
-)
-def test_conforms(members: list[Any], verifier: str, mode: str) -> None:
-    tokenizer = load_tokenizer(EMBEDDED_TARGET)
-
-    def make() -> Drafter:
-        config = SpeculativeConfig("ensemble", verifier, {"members": members, "mode": mode, **MODES[mode]})
-        return registry.create_drafter(config, draft_context(VOCAB, 512, verifier, tokenizer))
-
-    check_drafter(
-        make,
-        VOCAB,
-        shares_across_requests=True,
-        verifier=verifier,
-        params=[SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)],
-        tasks=["code", "chat", "other"],
-        num_sequences=4,
-    )
-
-
-def test_a_drawn_draft_may_take_turns_under_a_classical_verifier() -> None:
-    tokenizer = load_tokenizer(EMBEDDED_TARGET)
-    chain = {"method": "draft_model", "model": EMBEDDED_DRAFT}
-    config = SpeculativeConfig("ensemble", "rejection", {"members": [NGRAM, chain], "mode": "first"})
-
-    def make() -> Drafter:
-        return registry.create_drafter(config, draft_context(VOCAB, 512, "rejection", tokenizer))
-
-    check_drafter(make, VOCAB, verifier="rejection", num_sequences=4)
 
 
 # --- one tree of many -----------------------------------------------------------------------------------------

@@ -15,26 +15,18 @@ from torch.nn.functional import silu
 from slipstream.draft.heads import hydra, medusa
 from slipstream.draft.heads.hydra import (
     HydraConfig,
-    HydraDrafter,
     HydraHeads,
-    HydraOptions,
     load_hydra,
     save_hydra,
 )
 from slipstream.draft.heads.medusa import (
     MedusaConfig,
-    MedusaDrafter,
     MedusaHeads,
-    MedusaOptions,
     load_medusa,
     save_medusa,
 )
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.errors import ModelError
-from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
-from tests.kit.head_drafters import CONFORMS, context, random_heads
-from tests.kit.head_drafters import VOCAB as TARGET_VOCAB
 
 HIDDEN, VOCAB = 8, 13
 BATCH, LENGTH = 2, 7
@@ -268,19 +260,3 @@ def test_folders_that_hold_no_heads_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=rf"cannot read .*{name}"):
             load_medusa(str(tmp_path))
         (tmp_path / name).unlink()
-
-
-@pytest.mark.parametrize(
-    "drafter", [(HydraDrafter, HydraOptions, "hydra"), (MedusaDrafter, MedusaOptions, "medusa")]
-)
-@pytest.mark.parametrize(("options", "verifier"), CONFORMS)
-def test_conforms(drafter: tuple[Any, Any, str], options: dict[str, Any], verifier: str) -> None:
-    cls, made_of, method = drafter
-    check_drafter(
-        lambda: cls(made_of(**{"model": random_heads(method), **options}), context(verifier)),
-        TARGET_VOCAB,
-        verifier=verifier,
-        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
-        max_len=60,
-        num_sequences=4,
-    )

@@ -22,7 +22,6 @@ from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 4096
@@ -69,28 +68,6 @@ def compute(target: CausalLM, cache: KVCache, seq: Sequence) -> None:
     target.forward([RowGroup(cache.accounting.slots(seq.id), past, token_ids, [])], cache.pool)
     cache.accounting.commit(seq.id, token_ids)
     seq.num_computed = len(seq.token_ids) - 1
-
-
-@pytest.mark.parametrize(
-    ("options", "verifier"),
-    [
-        ({"skip_layers": [2, 3]}, "coupled"),
-        ({"exit_layer": 3, "tree_top_k": 3, "num_draft_nodes": 7}, "coupled"),
-        ({"skip_layers": [4]}, "rejection"),
-        ({"exit_layer": 4, "tree_choices": [[0], [1], [0, 0], [1, 0]]}, "rejection"),
-        ({"drafts_per_trial": 2}, "coupled"),
-    ],
-)
-def test_conforms(target: CausalLM, options: dict[str, Any], verifier: str) -> None:
-    check_drafter(
-        lambda: make(target, verifier, **options),
-        VOCAB,
-        shares_across_requests="drafts_per_trial" in options,
-        verifier=verifier,
-        params=[SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)],
-        max_len=60,
-        num_sequences=4,
-    )
 
 
 def test_guesses_are_those_of_the_layers_over_the_targets_entries(target: CausalLM) -> None:

@@ -21,7 +21,6 @@ from slipstream.draft.parallel.lookahead import (
 )
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 500
@@ -56,19 +55,6 @@ def step(
     logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
     drafter.observe([Observation(text, proposal, 0, logits)])
     return proposal
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"window_size": 1, "ngram_size": 2, "max_guesses": 1},
-        {"window_size": 3, "ngram_size": 5, "max_guesses": 2, "pool_from_prompt": False},
-    ],
-)
-@pytest.mark.parametrize("vocab_size", [3, 50])
-def test_conforms(options: dict[str, Any], vocab_size: int) -> None:
-    check_drafter(lambda: make(vocab_size, **options), vocab_size)
 
 
 def test_the_window_is_the_paper_s() -> None:

@@ -16,7 +16,6 @@ from slipstream.draft.lookup.siblings import SiblingsDrafter, SiblingsOptions
 from slipstream.errors import ConfigError
 from slipstream.sampling.noise import Noise, gumbel, gumbel_at
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 50
@@ -41,12 +40,6 @@ def answer(
 def teach(drafter: SiblingsDrafter, by: Sequence, row: torch.Tensor) -> None:
     """A step without drafts that has added the last token of `by`."""
     drafter.observe([Observation(by, Proposal(), 0, row[None])])
-
-
-@pytest.mark.parametrize("share", ["request", "tenant"])
-@pytest.mark.parametrize("params", [SEVERAL, SamplingParams(n=2, temperature=0)], ids=["sampled", "greedy"])
-def test_conforms(share: str, params: SamplingParams) -> None:
-    check_drafter(lambda: make(share=share), VOCAB, params=[params], shares_across_requests=share == "tenant")
 
 
 def test_the_noise_of_one_token_is_that_of_its_row() -> None:

@@ -14,8 +14,6 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.model.slem import SlemDrafter, SlemOptions
 from slipstream.draft.proposers.autoregressive import Feed
 from slipstream.errors import ConfigError
-from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from slipstream.text.retokenize import Encoder
 from tests.kit.tokenizer_families import FAMILIES, PAIRS, SENTENCES, draft_folders
@@ -60,23 +58,6 @@ class Ghost:
         assert self.text.encode().startswith(written)
         rest, _ = self.encoder.encode(self.text.encode()[len(written) :])
         return Proposal.chain([*rest, *self.ending][:budget])
-
-
-@pytest.mark.parametrize(
-    ("temperature", "verifier"), [(0.0, "coupled"), (0.9, "coupled"), (0.9, "rejection")]
-)
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_conforms(
-    folders: dict[str, Path], ours: str, theirs: str, temperature: float, verifier: str
-) -> None:
-    vocab_size = len(FAMILIES[ours]())
-    check_drafter(
-        lambda: make(folders, ours, theirs, verifier, draft_temperature=temperature),
-        vocab_size,
-        verifier=verifier,
-        params=[SamplingParams(temperature=temperature, seed=3)],
-        num_sequences=4,
-    )
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)

@@ -17,7 +17,6 @@ from slipstream.draft.model.tli import TliDrafter, TliOptions
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from slipstream.text.retokenize import Encoder
 from slipstream.text.token_bytes import shared_tokens
@@ -58,26 +57,6 @@ def own_logits(drafter: TliDrafter, text: list[int], guesses: list[int]) -> Tens
     for our, their in pairs.items():
         logits[our] = own[their]
     return logits
-
-
-@pytest.mark.parametrize(
-    ("options", "verifier"),
-    [({}, "coupled"), ({"tree_top_k": 3, "num_draft_nodes": 7}, "coupled"), ({}, "rejection")],
-)
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_conforms(
-    folders: dict[str, Path], ours: str, theirs: str, options: dict[str, Any], verifier: str
-) -> None:
-    vocab_size = len(FAMILIES[ours]())
-    params = [SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)]
-    check_drafter(
-        lambda: make(folders, ours, theirs, verifier, **options),
-        vocab_size,
-        verifier=verifier,
-        params=params,
-        num_sequences=4,
-        max_len=48,
-    )
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)

@@ -21,7 +21,6 @@ from slipstream.draft.lookup.token_recycling import (
 from slipstream.draft.top_tokens import top_tokens
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
-from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 100
@@ -49,14 +48,6 @@ def teach(drafter: TokenRecyclingDrafter, successors: dict[int, list[int]], tena
     for token, best in successors.items():
         text = sequence([token, best[0]], tenant)
         drafter.observe([Observation(text, Proposal(), 0, logits(best))])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_draft_nodes": 5, "num_speculative_tokens": 2}, {"num_successors": 1}]
-)
-@pytest.mark.parametrize("vocab_size", [3, 50, 200])
-def test_conforms(options: dict[str, Any], vocab_size: int) -> None:
-    check_drafter(lambda: make(vocab_size, **options), vocab_size, shares_across_requests=True)
 
 
 def test_nothing_is_proposed_for_a_token_that_was_never_seen() -> None:
