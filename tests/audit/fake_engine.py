@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.kit.fake_http import QuietHandler, served
 
 MODEL = "fake"
 END = 0
@@ -105,48 +106,41 @@ def text_of(tokens: list[int]) -> str:
     return "".join(f" w{token}" for token in tokens if token != END)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # else each answer waits 40 ms for the client's acknowledgement of its header
-    )
+class _Handler(QuietHandler):
     fake: FakeEngine
-
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
 
     def do_GET(self) -> None:
         fake = self.fake
         if self.path == "/v1/models":
-            self._send(200, {"data": [{"id": MODEL, "owned_by": fake.owner, **fake.card}]})
+            self.send(200, {"data": [{"id": MODEL, "owned_by": fake.owner, **fake.card}]})
         elif self.path == "/version":
-            self._send(200, {"version": "1.2"})
+            self.send(200, {"version": "1.2"})
         elif self.path == "/server_info?config_format=json":
-            self._send(200, fake.settings)
+            self.send(200, fake.settings)
         elif self.path == "/server_info":
-            self._send(200, {name: str(value) for name, value in fake.settings.items()})
+            self.send(200, {name: str(value) for name, value in fake.settings.items()})
         elif self.path == "/metrics":
             lines = [
                 f'vllm:{name}_total{{model_name="{MODEL}"}} {value}' for name, value in fake.counters.items()
             ]
             kinds = [f"# TYPE vllm:{name}_total counter" for name in fake.counters]
             text = "\n".join(line for pair in zip(kinds, lines, strict=True) for line in pair) + "\n"
-            self._send(200, text, "text/plain")
+            self.send(200, text, "text/plain")
         else:
-            self._send(404, {})
+            self.send(404, {})
 
     def do_POST(self) -> None:
         fake = self.fake
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         with fake.lock:
             fake.num_requests += 1
             number = fake.num_requests
         dead = fake.fails_after is not None and number > fake.fails_after
         if dead or (fake.fail_every and number % fake.fail_every == 0):
-            self._send(500, {"error": {"message": "the engine died"}})
+            self.send(500, {"error": {"message": "the engine died"}})
             return
         if refused := [name for name in fake.refuses if name in body]:
-            self._send(400, {"error": {"message": f"{refused[0]} is not known"}})
+            self.send(400, {"error": {"message": f"{refused[0]} is not known"}})
             return
         tokens = fake.faulty(fake.tokens(body), number, body["max_tokens"])
         text, reason = text_of(tokens), "stop" if tokens and tokens[-1] == END else "length"
@@ -164,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         if body.get("stream") and fake.streams:
             self._stream(tokens, text, reason, usage)
         else:
-            self._send(200, {"choices": [self._choice(tokens, text, reason, body, number)], "usage": usage})
+            self.send(200, {"choices": [self._choice(tokens, text, reason, body, number)], "usage": usage})
 
     def _choice(
         self, tokens: list[int], text: str, reason: str, body: dict[str, Any], number: int
@@ -203,33 +197,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 
-    def _send(self, status: int, value: Any, kind: str = "application/json") -> None:
-        data = (value if isinstance(value, str) else json.dumps(value)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-class _Quiet(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *args: Any) -> None:
-        """Clients that go away are part of the tests."""
-
 
 @contextmanager
 def serve(**behaviour: Any) -> Iterator[FakeEngine]:
     """A server on a free port, until the block ends."""
     fake = FakeEngine(**behaviour)
-    server = _Quiet(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
+    with served(_Handler, fake=fake) as address:
+        fake.url = f"{address}/v1"
         yield fake
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.kit.fake_http import QuietHandler, served
 
 MODEL = "fake-model"
 PIECES = ["Hel", "lo", " wor", "ld"]
@@ -76,39 +77,26 @@ class FakeServer:
         return "\n".join(lines) + "\n"
 
 
-class _Quiet(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *args: Any) -> None:
-        """Clients that go away are part of the tests."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # else each answer waits 40 ms for the client's acknowledgement of its header
-    )
+class _Handler(QuietHandler):
     fake: FakeServer
-
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
 
     def do_GET(self) -> None:
         fake = self.fake
         if self.path == "/v1/models":
-            self._send(200, "application/json", json.dumps({"data": [{"id": MODEL}]}))
+            self.send(200, {"data": [{"id": MODEL}]})
         elif self.path == "/metrics" and fake.metrics is not None:
-            self._send(200, "text/plain", fake.exposition())
+            self.send(200, fake.exposition(), "text/plain")
         else:
-            self._send(404, "text/plain", "no such page")
+            self.send(404, "no such page", "text/plain")
 
     def do_POST(self) -> None:
         fake = self.fake
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         with fake.lock:
             fake.requests.append({"path": self.path, **body})
             fake.num_at_once += 1
             fake.most_at_once = max(fake.most_at_once, fake.num_at_once)
+            self.is_under_way = True
             refused = fake.refuse > 0
             fake.refuse -= refused
         try:
@@ -121,14 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
             elif fake.status != 200:
                 self._error(fake.status, "the model is not loaded")
             elif fake.html:
-                self._send(200, "text/html", "<p>hello</p>")
+                self.send(200, "<p>hello</p>", "text/html")
             elif not body.get("stream"):
                 self._whole()
             else:
                 self._stream(body)
         finally:
-            with fake.lock:
-                fake.num_at_once -= 1
+            self._leave()
 
     def _whole(self) -> None:
         """The answer of a chat in one piece, with the request's own figures in vLLM's shape."""
@@ -140,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             "usage": usage,
             "metrics": {"speculative_decoding": own},
         }
-        self._send(200, "application/json", json.dumps(answer))
+        self.send(200, answer)
 
     def _stream(self, body: dict[str, Any]) -> None:
         fake, chat = self.fake, self.path.endswith("/chat/completions")
@@ -166,8 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.usage and body["stream_options"]["include_usage"]:
             tokens = len(PIECES) * TOKENS_PER_PIECE
             self._event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}})
+        self._leave()  # before the client knows of the end, and sends its next request
         self._chunk("data: [DONE]\n\n")
         self._chunk("")
+
+    def _leave(self) -> None:
+        with self.fake.lock:
+            self.fake.num_at_once -= self.is_under_way
+            self.is_under_way = False
 
     def _event(self, payload: dict[str, Any]) -> None:
         self._chunk(f"data: {json.dumps(payload)}\n\n")
@@ -177,29 +170,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     def _error(self, status: int, message: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": {"message": message, "code": status}}))
-
-    def _send(self, status: int, kind: str, text: str) -> None:
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.send(status, {"error": {"message": message, "code": status}})
 
 
 @contextmanager
 def serve(**behaviour: Any) -> Iterator[FakeServer]:
     """A server on a free port, until the block ends."""
     fake = FakeServer(**behaviour)
-    handler = type("Handler", (_Handler,), {"fake": fake})
-    server = _Quiet(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
+    with served(_Handler, fake=fake) as address:
+        fake.url = f"{address}/v1"
         yield fake
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from slipstream.tools.handoff.pairs import ProbePrompts
 from slipstream.tools.handoff.plan import HandoffPlan, OffSide
 from slipstream.tools.handoff.reading import parse_reading
 from slipstream.tools.handoff.run import Handoff
+from tests.kit.fake_http import QuietHandler
+from tests.kit.fake_http import served as other_server
 
 RECORDED = Path(__file__).parent / "vllm_metrics.txt"
 """`/metrics` of vLLM 0.32 on a CPU after four answers of the embedded pair, without help and times of creation."""
@@ -295,16 +296,9 @@ def test_the_command_runs_until_ctrl_c_and_leaves_nothing(vllm: str, quiet_logs:
     assert not any(is_alive(pid) for pid in told["pids"])
 
 
-class _NoVllm(BaseHTTPRequestHandler):
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
-
+class _NoVllm(QuietHandler):
     def do_GET(self) -> None:
-        text = b"# TYPE http_requests counter\nhttp_requests_total 3\n"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self.send(200, "# TYPE http_requests counter\nhttp_requests_total 3\n", "text/plain")
 
 
 def test_bad_input_is_one_line_before_any_work(
@@ -313,10 +307,8 @@ def test_bad_input_is_one_line_before_any_work(
     monkeypatch.setenv("PATH", str(tmp_path))
     port = str(free_port())
     started = ("m", "--vllm", vllm, "--port", port)
-    with HTTPServer(("127.0.0.1", 0), _NoVllm) as other, bind("127.0.0.1", 0) as used:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+    with other_server(_NoVllm) as elsewhere, bind("127.0.0.1", 0) as used:
         used.listen()
-        elsewhere = f"http://127.0.0.1:{other.server_address[1]}"
         taken = str(used.getsockname()[1])
         cases = [
             (("m", "--spec", "ngram"), "there is no vllm on the PATH"),
@@ -347,7 +339,6 @@ def test_bad_input_is_one_line_before_any_work(
             assert message in text, (words, text)
             assert text.startswith("error: ")
             assert len(text.splitlines()) == 1
-        other.shutdown()
 
 
 def test_a_death_at_the_start_is_told_with_its_lines(vllm: str, quiet_logs: None) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
 from slipstream.serve.tracing import make_provider
+from tests.kit.fake_http import QuietHandler, served
 
 CHAT = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "task": "sql"}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -138,27 +137,16 @@ def test_spans_arrive_at_a_collector(drafting: LLM) -> None:
     """Over OTLP, sent at the latest when the server goes."""
     bodies: list[tuple[str, bytes]] = []
 
-    class Collector(BaseHTTPRequestHandler):
+    class Collector(QuietHandler):
         def do_POST(self) -> None:
             bodies.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
+            self.send(200, b"")
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
-        thread = threading.Thread(target=collector.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        endpoint = f"http://127.0.0.1:{collector.server_address[1]}/v1/traces"
+    with served(Collector) as address:
         drafting.reset_caches()
-        server = create_app(
-            AsyncEngine(engine=drafting.engine), ServeConfig(otlp_traces_endpoint=endpoint), MODEL
-        )
-        with TestClient(server) as client:
+        config = ServeConfig(otlp_traces_endpoint=f"{address}/v1/traces")
+        with TestClient(create_app(AsyncEngine(engine=drafting.engine), config, MODEL)) as client:
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-        collector.shutdown()
-        thread.join()
     [(path, body)] = bodies
     assert path == "/v1/traces"
     [resource] = ExportTraceServiceRequest.FromString(body).resource_spans

@@ -8,10 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from slipstream.train.journal import Journal
 from slipstream.train.options import RegenerateOptions, parse_weights
 from slipstream.train.prompts import choose, read_scripts
 from slipstream.train.regenerate import Tally, regenerate
+from tests.kit.fake_http import QuietHandler, served
 
 USER, BOT, SYSTEM = "user", "assistant", "system"
 
@@ -282,31 +281,17 @@ def server(status: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A chat server that says how many messages it got."""
     asked: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.body()
             asked.append(body)
             message = {"role": BOT, "content": f"{len(body['messages'])} messages"}
             choice = {"message": message, "finish_reason": "stop"}
             answer = {"choices": [choice], "usage": {"completion_tokens": 2}}
-            content = json.dumps(answer if status == 200 else {"error": {"message": "no"}}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.send(status, answer if status == 200 else {"error": {"message": "no"}})
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}/v1", asked
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    with served(Handler) as address:
+        yield f"{address}/v1", asked
 
 
 def test_a_server_answers(data: Path, tmp_path: Path) -> None:
