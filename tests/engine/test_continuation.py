@@ -124,7 +124,7 @@ def test_it_goes_on_anywhere_as_it_would_have(
         prompt = prompts[4 * number + 1]
         updates = run(engines[first], prompt, params)
         lone = output_of(updates)
-        for cut in range(1, len(updates), max(1, len(updates) // 4)):
+        for cut in range(1, len(updates), max(1, len(updates) // 3)):
             before = updates[:cut]
             after = run(engines[second], prompt, params, emitted_by(before, params))
             check_same(lone, before, after)

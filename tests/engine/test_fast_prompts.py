@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig
 from slipstream.engine.factory import create_engine
 from slipstream.errors import ConfigError
@@ -21,42 +21,17 @@ from slipstream.models import CausalLM, RowGroup, load_model, loading
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.tools.audit.replaying import Replayer
-from tests.kit.engines import MakeLLM
+from tests.kit.engines import MakeLLM, check_same_in_any_company, sampled_texts
 from tests.kit.quantised_folders import gptq_folder
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="it is the native kernels'")
-
-TREE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 3, "num_draft_nodes": 10}
-
-
-def texts(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=60, ignore_eos=True) for i in range(len(prompts))
-    ]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_text_is_the_same_with_drafts_in_any_batch_after_reuse_and_preemption(
     make_llm: MakeLLM, prompts: list[list[int]], dtype: str
 ) -> None:
-    chosen = sorted(prompts, key=len)[:4]
-    plain = make_llm(fast_prompts=True, dtype=dtype, max_num_seqs=1, enable_prefix_caching=False)
-    expected = texts(plain, chosen)
-    drafted = make_llm(TREE, fast_prompts=True, dtype=dtype, max_num_batched_tokens=37)
-    assert texts(drafted, chosen) == expected
-    assert texts(drafted, chosen) == expected, "after reuse of its own prefixes"
-    needed = sum(map(len, chosen)) + 30 * len(chosen)  # half of what they come to
-    per_token = drafted.engine.memory_plan.kv_bytes_per_token
-    tight = make_llm(
-        TREE,
-        fast_prompts=True,
-        dtype=dtype,
-        kv_cache_bytes=needed * per_token,
-        max_model_len=max(map(len, chosen)) + 61,
-    )
-    assert texts(tight, chosen) == expected
-    assert tight.engine.stats().num_preemptions > 0
+    check_same_in_any_company(make_llm, prompts, fast_prompts=True, dtype=dtype)
 
 
 def test_an_answer_is_computed_anew_where_it_is_part_of_a_later_prompt(
@@ -65,7 +40,7 @@ def test_an_answer_is_computed_anew_where_it_is_part_of_a_later_prompt(
     """Reuse ends where the earlier request's prompt did."""
     prompt = sorted(prompts, key=len)[12]
     llm = make_llm(fast_prompts=True)
-    (answer,) = texts(llm, [prompt])
+    (answer,) = sampled_texts(llm, [prompt])
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
     fresh = make_llm(fast_prompts=True, enable_prefix_caching=False)
     for text, reused in (

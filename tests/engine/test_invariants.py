@@ -11,6 +11,7 @@ from slipstream import LLM, SamplingParams, Update
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.request import RequestOptions
 from slipstream.core.sequence import Sequence
+from slipstream.draft.base import Drafter
 from slipstream.draft.lookup.ngram import NgramDrafter
 from slipstream.draft.lookup.suffix import SuffixDrafter
 from slipstream.draft.model.draft_model import DraftModelDrafter
@@ -32,25 +33,12 @@ KEEPS_NOTHING = ("token-recycling",)
 """Drafters without state of single sequences."""
 
 
-class LeakyNgram(NgramDrafter):
-    """Forgets no sequence."""
-
-    def release(self, sequence: Sequence) -> None:
-        return
+def leaky(drafter: type[Drafter]) -> Any:
+    """The drafter, but it forgets no sequence."""
+    return type(f"Leaky{drafter.__name__}", (drafter,), {"release": lambda self, sequence: None})
 
 
-class LeakySuffix(SuffixDrafter):
-    """Forgets no sequence."""
-
-    def release(self, sequence: Sequence) -> None:
-        return
-
-
-class LeakyDraft(DraftModelDrafter):
-    """Forgets no sequence."""
-
-    def release(self, sequence: Sequence) -> None:
-        return
+LeakyNgram, LeakySuffix, LeakyDraft = map(leaky, (NgramDrafter, SuffixDrafter, DraftModelDrafter))
 
 
 class HalfLeakyDraft(DraftModelDrafter):
@@ -101,7 +89,7 @@ def test_every_drafter_forgets_who_finished_was_aborted_or_preempted(
     held: list[int] = []
     preempted: set[int] = set()
     for number, prompt in enumerate(chosen):
-        params = SamplingParams(temperature=0.8, seed=number, max_tokens=120, ignore_eos=True)
+        params = SamplingParams(temperature=0.8, seed=number, max_tokens=80, ignore_eos=True)
         engine.add_request(str(number), prompt, params)
     plan = engine.scheduler.plan
 

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.engine.outputs import RequestOutput
 from slipstream.errors import CapacityError, ConfigError, ModelError, RequestError
 from tests.kit.engines import ORACLE, MakeLLM
 
@@ -80,18 +81,25 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     )
 
 
+Lone = list[tuple[SamplingParams, RequestOutput]]
+
+
+@pytest.fixture(scope="module")
+def lone(plain: LLM, prompts: list[list[int]]) -> Lone:
+    """Parameters of twenty prompts, and the answer of each alone and without drafts."""
+    rng = random.Random(5)
+    params = [random_params(rng, plain.engine.model.vocab_size) for _ in range(20)]
+    return [(each, plain.generate(prompt, each)[0]) for prompt, each in zip(prompts, params, strict=False)]
+
+
 @pytest.mark.parametrize(
     "spec", [{"method": "ngram"}, {"method": "suffix"}, DRAFT, TREE], ids=["ngram", "suffix", "chain", "tree"]
 )
 def test_every_parameter_means_the_same_under_speculation(
-    make_llm: MakeLLM, plain: LLM, prompts: list[list[int]], spec: dict[str, Any]
+    make_llm: MakeLLM, lone: Lone, prompts: list[list[int]], spec: dict[str, Any]
 ) -> None:
-    rng = random.Random(5)
-    llm = make_llm(spec)
-    params = [random_params(rng, plain.engine.model.vocab_size) for _ in range(20)]
-    drafted = llm.generate(prompts[:20], params)
-    for prompt, wanted, output in zip(prompts, params, drafted, strict=False):
-        alone = plain.generate(prompt, wanted)[0]
+    drafted = make_llm(spec).generate(prompts[:20], [wanted for wanted, _ in lone])
+    for (_, alone), output in zip(lone, drafted, strict=True):
         answer, reference = output.outputs[0], alone.outputs[0]
         assert answer.token_ids == reference.token_ids
         assert (answer.text, answer.finish_reason) == (reference.text, reference.finish_reason)
@@ -162,7 +170,7 @@ def test_chat_turns_reuse_the_conversation_and_change_no_text(make_llm: MakeLLM)
 
 def test_preemption_changes_no_text(make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]) -> None:
     """A cache for about three sequences serves twelve; with and without a draft."""
-    params = SamplingParams(temperature=0.8, max_tokens=150, seed=4, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, max_tokens=100, seed=4, ignore_eos=True)
     chosen = sorted(prompts, key=len)[:12]
     roomy = plain.generate(chosen, params)
     assert all(output.metrics.num_preemptions == 0 for output in roomy)
