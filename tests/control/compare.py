@@ -68,10 +68,6 @@ def drafters(machine: Machine, hot: bool = False) -> list[Any]:
     ]
 
 
-def drafter_depth(drafter: Any) -> int:
-    return int((drafter.traits if hasattr(drafter, "traits") else drafter.member).max_depth)
-
-
 class Fixed:
     """In place of the policy: the same choice for all, always."""
 

@@ -25,7 +25,6 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.testing.stub_drafters import OracleOptions, draft_context
 
 VOCAB = 64
-SAYS = f"{__name__}:SaysDrafter"
 
 
 class SaysDrafter(Drafter):

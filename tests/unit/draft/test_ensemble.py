@@ -31,14 +31,7 @@ pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
 
 VOCAB = 4096
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
-SUFFIX = {"method": "suffix", "tree": True, "num_draft_nodes": 6}
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
-MODES: dict[str, dict[str, Any]] = {
-    "merge": {"num_draft_nodes": 7},
-    "vote": {},
-    "first": {"min_tokens": 2},
-    "route": {"routes": {"code": 0, "chat": 1}, "default_route": 1},
-}
 
 
 class SaysDrafter(Drafter):

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
 VOCAB = 4096
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
 ORACLE = "slipstream.testing.stub_drafters:OracleDrafter"
-SPEC = {"method": "versions", "drafter": DRAFT, "versions": {"v1": DRAFT}}
 
 
 def oracle(accuracy: float) -> dict[str, Any]:
