@@ -53,6 +53,19 @@ def test_stats_of_a_queue(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
     assert engine.stats().num_retained_slots == 0
 
 
+@pytest.mark.parametrize("group", ["cascade", "ensemble"])
+def test_stats_of_a_group_around_an_auto_with_one_drafter(make_llm: MakeLLM, group: str) -> None:
+    inner = {"method": "auto", "drafters": [{"method": "ngram"}]}
+    whole = (
+        {"model": "embedded", "draft": inner}
+        if group == "cascade"
+        else {"members": [inner, {"method": "suffix"}]}
+    )
+    llm = make_llm({"method": group, **whole})
+    llm.generate("Write a SQL query.", PARAMS)
+    assert llm.engine.stats().num_drafted_sequences == 0
+
+
 def test_preemptions_are_counted_and_preempted_answers_wait(
     make_llm: MakeLLM, prompts: list[list[int]]
 ) -> None:

@@ -17,6 +17,8 @@ EMBEDDED_NAME = "embedded-pair"
 """The embedded target's name for clients of a server."""
 EMBEDDED_DRAFTERS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
 """Method to the embedded target's own drafter."""
+_FOLDERS = {**dict.fromkeys(("cascade", "slem", "tli"), EMBEDDED_DRAFT), **EMBEDDED_DRAFTERS}
+"""Method to what its `model` called `embedded` is: those that run a draft model in another way run the same one."""
 
 
 def in_package(value: Any, method: str = "") -> Any:
@@ -28,7 +30,7 @@ def in_package(value: Any, method: str = "") -> Any:
         return [in_package(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    own = EMBEDDED_DRAFTERS.get(str(value.get("method", method)), EMBEDDED)
+    own = _FOLDERS.get(str(value.get("method", method)), EMBEDDED)
     return {
         key: own if key == "model" and each == EMBEDDED else in_package(each) for key, each in value.items()
     }

@@ -163,12 +163,12 @@ class Drafter(ABC):
         self.options = options
         self.context = context
         self.traits = self.configured(options, context)
-        self._tables: list[dict[int, Any]] = []
+        self.__tables: list[dict[int, Any]] = []
 
     def by_sequence(self) -> dict[int, Any]:
         """A new table of state by sequence id. `release` drops a sequence's entry, and `num_held` counts entries."""
-        self._tables.append({})
-        return self._tables[-1]
+        self.__tables.append({})
+        return self.__tables[-1]
 
     @property
     def parts(self) -> Seq[Drafter]:
@@ -194,7 +194,7 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence; unknown ones are ignored."""
-        for table in self._tables:
+        for table in self.__tables:
             table.pop(sequence.id, None)
 
     def rewind(self, sequence: Sequence) -> None:
@@ -257,7 +257,12 @@ class Drafter(ABC):
 
     def num_held(self) -> int:
         """Sequences for which state is kept; 0 once all have been released."""
-        return max([*map(len, self._tables), *(part.num_held() for part in self.parts)], default=0)
+        return max([self._num_in_tables, *(part.num_held() for part in self.parts)])
+
+    @property
+    def _num_in_tables(self) -> int:
+        """The most sequences in one of its own tables, `by_sequence`."""
+        return max(map(len, self.__tables), default=0)
 
     def integrity(self) -> list[str]:
         """Violated invariants of the drafter's own state, a sentence each; tests call it after every scenario."""

@@ -209,7 +209,7 @@ class ForwardBatch:
         offsets: list[tuple[int, int, int, int]] = []  # of each group, see `_STEPS`
         seen: list[int] = []  # the tails of all groups: entries behind their runs
         trees: list[int] = []
-        num_shared = num_fast = longest = 0
+        num_shared = num_fast = 0
         for number, group in enumerate(groups):
             own, rows, stored, first = group.slots, group.token_ids, group.stored_positions, len(token_ids)
             before = group.num_past + len(stored)
@@ -224,7 +224,6 @@ class ForwardBatch:
             begin, shift = own[0], before - first
             offsets.append((shift, shift + begin, begin, shift + 1))
             self.first_rows.append(len(token_ids))
-            longest = max(longest, len(rows))
             num_shared += group.shared is not None
             if type(own) is not range or own.step != 1:
                 self.contiguous = False
@@ -237,7 +236,7 @@ class ForwardBatch:
         """Whether groups share entries."""
         self.buffer = self._buffer(len(seen), bucket)
         of_groups = np.array(offsets, np.int64).T  # [4, groups]
-        if len(groups) > 1 and longest > 1:
+        if len(groups) != self.num_rows:
             of_groups = of_groups.repeat(np.diff(self.first_rows), axis=1)
         self._fill(token_ids, wanted, of_groups)
         if shared is not None:
@@ -358,7 +357,8 @@ class ForwardBatch:
         return [slot for group in self.groups for slot in group.slots[: group.num_entries]]
 
     def by_group(self, logits: Tensor) -> list[Tensor]:
-        """The logits, [wanted, vocab], group after group."""
+        """The logits, [wanted, vocab], group after group; those that fill a bucket are left out."""
+        logits = logits[: self.num_logit_rows]
         if len(self.groups) == 1:
             return [logits]
         return list(logits.split_with_sizes([len(group.logit_rows) for group in self.groups]))

@@ -824,3 +824,15 @@ def test_the_warning_says_what_to_write_instead(caplog: pytest.LogCaptureFixture
     assert caplog.messages == [f"--draft is retired; write --spec auto:{EMBEDDED_DRAFT}"]
     chosen_speculation({"draft": "embedded"}, None)
     assert caplog.messages[1:] == ["--draft is retired; write --spec draft:embedded"]
+
+
+def test_the_embedded_drafter_is_filled_in_under_a_retired_key_too(caplog: pytest.LogCaptureFixture) -> None:
+    versions = {"method": "versions", "drafter": {"method": "draft_model"}}
+    own = {"a": {"method": "draft_model"}}
+    read = [
+        speculative_config(SpeculationFlags(speculative_config=json.dumps({**versions, key: own})), None)
+        for key in ("lanes", "versions")
+    ]
+    assert read[0] == read[1]
+    assert read[0].options["versions"] == {"a": {"method": "draft_model", "model": EMBEDDED_DRAFT}}
+    assert caplog.messages == ["versions key 'lanes' is now called 'versions'"]

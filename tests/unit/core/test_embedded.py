@@ -20,6 +20,15 @@ DRAFT = {"method": "draft_model", "model": "embedded"}
         (DRAFT, {"method": "draft_model", "model": EMBEDDED_DRAFT}),
         ({"model": "embedded"}, {"method": "draft_model", "model": EMBEDDED_DRAFT}),
         ({"method": "eagle3", "model": "embedded"}, {"method": "eagle3", "model": EMBEDDED_EAGLE3}),
+        ({"method": "slem", "model": "embedded"}, {"method": "slem", "model": EMBEDDED_DRAFT}),
+        (
+            {"method": "cascade", "model": "embedded", "draft": {"method": "tli", "model": "embedded"}},
+            {
+                "method": "cascade",
+                "model": EMBEDDED_DRAFT,
+                "draft": {"method": "tli", "model": EMBEDDED_DRAFT},
+            },
+        ),
         (
             {"method": "auto", "drafters": [{"method": "suffix"}, DRAFT]},
             {

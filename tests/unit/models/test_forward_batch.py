@@ -100,6 +100,11 @@ def test_a_bucket_has_one_size_for_many_passes() -> None:
             part = getattr(own, name)
             assert torch.equal(getattr(recorded, name)[: len(part)], part)
         assert set(recorded.slots[plain.num_rows :].tolist()) <= set(scratch)
+        logits = torch.arange(128)[:, None]
+        for real, filled in zip(
+            plain.by_group(logits[: plain.num_logit_rows]), padded.by_group(logits), strict=False
+        ):
+            assert torch.equal(real, filled)
     assert static is not None
 
 
@@ -107,3 +112,9 @@ def test_a_bucket_has_one_size_for_many_passes() -> None:
 def test_what_does_not_fit_a_bucket_is_refused(bucket: Bucket) -> None:
     with pytest.raises(ValueError, match=r"bucket of 2|do not fit"):
         ForwardBatch([RowGroup(range(9), 0, [1, 2, 3], range(3))], bucket, range(20, 40))
+
+
+def test_a_group_without_rows_changes_nothing_for_the_others() -> None:
+    one, none = RowGroup(range(9), 3, [7], [0]), RowGroup(range(20, 29), 4, [], [])
+    alone, both = ForwardBatch([one]).on(CPU), ForwardBatch([none, one]).on(CPU)
+    assert all(torch.equal(*pair) for pair in zip(alone, both, strict=True))

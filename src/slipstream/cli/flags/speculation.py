@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.assets import EMBEDDED, EMBEDDED_DRAFTERS
 from slipstream.cli.flags.flags import parse_json
-from slipstream.config import SpeculativeConfig, check_types, reject_unknown
+from slipstream.config import SpeculativeConfig, check_types, reject_unknown, renamed
 from slipstream.core.model_path import check_model_path, models_in
 from slipstream.draft.methods import (
     ALIASES,
@@ -178,9 +178,8 @@ def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> Speculati
     spec = spec_of(config.method)
     if spec is None:
         return config
-    options = {
-        key: _named(value, embedded) if key in spec.inner else value for key, value in config.options.items()
-    }
+    given = renamed(config.options, spec.inner, f"{spec.name} key")
+    options = {key: _named(value, embedded) if key in spec.inner else value for key, value in given.items()}
     if spec.name in EMBEDDED_DRAFTERS and embedded:
         options = {"model": EMBEDDED, **options}
     return replace(config, method=spec.name, options=options)

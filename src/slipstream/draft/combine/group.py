@@ -51,7 +51,7 @@ class GuardedDrafters(Drafter):
     def num_held(self) -> int:
         """Sequences for which the group, or a member that is not retired, keeps anything."""
         members = (max(member.num_held(), member.num_retired) for member in self.members)
-        return max(*map(len, self._tables), *members)
+        return max(self._num_in_tables, *members)
 
     def integrity(self) -> list[str]:
         """Violated invariants of the members' own state, without those that are paused or retired."""
