@@ -21,12 +21,12 @@ from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.registry import fitting_backend
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.experts import ExpertParts, file_stacks, packed_expert_bytes
-from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
-from slipstream.models.executor.base import kernels_label
+from slipstream.models.executor.base import Executor, kernels_label
+from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import EXECUTORS, check_executor
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
@@ -35,7 +35,6 @@ from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quant
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
-from slipstream.models.planned_adapter import held_adapter_bytes
 from slipstream.models.resolve import (
     resolve_cache_dtype,
     resolve_dtype,
@@ -102,9 +101,14 @@ class ModelOutline(ModelIdentity):
     def kernels(self) -> str:
         return kernels_label(self.is_fused, self.is_native)
 
-    @cached_property
+    @property
     def is_fused(self) -> bool:
-        return self.is_native and EXECUTORS.load(self.backend.executor).is_fused
+        return self._executor.is_fused
+
+    @cached_property
+    def _executor(self) -> type[Executor]:
+        """What will compute it; weights that the CPU kernels do not read are as for `eager`."""
+        return EXECUTORS.load(self.backend.executor if self.is_native else EagerExecutor.name)
 
     @property
     def is_native(self) -> bool:
@@ -170,7 +174,7 @@ class ModelOutline(ModelIdentity):
             else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
-            adapter_bytes=held_adapter_bytes(self.model, self.is_native, self._layer_parts),
+            adapter_bytes=self._executor.adapter_bytes(self.model, self.is_native),
         )
 
     def _packed_table_bytes(self) -> int:
@@ -226,28 +230,13 @@ class ModelOutline(ModelIdentity):
 
     @cached_property
     def _layer_parts(self) -> list[LayerParts]:
-        """Return the parts of all layers, where the decoder packs them."""
-        if not self.packs or not self.is_fused:
-            return []
-        family = find_family(self.model)
-        assert family is not None
-        return [family.layer_parts(layer) for layer in family.part(self.model, family.layers)]
+        """The parts of all layers, where whole layers are packed."""
+        return self._executor.layer_parts(self.model)
 
     @cached_property
     def _groups(self) -> list[list[nn.Linear | GroupedLinear]]:
-        """The layers that are packed (see `models.linear.packing`), together where the decoder stacks them."""
-        if not self.packs:
-            return []
-        if not self.is_fused:
-            linears = (part for part in self.model.modules() if isinstance(part, nn.Linear | GroupedLinear))
-            return [[part] for part in linears if type(part) is nn.Linear or isinstance(part, GroupedLinear)]
-        family = find_family(self.model)
-        assert family is not None
-        groups = [[family.part(self.model, family.head)]]
-        for parts in self._layer_parts:
-            down = [] if parts.down is None else [parts.down]
-            groups += [list(parts.qkv), [parts.output], list(parts.gate_up), down]
-        return [group for group in groups if group]
+        """The layers that are packed, together where they are packed as one."""
+        return self._executor.packed_groups(self.model) if self.packs else []
 
     def _group_bytes(self, group: Sequence[nn.Linear | GroupedLinear]) -> tuple[int, int, int]:
         """Bytes of (weights, scales, biases) of layers that are packed as one."""

@@ -23,7 +23,7 @@ from slipstream.models.configuration import load_config, meta_model, read_config
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
-from slipstream.models.files.lora import outlined_changes
+from slipstream.models.files.lora import chosen_adapter, outlined_changes
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
@@ -32,7 +32,6 @@ from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices
-from slipstream.models.planned_adapter import planned_adapter
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
     resolve_device,
@@ -110,7 +109,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     config, stored_weights, quantised = _config(path, options.revision, trust_remote_code)
     where = _device(options.device)
     stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
-    adapter = planned_adapter(path, options.revision, options.lora)
+    adapter = _adapter(path, options.revision, options.lora)
     stores_its_numbers = adapter is None and getattr(config, "quantization_config", None) is None
     stored = _stored_bytes_per_weight(config)
     if quantised is not None and not quantised.is_kept:
@@ -195,6 +194,14 @@ def _config(
     with one_line(f"cannot read the weights of {path!r}"):
         stored = read_quantised(path, revision, quantised.method, quantised.settings, unused_by(config))
     return config, stored, quantised
+
+
+def _adapter(path: str, revision: str | None, lora: str | None) -> str | None:
+    """The adapter that the engine would take; one beside the weights of a hub id is not looked for."""
+    if lora is None and not Path(path).is_dir():
+        return None
+    with one_line(f"cannot look for an adapter beside {path!r}"), silenced():
+        return chosen_adapter(path, revision, lora)
 
 
 def _device(name: str) -> torch.device:

@@ -13,16 +13,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, Probed
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.cpu.packed_weight import packed_adapter_bytes
+from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.executor.chains import Chains
+from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.weight_check import WeightCheck
 
 
@@ -112,6 +116,31 @@ class Executor(ABC):
     def layer_trial(cls, given: ProbedModel) -> LayerTrial | None:
         """What tries single layers out as this executor will compute them; None: whole passes are compared instead."""
         return None
+
+    @classmethod
+    def layer_parts(cls, model: Any) -> list[LayerParts]:
+        """The parts of all layers of a model, loaded or not, where it packs whole layers; none where it does not."""
+        return []
+
+    @classmethod
+    def packed_groups(cls, model: Any) -> list[list[nn.Linear | GroupedLinear]]:
+        """The linear layers of a model, loaded or not, that it packs, together where it packs them as one."""
+        linears = (part for part in model.modules() if isinstance(part, nn.Linear | GroupedLinear))
+        return [[part] for part in linears if type(part) is nn.Linear or isinstance(part, GroupedLinear)]
+
+    @classmethod
+    def adapter_bytes(cls, model: Any, is_native: bool) -> int:
+        """What an adapter takes that is kept apart from quantised layers of a model, loaded or not: packed with these
+        where the CPU kernels compute them (`is_native`), else as it is read."""
+        if not is_native:
+            changes = [layer.change for layer in quantised_layers(model)]
+            return sum(change.nbytes for change in changes if change is not None)
+        table = model.get_input_embeddings()
+        # A tied table's rows are read out of the layer as it was before it was packed.
+        change = table.linear.change if isinstance(table, StoredEmbedding) else None
+        grouped = [part for part in model.modules() if isinstance(part, GroupedLinear)]
+        packed = sum(packed_adapter_bytes([layer]) for layer in grouped)
+        return packed + (0 if change is None else change.nbytes)
 
     @property
     def is_native(self) -> bool:

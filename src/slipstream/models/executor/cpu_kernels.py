@@ -23,9 +23,9 @@ from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.packed_weight import PackedWeight
+from slipstream.models.cpu.packed_weight import PackedWeight, packed_adapter_bytes
 from slipstream.models.cpu.pages import free_numbers, trim_heap
-from slipstream.models.cpu.parts import NormParts
+from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import (
     TABLE_KINDS,
     LayerStruct,
@@ -35,6 +35,7 @@ from slipstream.models.cpu.structs import (
 from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
 from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import StoredEmbedding
+from slipstream.models.linear.grouped import GroupedLinear
 
 
 class CpuKernels(PackedModel, Executor):
@@ -99,6 +100,32 @@ class CpuKernels(PackedModel, Executor):
     def layer_trial(cls, given: ProbedModel) -> LayerTrial | None:
         family = find_family(given.model)
         return None if family is None else LayerTrial(given.model, family, given.probed.variants)
+
+    @classmethod
+    def layer_parts(cls, model: Any) -> list[LayerParts]:
+        family = find_family(model)
+        assert family is not None
+        return [family.layer_parts(layer) for layer in family.part(model, family.layers)]
+
+    @classmethod
+    def packed_groups(cls, model: Any) -> list[list[nn.Linear | GroupedLinear]]:
+        groups: list[list[nn.Linear | GroupedLinear]] = [[_head_of(model)]]
+        for parts in cls.layer_parts(model):
+            groups += [[*parts.qkv], [parts.output], [*parts.gate_up]]
+            groups += [] if parts.down is None else [[parts.down]]
+        return [group for group in groups if group]
+
+    @classmethod
+    def adapter_bytes(cls, model: Any, is_native: bool) -> int:
+        stacks: list[tuple[Sequence[nn.Module], bool]] = [([_head_of(model)], False)]
+        for parts in cls.layer_parts(model):
+            stacks += [(parts.ordered_qkv, False), ([parts.output], False)]
+            if parts.down is not None:
+                stacks += [(parts.ordered_gate_up, parts.is_gated), ([parts.down], False)]
+        return sum(
+            packed_adapter_bytes([part for part in stack if isinstance(part, GroupedLinear)], alternates)
+            for stack, alternates in stacks
+        )
 
     @property
     def reads(self) -> ReadWeights:
@@ -188,3 +215,11 @@ def _shared_weights(layers: Sequence[nn.Module], family: Family) -> frozenset[in
     """Return where weights begin that several linear layers or experts of a model read."""
     users = Counter(matrix.data_ptr() for layer in layers for matrix in family.layer_parts(layer).matrices)
     return frozenset(address for address, count in users.items() if count > 1)
+
+
+def _head_of(model: Any) -> nn.Linear:
+    """The output layer of a model whose family the kernels know."""
+    family = find_family(model)
+    assert family is not None
+    head: nn.Linear = family.part(model, family.head)
+    return head
