@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from slipstream.assets.embedded import EMBEDDED, EMBEDDED_TARGET, in_package, writer_in_package
+from slipstream.assets.embedded import EMBEDDED, EMBEDDED_TARGET, in_package, step_drafter_in_package
 from slipstream.draft import methods
 from slipstream.errors import ConfigError
 from slipstream.vllm_names import own_engine_keys, own_speculation
@@ -151,7 +151,7 @@ class SpeculativeConfig:
             for key, value in self.options.items()
         }
         object.__setattr__(self, "options", in_package(plain, self.method))
-        object.__setattr__(self, "reasoning", writer_in_package(self.reasoning))
+        object.__setattr__(self, "reasoning", step_drafter_in_package(self.reasoning))
         if self.probe_share is not None and not 0 <= self.probe_share <= 0.5:
             raise ConfigError(f"probe_share must be between 0 and 0.5, got {self.probe_share}")
         if not self.draft_timeout_s > 0:

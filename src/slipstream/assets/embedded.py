@@ -45,7 +45,7 @@ def portable(value: Any) -> Any:
     return EMBEDDED if value in EMBEDDED_DRAFTERS.values() else value
 
 
-def writer_in_package(reasoning: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def step_drafter_in_package(reasoning: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return `reasoning` with the folder of a draft that is called `embedded`, and with that as its name."""
     if reasoning is None or reasoning.get("model") != EMBEDDED:
         return reasoning

@@ -78,16 +78,16 @@ class StepSpeculation(StepExtension):
         Raises `ConfigError` or `ModelError` where the draft cannot be made.
         """
         assert speculation.reasoning is not None
-        assert speculation.writer is not None
+        assert speculation.step_drafter is not None
         config = self.config = speculation.reasoning
-        writer = speculation.writer
-        self.writer = make_drafter(writer.config, writer.drafter, writer.options, context)
-        if not self.writer.traits.reads_text_only:
+        chosen = speculation.step_drafter
+        self.step_drafter = make_drafter(chosen.config, chosen.drafter, chosen.options, context)
+        if not self.step_drafter.traits.reads_text_only:
             raise ConfigError(
                 f"reasoning method {config.method!r} reads more of the target than the text; use draft_model"
             )
         timeout_s = speculation.config.draft_timeout_s
-        self._guard = Guard(self.writer, context.vocab_size, context.verifier.kinds, timeout_s)
+        self._guard = Guard(self.step_drafter, context.vocab_size, context.verifier.kinds, timeout_s)
         self._max_rows = max_rows
         self._max_read_rows = context.engine_config.max_num_batched_tokens
         tokens = TokenBytes(context.tokenizer, context.engine_config.model)
@@ -114,16 +114,16 @@ class StepSpeculation(StepExtension):
 
     def drafters(self) -> list[Drafter]:
         """The one that writes."""
-        return [self.writer]
+        return [self.step_drafter]
 
     def begin(self, num_slots: int, end_token_ids: frozenset[int], max_model_len: int) -> None:
         """Make room for what the draft reads."""
-        self.writer.allocate(num_slots)
+        self.step_drafter.allocate(num_slots)
         self._end_token_ids, self._max_model_len = end_token_ids, max_model_len
 
     def reset(self) -> None:
         """Forget what the draft kept from finished sequences."""
-        self.writer.reset()
+        self.step_drafter.reset()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class StepSpeculation(StepExtension):
 
     def integrity(self) -> list[str]:
         """Violated invariants, a sentence each."""
-        faults = self.writer.integrity()
+        faults = self.step_drafter.integrity()
         for thinker in self._thinkers.values():
             sequence, stage = thinker.sequence, thinker.tracker.stage
             if sequence.awaits_draft != (stage is StepStage.DRAFTING):

@@ -23,7 +23,7 @@ class ParsedSpeculation:
     """The drafter's own `Options`."""
     reasoning: ReasoningConfig | None = None
     """How whole steps of thinking are drafted; None where they are not."""
-    writer: ParsedSpeculation | None = None
+    step_drafter: ParsedSpeculation | None = None
     """Who drafts them."""
 
     @classmethod
@@ -42,5 +42,5 @@ class ParsedSpeculation:
                 )
             reasoning = ReasoningConfig.from_mapping(config.reasoning)
         drafter, options = registry.validate(config, VERIFIERS.load(config.verifier).traits())
-        writer = None if reasoning is None else cls.of(reasoning.writer(config))
-        return cls(config, drafter, options, reasoning, writer)
+        step_drafter = None if reasoning is None else cls.of(reasoning.step_drafter(config))
+        return cls(config, drafter, options, reasoning, step_drafter)

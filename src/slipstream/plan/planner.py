@@ -62,17 +62,17 @@ class Planner:
         """What drafters are told of the target."""
         self.draft = self._drafter.footprint(self._options, self.context)
         if self.speculative.reasoning is not None:
-            self.draft = self._beside_writer(self.speculative.reasoning)
+            self.draft = self._with_step_drafter(self.speculative.reasoning)
 
-    def _beside_writer(self, reasoning: Mapping[str, Any]) -> Footprint:
+    def _with_step_drafter(self, reasoning: Mapping[str, Any]) -> Footprint:
         """The drafter with the one that writes whole steps, whose model is loaded once where it is the same."""
-        cls, options = validate(ReasoningConfig.from_mapping(reasoning).writer(self.speculative))
-        writer = cls.footprint(options, self.context)
+        cls, options = validate(ReasoningConfig.from_mapping(reasoning).step_drafter(self.speculative))
+        step_drafter = cls.footprint(options, self.context)
         loaded = {_loaded_as(model) for model in self.draft.models}
-        own = tuple(model for model in writer.models if _loaded_as(model) not in loaded)
+        own = tuple(model for model in step_drafter.models if _loaded_as(model) not in loaded)
         drafts = self.draft.traits
-        per_token = drafts.kv_bytes_per_token + writer.traits.kv_bytes_per_token
-        joined = Footprint.joined([self.draft, replace(writer, models=own)], drafts)
+        per_token = drafts.kv_bytes_per_token + step_drafter.traits.kv_bytes_per_token
+        joined = Footprint.joined([self.draft, replace(step_drafter, models=own)], drafts)
         return joined.with_traits(kv_bytes_per_token=per_token)
 
     @property

@@ -53,7 +53,7 @@ class ReasoningConfig:
             model = str(self.options.get("model", ""))
             object.__setattr__(self, "name", PurePath(model).name or self.method)
 
-    def writer(self, speculative: SpeculativeConfig) -> SpeculativeConfig:
+    def step_drafter(self, speculative: SpeculativeConfig) -> SpeculativeConfig:
         """The configuration of the drafter that writes the steps, in an engine of `speculative`."""
         return SpeculativeConfig(
             self.method,

@@ -37,7 +37,7 @@ def make(
 
 
 def encode(drafter: SlemDrafter, text: str) -> list[int]:
-    translator = drafter.writer.translator
+    translator = drafter.inner.translator
     return Encoder(drafter.context.tokenizer, translator.target).encode(text.encode())[0]
 
 
@@ -46,14 +46,14 @@ class Ghost:
 
     def __init__(self, drafter: SlemDrafter, text: str, ending: tuple[int, ...] = ()) -> None:
         self.drafter, self.text, self.ending = drafter, text, ending
-        self.encoder = Encoder(drafter.writer.tokenizer, drafter.writer.translator.draft)
+        self.encoder = Encoder(drafter.inner.tokenizer, drafter.inner.translator.draft)
 
     def propose(self, sequences: list[Sequence], budgets: list[int]) -> list[Proposal]:
         """The next tokens of the text, and behind its last one the ending."""
         return [self._go_on(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def _go_on(self, sequence: Sequence, budget: int) -> Proposal:
-        ordinary = self.drafter.writer.translator.draft.ordinary
+        ordinary = self.drafter.inner.translator.draft.ordinary
         written = b"".join(ordinary.get(token, b"") for token in sequence.token_ids)
         assert self.text.encode().startswith(written)
         rest, _ = self.encoder.encode(self.text.encode()[len(written) :])
@@ -66,7 +66,7 @@ def test_a_draft_that_knows_the_text_is_nearly_always_right(
     folders: dict[str, Path], ours: str, theirs: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(folders, ours, theirs)
-    monkeypatch.setattr(drafter.writer, "propose", Ghost(drafter, sentence).propose)
+    monkeypatch.setattr(drafter.inner, "propose", Ghost(drafter, sentence).propose)
     text = encode(drafter, sentence)
     seq = sequence(text[:1])
     num_steps = num_wrong = 0
@@ -88,7 +88,7 @@ def test_a_word_that_may_go_on_is_not_proposed(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(folders, "byte-level", "byte-fallback", num_speculative_tokens=8)
-    monkeypatch.setattr(drafter.writer, "propose", Ghost(drafter, "and the do").propose)
+    monkeypatch.setattr(drafter.inner, "propose", Ghost(drafter, "and the do").propose)
     proposal = drafter.propose([sequence(encode(drafter, "and"))], [8])[0]
     assert drafter.context.tokenizer.convert_ids_to_tokens(list(proposal.token_ids)) == ["Ġthe"]
 
@@ -97,8 +97,8 @@ def test_the_end_of_a_text_ends_its_last_word(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(folders, "byte-level", "byte-fallback", num_speculative_tokens=8)
-    eos = drafter.writer.tokenizer.eos_token_id
-    monkeypatch.setattr(drafter.writer, "propose", Ghost(drafter, "and the do", (eos, eos)).propose)
+    eos = drafter.inner.tokenizer.eos_token_id
+    monkeypatch.setattr(drafter.inner, "propose", Ghost(drafter, "and the do", (eos, eos)).propose)
     for budget in (8, 2):
         proposal = drafter.propose([sequence(encode(drafter, "and"))], [budget])[0]
         expected = [*encode(drafter, " the do"), drafter.context.tokenizer.eos_token_id]
@@ -109,7 +109,7 @@ def test_a_text_that_reads_otherwise_gets_no_guesses(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(folders, "byte-level", "unigram", num_speculative_tokens=20)
-    monkeypatch.setattr(drafter.writer, "propose", Ghost(drafter, "over the lazy dog, and").propose)
+    monkeypatch.setattr(drafter.inner, "propose", Ghost(drafter, "over the lazy dog, and").propose)
     odd = [*encode(drafter, "over t"), *encode(drafter, "he")]
     assert odd != encode(drafter, "over the")
     assert len(drafter.propose([sequence(odd)], [8])[0]) == 0
@@ -134,7 +134,7 @@ def test_what_was_written_and_stands_is_not_fed_again(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(folders, "byte-level", "unigram")
-    writer = drafter.writer
+    writer = drafter.inner
     written, _ = Encoder(writer.tokenizer, writer.translator.draft).encode(SENTENCES[0].encode())
     written.insert(0, writer.tokenizer.bos_token_id)
 

@@ -55,7 +55,7 @@ class SlemOptions:
         check_quantization(self.quantization, "slem")
 
 
-class _Writer(OtherVocabularyDrafter):
+class _OwnVocabularyDrafter(OtherVocabularyDrafter):
     """The draft model on sequences in its own tokens."""
 
     def _draft_vocab_size(self, target_vocab_size: int) -> int:
@@ -76,16 +76,16 @@ class SlemDrafter(Drafter):
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """As of its draft model; see `OtherVocabularyDrafter.footprint`."""
-        held = footprint_of(_writers_options(options), context, cls.configured(options, context))
+        held = footprint_of(_inner_options(options), context, cls.configured(options, context))
         return replace(held, note=UNKNOWN_TOKENS)
 
     def __init__(self, options: SlemOptions, context: DraftContext) -> None:
         super().__init__(options, context)
-        self.writer = _Writer(_writers_options(options), context)
-        self.traits = replace(self.traits, kv_bytes_per_token=self.writer.traits.kv_bytes_per_token)
-        self.model = self.writer.model
+        self.inner = _OwnVocabularyDrafter(_inner_options(options), context)
+        self.traits = replace(self.traits, kv_bytes_per_token=self.inner.traits.kv_bytes_per_token)
+        self.model = self.inner.model
         self._params = SamplingParams(temperature=options.draft_temperature)
-        self._target, self._draft = self.writer.translator.target, self.writer.translator.draft
+        self._target, self._draft = self.inner.translator.target, self.inner.translator.draft
         self._special = {
             theirs: ours
             for ours, theirs in match_special(self._target, self._draft).items()
@@ -104,7 +104,7 @@ class SlemDrafter(Drafter):
     @property
     def parts(self) -> list[Drafter]:
         """The one that writes."""
-        return [self.writer]
+        return [self.inner]
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One chain a sequence; empty where the re-encoded text does not begin with the committed tokens."""
@@ -112,7 +112,7 @@ class SlemDrafter(Drafter):
         lengths = [
             min(self.options.num_speculative_tokens, budget + 1) if budget else 0 for budget in budgets
         ]
-        drafts = self.writer.propose([self._as_written(sequence) for sequence in sequences], lengths)
+        drafts = self.inner.propose([self._as_written(sequence) for sequence in sequences], lengths)
         return [
             self._read(sequence, draft.token_ids, budget)
             for sequence, draft, budget in zip(sequences, drafts, budgets, strict=True)
@@ -124,18 +124,18 @@ class SlemDrafter(Drafter):
         for seen in observations:
             if seen.sequence.id in self._written:
                 text = self._as_written(seen.sequence)
-                # An upper bound: the writer compares its draft with the text itself.
+                # An upper bound: the inner drafter compares its draft with the text itself.
                 written.append(replace(seen, sequence=text, num_accepted=len(text.token_ids)))
-        self.writer.observe(written)
+        self.inner.observe(written)
 
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)
-        self.writer.release(sequence)
+        self.inner.release(sequence)
 
     # --- drafting ---------------------------------------------------------------------------------------------
 
     def _as_written(self, sequence: Sequence) -> Sequence:
-        token_ids = self.writer.translate(sequence)
+        token_ids = self.inner.translate(sequence)
         if sequence.id not in self._written:
             self._written[sequence.id] = replace(
                 sequence, token_ids=token_ids, num_prompt_tokens=0, params=self._params, leader=None
@@ -174,7 +174,7 @@ class SlemDrafter(Drafter):
         return len(pieces)
 
 
-def _writers_options(options: SlemOptions) -> DraftModelOptions:
+def _inner_options(options: SlemOptions) -> DraftModelOptions:
     """The options of the draft model alone."""
     return DraftModelOptions(
         model=options.model,
