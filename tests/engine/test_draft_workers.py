@@ -91,7 +91,7 @@ def test_the_text_is_the_targets(
     assert [output.outputs[0].token_ids for output in outputs] == texts(plain, prompts[:4], asked)
     [stats] = workers_of(llm)
     assert (stats.state, stats.num_connections) == ("connected", 1)
-    assert stats.num_tails > 0
+    assert stats.num_continuations > 0
     if wait:
         drafted = make_llm({**DRAFT, "num_speculative_tokens": 4})
         here = sum(output.metrics.num_accepted_tokens for output in drafted.generate(prompts[:4], asked))
@@ -111,7 +111,7 @@ def test_a_slow_worker_changes_nothing_and_is_not_waited_for(
         llm = make_llm(remote(address))
         assert texts(llm, prompts[:2], asked) == truth
         [stats] = workers_of(llm)
-        assert stats.num_late_tails > 0
+        assert stats.num_late_continuations > 0
         impatient = make_llm(remote(address, max_wait_ms=2))
         assert texts(impatient, prompts[:2], asked) == truth
 
@@ -141,11 +141,11 @@ def test_a_worker_that_goes_and_comes_back_is_found_again(
     assert texts(llm, prompts[:3], asked) == truth
     with running_worker(EMBEDDED_TARGET, DRAFT, path, **CAPACITY):
         until(lambda: workers_of(llm)[0].state == "connected")
-        before = workers_of(llm)[0].num_tails
+        before = workers_of(llm)[0].num_continuations
         assert texts(llm, prompts[:3], asked) == truth
         stats = workers_of(llm)[0]
         assert stats.num_connections == 2
-        assert stats.num_tails > before
+        assert stats.num_continuations > before
 
 
 def test_an_engine_begins_without_its_worker(
@@ -159,7 +159,7 @@ def test_an_engine_begins_without_its_worker(
     with running_worker(EMBEDDED_TARGET, DRAFT, path, **CAPACITY):
         until(lambda: workers_of(llm)[0].state == "connected")
         assert texts(llm, prompts[:1], params()) == truth
-        assert workers_of(llm)[0].num_tails > 0
+        assert workers_of(llm)[0].num_continuations > 0
 
 
 def test_several_workers_and_several_engines(
@@ -181,7 +181,7 @@ def test_several_workers_and_several_engines(
             thread.join()
         assert found == {0: truth, 1: truth}
         for llm in engines:
-            assert all(stats.num_tails > 0 for stats in workers_of(llm))
+            assert all(stats.num_continuations > 0 for stats in workers_of(llm))
 
 
 def test_auto_leaves_out_a_worker_that_does_not_pay(
@@ -327,13 +327,14 @@ def says_too_much(connection: socket.socket, frames: Frames) -> None:
 
 
 def lies(connection: socket.socket, frames: Frames) -> None:
-    """Tails of other lengths, with tokens that do not exist, for requests that do not exist, of the wrong text."""
+    """Continuations of other lengths, with tokens that do not exist, for requests that do not exist, of the wrong
+    text."""
     for turn in itertools.count():
         message = _message(connection, frames)
         if message["type"] not in ("open", "commit"):
             continue
         length = message.get("length", len(message["tokens"]))
-        tail = {**message, "type": "tail", "length": length, "draft_s": 0.0, "tokens": [7, 7]}
+        continuation = {**message, "type": "tail", "length": length, "draft_s": 0.0, "tokens": [7, 7]}
         bad: list[dict[str, Any]] = [
             {"length": length + 1},
             {"length": 0},
@@ -345,7 +346,7 @@ def lies(connection: socket.socket, frames: Frames) -> None:
             {},  # for this very text, and wrong all the same
         ]
         turn %= len(bad)  # each is the last word at times
-        connection.sendall(b"".join(encode(tail | change) for change in bad[turn:] + bad[:turn]))
+        connection.sendall(b"".join(encode(continuation | change) for change in bad[turn:] + bad[:turn]))
 
 
 @pytest.mark.parametrize(
@@ -493,7 +494,7 @@ def test_strangers_do_not_disturb_a_worker(
         assert "the engine speaks version 9 of the draft protocol" in _message(stranger, frames)["reason"]
     llm = make_llm(remote(worker, **PATIENT))
     assert texts(llm, prompts[:1], params()) == texts(plain, prompts[:1], params())
-    assert workers_of(llm)[0].num_tails > 0
+    assert workers_of(llm)[0].num_continuations > 0
 
 
 # --- another process --------------------------------------------------------------------------------------------
@@ -548,9 +549,9 @@ def test_a_worker_process_is_killed_and_stopped_while_texts_run(
                 assert texts(llm, prompts[:12], asked) == truth
                 started[-1].send_signal(signal.SIGCONT)
             until(lambda: workers_of(llm)[0].state == "connected")
-            before = workers_of(llm)[0].num_tails
+            before = workers_of(llm)[0].num_continuations
             assert texts(llm, prompts[:12], asked) == truth
-            assert workers_of(llm)[0].num_tails > before
+            assert workers_of(llm)[0].num_continuations > before
         assert workers_of(llm)[0].num_connections >= 2, "the killed one's successor is another connection"
     finally:
         for process in started:

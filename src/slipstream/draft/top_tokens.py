@@ -23,7 +23,7 @@ def top_tokens(logits: Tensor, k: int) -> Tensor:
     chunked = logits[:, : num_chunks * CHUNK].view(num_rows, num_chunks, CHUNK)
     best = chunked.amax(dim=2).topk(k).indices  # [rows, k]
     offsets = torch.arange(CHUNK, device=logits.device)
-    tail = torch.arange(num_chunks * CHUNK, vocab_size, device=logits.device)
+    remainder = torch.arange(num_chunks * CHUNK, vocab_size, device=logits.device)
     candidates = (best[:, :, None] * CHUNK + offsets).flatten(1)
-    candidates = torch.cat([candidates, tail.expand(num_rows, -1)], dim=1)
+    candidates = torch.cat([candidates, remainder.expand(num_rows, -1)], dim=1)
     return candidates.gather(1, logits.gather(1, candidates).topk(k).indices)

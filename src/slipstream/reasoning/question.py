@@ -30,8 +30,8 @@ def question_text(tokenizer: Any) -> str:
             rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception:  # a template may refuse anything
         return plain
-    _, found, tail = rendered.partition(_PLACE)
-    return tail + PREFIX if found else plain
+    _, found, after = rendered.partition(_PLACE)
+    return after + PREFIX if found else plain
 
 
 def question_token_ids(tokenizer: Any, question: str | None) -> list[int]:

@@ -75,7 +75,7 @@ class LogitsProcessor:
                 self._phrases.setdefault(word[:-1], []).append(word[-1])
         self._beginnings = sorted({len(beginning) for beginning in self._phrases})
         reach = self._beginnings[-1] if self._phrases else 0
-        self._prompt_tail = list(prompt_token_ids[-reach:]) if reach else []
+        self._prompt_end = list(prompt_token_ids[-reach:]) if reach else []
         self._prompt_tokens = frozenset(prompt_token_ids) if params.repetition_penalty != 1 else frozenset()
         self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -184,8 +184,8 @@ class LogitsProcessor:
         if not self._phrases:
             return []
         reach = self._beginnings[-1]
-        tail = [*self._prompt_tail, *output[-reach:], *path][-reach:]
-        beginnings = (tuple(tail[-length:]) for length in self._beginnings if length <= len(tail))
+        end = [*self._prompt_end, *output[-reach:], *path][-reach:]
+        beginnings = (tuple(end[-length:]) for length in self._beginnings if length <= len(end))
         return [self._phrases[beginning] for beginning in beginnings if beginning in self._phrases]
 
     def _revive(self, scores: torch.Tensor) -> torch.Tensor:

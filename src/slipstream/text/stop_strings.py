@@ -25,10 +25,10 @@ class StopStrings:
     def find(self, text: str, searched: int) -> tuple[int, str] | None:
         """(position, string) of the earliest match in `text` that does not end within `text[:searched]`, or None."""
         start = max(0, searched - self._longest + 1)
-        tail = text[start:]
+        rest = text[start:]
         found: tuple[int, str] | None = None
         for string in self._strings:
-            at = tail.find(string, max(0, searched - len(string) + 1 - start))
+            at = rest.find(string, max(0, searched - len(string) + 1 - start))
             if at >= 0 and (found is None or start + at < found[0]):
                 found = (start + at, string)
         return found

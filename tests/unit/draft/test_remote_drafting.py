@@ -152,7 +152,7 @@ def test_what_is_proposed_was_drafted_for_the_text_whatever_the_workers_do(seed:
         assert link.drafting.guard.num_failures == 0
     assert num_used > 300
     assert num_empty > 100
-    assert sum(worker.num_late_tails for worker in drafter.worker_stats()) > 50
+    assert sum(worker.num_late_continuations for worker in drafter.worker_stats()) > 50
 
 
 class RecordingLink(Link):

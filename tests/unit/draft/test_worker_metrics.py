@@ -27,6 +27,6 @@ def test_what_an_engine_knows_of_its_workers_is_exposed() -> None:
     assert (value("state", state="connected"), value("state", state="away")) == (1, 0)
     assert (value("round_trip_seconds"), value("tail_seconds")) == (0.002, 0.05)
     assert (value("tails_total"), value("stale_tails_total"), value("late_tails_total")) == (10, 3, 4)
-    metrics.on_stats([replace(STATS, state="away", round_trip_s=None, num_late_tails=9)])
+    metrics.on_stats([replace(STATS, state="away", round_trip_s=None, num_late_continuations=9)])
     assert (value("state", state="connected"), value("state", state="away")) == (0, 1)
     assert (value("late_tails_total"), value("connections_total")) == (9, 1)

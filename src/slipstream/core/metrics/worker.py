@@ -18,13 +18,13 @@ class WorkerStats:
     """Why it is not connected; empty while it is."""
     round_trip_s: float | None
     """The last ping's time there and back; None before one was answered."""
-    tail_s: float | None
-    """From what was committed to the first tail for it, on average of late; None before there was one."""
-    num_tails: int
-    """Tails that arrived."""
-    num_stale_tails: int
+    continuation_s: float | None
+    """From what was committed to the first continuation for it, on average of late; None before there was one."""
+    num_continuations: int
+    """Continuations that arrived."""
+    num_stale_continuations: int
     """Those of them that were dropped, for another prefix than the text's."""
-    num_late_tails: int
-    """Proposals that were empty because the tail had not arrived."""
+    num_late_continuations: int
+    """Proposals that were empty because the continuation had not arrived."""
     num_connections: int
     """How often it was connected."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from slipstream.text.expected import ExpectedText
 
-TAIL_BYTES = 64
+LAST_BYTES = 64
 """So much of the answer's end is compared."""
 NEAR_BYTES = 8
 """The answer's last bytes that must be equal for the text to go on behind them, within `NEAR_WINDOW_BYTES`."""
@@ -61,7 +61,7 @@ class Alignment:
         """Tokens of the answer."""
         self._gap: list[bytes] = []
         """The tokens since the difference."""
-        self._tail = b""
+        self._last_bytes = b""
         self._scores: list[float] = []
         """Entry j: of the best way to align the tokens since the difference with the next j expected ones."""
         self._runs: list[int] = []
@@ -109,7 +109,7 @@ class Alignment:
     def _advance(self, piece: bytes) -> None:
         if self.followed and self.offset == 0 and piece[:1] == b" " and self.expected.data[:1] != b" ":
             piece = piece[1:]  # SentencePiece begins a text with a space that is not shown
-        self._tail = (self._tail + piece)[-TAIL_BYTES:]
+        self._last_bytes = (self._last_bytes + piece)[-LAST_BYTES:]
         if self.followed and self.expected.data.startswith(piece, self.offset):
             self._cover(self.offset, self.offset + len(piece))
             self.offset += len(piece)
@@ -160,11 +160,11 @@ class Alignment:
         data = self.expected.data
         if len(self._gap) > 1:
             two = max(NEAR_BYTES, len(self._gap[-1]) + len(self._gap[-2]))
-            at = data.find(self._tail[-two:], self.offset, self.offset + NEAR_WINDOW_BYTES)
-            if at >= 0 and len(self._tail) >= two:
+            at = data.find(self._last_bytes[-two:], self.offset, self.offset + NEAR_WINDOW_BYTES)
+            if at >= 0 and len(self._last_bytes) >= two:
                 return at + two, two
-        if len(self._tail) >= FAR_BYTES:
-            last = self._tail[-FAR_BYTES:]
+        if len(self._last_bytes) >= FAR_BYTES:
+            last = self._last_bytes[-FAR_BYTES:]
             at = self.expected.find(last, self.offset)
             if at >= 0:
                 return at + FAR_BYTES, FAR_BYTES

@@ -103,17 +103,17 @@ class SuffixIndex:
                 del cut[:num_dead]
             self._base = end
 
-    def occurrences(self, tail: Seq[int]) -> list[tuple[int, int]]:
-        """Earlier occurrences of the end of `tail`: (position of the next token, length of the match).
+    def occurrences(self, text: Seq[int]) -> list[tuple[int, int]]:
+        """Earlier occurrences of the end of `text`: (position of the next token, length of the match).
 
         Matches of the longer n-gram come first, and the newest first of each length.
         """
-        last_first = tail[: -self._max_depth - 1 : -1]
+        last_first = text[: -self._max_depth - 1 : -1]
         found = []
         longer = self._max_depth + 1
         for chains in self._chains:
             if len(last_first) >= chains.n:
-                for position in self._walk(chains, array("i", tail[-chains.n :]).tobytes()):
+                for position in self._walk(chains, array("i", text[-chains.n :]).tobytes()):
                     length = self._agreement(position, last_first)
                     # Matches that long were found by the longer n-gram already: its newest occurrences include
                     # all of them that are among the newest of the shorter n-gram.

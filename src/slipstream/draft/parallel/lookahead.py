@@ -117,32 +117,32 @@ class NgramPool:
 
     def __init__(self, max_per_key: int, max_keys: int = MAX_KEYS) -> None:
         self._max_per_key = max_per_key
-        self._tails: BoundedDict[int, list[tuple[int, ...]]] = BoundedDict(max_keys)
+        self._endings: BoundedDict[int, list[tuple[int, ...]]] = BoundedDict(max_keys)
         """First token to what followed it, the latest last."""
 
     def __len__(self) -> int:
         """N-grams held."""
-        return sum(map(len, self._tails.values()))
+        return sum(map(len, self._endings.values()))
 
     def add(self, ngram: Seq[int]) -> None:
         """Add an n-gram as the latest; drops the least recent ones beyond the bounds."""
-        first, tail = ngram[0], tuple(ngram[1:])
-        tails = self._tails.touch(first, list)
-        if tail in tails:
-            tails.remove(tail)
-        tails.append(tail)
-        if len(tails) > self._max_per_key:
-            tails.pop(0)
+        first, ending = ngram[0], tuple(ngram[1:])
+        endings = self._endings.touch(first, list)
+        if ending in endings:
+            endings.remove(ending)
+        endings.append(ending)
+        if len(endings) > self._max_per_key:
+            endings.pop(0)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
         """The stored tokens after `token`, [n - 1] for each n-gram, the latest first."""
-        return self._tails.get(token, [])[::-1]
+        return self._endings.get(token, [])[::-1]
 
     def memory_bytes(self) -> int:
         """Bytes held: a list and an entry a key, a tuple and its integers an n-gram."""
-        longest = max((len(tails[0]) for tails in self._tails.values()), default=0)
+        longest = max((len(endings[0]) for endings in self._endings.values()), default=0)
         bytes_per_ngram = _TUPLE_BYTES + _TOKEN_BYTES * longest
-        return _KEY_BYTES * len(self._tails) + bytes_per_ngram * len(self)
+        return _KEY_BYTES * len(self._endings) + bytes_per_ngram * len(self)
 
 
 class TreeBuilder:
@@ -224,8 +224,8 @@ class LookaheadDrafter(Drafter):
         if window is None:
             window = self._windows[sequence.id] = self._begin(sequence)
         tree = TreeBuilder(min(budget, self.traits.max_nodes))
-        for tail in window.pool.after(sequence.token_ids[-1]):
-            tree.add(ROOT, tail)
+        for ending in window.pool.after(sequence.token_ids[-1]):
+            tree.add(ROOT, ending)
         ends: list[int] = []
         first_row = ROOT
         for column in window.columns:

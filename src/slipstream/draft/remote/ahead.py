@@ -19,7 +19,7 @@ from slipstream.core.request import FinishReason, RequestOptions
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Observation
 from slipstream.draft.guarded.guard import Guard
-from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message, PrefixHash
+from slipstream.draft.remote.protocol import MAX_CONTINUATION_TOKENS, Message, PrefixHash
 from slipstream.draft.remote.sampling import sampling_of
 from slipstream.errors import ProtocolError
 from slipstream.text.common_prefix import common_prefix_length
@@ -36,7 +36,7 @@ class Followed:
 
     def __init__(self, owner: Hashable, number: int, sequence: Sequence, depth: int, party: Hashable) -> None:
         self.owner, self.number, self.sequence, self.party = owner, number, sequence, party
-        self.max_ahead = min(2 * depth + 1, MAX_TAIL_TOKENS)
+        self.max_ahead = min(2 * depth + 1, MAX_CONTINUATION_TOKENS)
         """Draft tokens: those that are being verified, the target's own, and as many again."""
         self.hash = PrefixHash()
         """Hash of the committed tokens."""
@@ -210,7 +210,7 @@ class AheadDrafting:
         )
 
     def draft(self) -> list[Reply]:
-        """One round: some tokens more for everyone who may have them; returns the tails."""
+        """One round: some tokens more for everyone who may have them; returns the continuations."""
         asked = [found for found in self._followed.values() if self._wants(found)]
         if not asked:
             return []
@@ -233,7 +233,7 @@ class AheadDrafting:
             if not token_ids:
                 found.tries_left -= 1
                 continue
-            tail = {
+            continuation = {
                 "type": "tail",
                 "request": found.number,
                 "length": length,
@@ -242,7 +242,7 @@ class AheadDrafting:
                 "number": found.commit,
                 "draft_s": draft_s,
             }
-            replies.append((found.owner, tail))
+            replies.append((found.owner, continuation))
             sequence.token_ids += token_ids
             sequence.num_computed = len(sequence.token_ids) - 1
             seen.append(Observation(sequence, proposal, len(token_ids), _NO_LOGITS, length, was_cut=True))

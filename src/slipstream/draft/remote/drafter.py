@@ -2,8 +2,8 @@
 
 While the target verifies, the worker drafts the next tokens on the assumption that all it has drafted is accepted (as
 PEARL does: Liu et al., "PEARL: Parallel speculative decoding with adaptive draft length", ICLR 2025). What was accepted
-keeps the rest of the draft alive, anything else drops it. A tail that has not arrived when the next step begins is the
-empty proposal: the engine does not wait, unless it is told how long it may.
+keeps the rest of the draft alive, anything else drops it. A continuation that has not arrived when the next step begins
+is the empty proposal: the engine does not wait, unless it is told how long it may.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.footprint import Footprint
+from slipstream.draft.remote.continuation import Continuation
 from slipstream.draft.remote.handshake import KEY_VARIABLE, fingerprint, read_key
 from slipstream.draft.remote.link import CONNECT_TIMEOUT_S, Link, LinkTerms, SocketLink
 from slipstream.draft.remote.options import RemoteOptions
-from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS, Message
+from slipstream.draft.remote.protocol import MAX_CONTINUATION_TOKENS, Message
 from slipstream.draft.remote.sampling import sampling_message
-from slipstream.draft.remote.tails import Tail
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
@@ -41,9 +41,9 @@ QUIET_AFTER = 16
 REOPEN_AFTER = 64
 """Steps before a worker that did not take a request is given it again."""
 PATIENCE = 4
-"""Waits in a row that may bring no tail of use; then a worker is not waited for until it has sent one."""
-TAIL_MEMORY = 0.9
-"""Weight of the past in the average time of a tail."""
+"""Waits in a row that may bring no continuation of use; then a worker is not waited for until it has sent one."""
+CONTINUATION_MEMORY = 0.9
+"""Weight of the past in the average time of a continuation."""
 
 
 @dataclass(eq=False)
@@ -51,18 +51,20 @@ class WorkerAccount:
     """A worker's link, and what has come of it."""
 
     link: Link
-    num_tails: int = 0
+    num_continuations: int = 0
     num_stale: int = 0
     num_late: int = 0
-    tail_s: float | None = None
-    """From what was committed to the first tail for it, on average of late."""
+    continuation_s: float | None = None
+    """From what was committed to the first continuation for it, on average of late."""
     num_vain_waits: int = 0
-    """In a row, without a tail that was of any use."""
+    """In a row, without a continuation that was of any use."""
 
-    def note_tail_time(self, seconds: float) -> None:
-        """A tail has come so long after what it is for."""
-        past = self.tail_s
-        self.tail_s = seconds if past is None else TAIL_MEMORY * past + (1 - TAIL_MEMORY) * seconds
+    def note_continuation_time(self, seconds: float) -> None:
+        """A continuation has come so long after what it is for."""
+        past = self.continuation_s
+        self.continuation_s = (
+            seconds if past is None else CONTINUATION_MEMORY * past + (1 - CONTINUATION_MEMORY) * seconds
+        )
 
     def stats(self) -> WorkerStats:
         """All of it."""
@@ -70,10 +72,10 @@ class WorkerAccount:
             self.link.name,
             *self.link.state(),
             round_trip_s=self.link.round_trip_s(),
-            tail_s=self.tail_s,
-            num_tails=self.num_tails,
-            num_stale_tails=self.num_stale,
-            num_late_tails=self.num_late,
+            continuation_s=self.continuation_s,
+            num_continuations=self.num_continuations,
+            num_stale_continuations=self.num_stale,
+            num_late_continuations=self.num_late,
             num_connections=self.link.generation,
         )
 
@@ -84,7 +86,7 @@ class RemoteRequest:
     def __init__(self, number: int) -> None:
         self.number = number
         """Its name in messages."""
-        self.tail = Tail()
+        self.continuation = Continuation()
         self.worker: WorkerAccount | None = None
         self.generation = 0
         """Generation of the connection in which it was opened."""
@@ -203,9 +205,9 @@ class RemoteDrafter(Drafter):
     def integrity(self) -> list[str]:
         faults = super().integrity()
         faults += [
-            f"remote: a request's draft has {len(request.tail.drafted)} tokens"
+            f"remote: a request's draft has {len(request.continuation.drafted)} tokens"
             for request in self._requests.values()
-            if len(request.tail.drafted) > MAX_TAIL_TOKENS
+            if len(request.continuation.drafted) > MAX_CONTINUATION_TOKENS
         ]
         if len(self._requests) != len(self._by_number):
             faults.append(f"remote: {len(self._requests)} requests have {len(self._by_number)} numbers")
@@ -229,26 +231,26 @@ class RemoteDrafter(Drafter):
 
     def _tell(self, request: RemoteRequest, sequence: Sequence) -> None:
         """Send what the worker has not been told; the whole text where it is another one, or connected anew."""
-        tail = request.tail
-        tail.follow(sequence.token_ids)
+        continuation = request.continuation
+        continuation.follow(sequence.token_ids)
         if not request.is_open:
             self._open(request, sequence)
             return
-        if request.num_told == len(tail.token_ids):
+        if request.num_told == len(continuation.token_ids):
             return
         self._send(
             request,
             {
                 "type": "commit",
-                "length": len(tail.token_ids),
-                "tokens": tail.token_ids[request.num_told :],
-                "hash": tail.digest,
+                "length": len(continuation.token_ids),
+                "tokens": continuation.token_ids[request.num_told :],
+                "hash": continuation.digest,
             },
         )
 
     def _open(self, request: RemoteRequest, sequence: Sequence) -> None:
         """Give the request to the connected worker with the fewest."""
-        request.tail.forget()
+        request.continuation.forget()
         request.worker = None
         request.steps_to_reopen -= 1
         connected = [worker for worker in self._workers if worker.link.connected]
@@ -261,8 +263,8 @@ class RemoteDrafter(Drafter):
             request,
             {
                 "type": "open",
-                "tokens": request.tail.token_ids,
-                "hash": request.tail.digest,
+                "tokens": request.continuation.token_ids,
+                "hash": request.continuation.digest,
                 "num_prompt_tokens": sequence.num_prompt_tokens,
                 "seed": str(sequence.seed) if draws else "0",  # nobody is told what it has no use for
                 "tenant": hashlib.sha256(sequence.tenant.encode("utf-8", "surrogatepass")).digest(),
@@ -276,7 +278,7 @@ class RemoteDrafter(Drafter):
     def _send(self, request: RemoteRequest, message: Message) -> None:
         assert request.worker is not None
         request.commit += 1
-        request.num_told, request.told_s = len(request.tail.token_ids), time.perf_counter()
+        request.num_told, request.told_s = len(request.continuation.token_ids), time.perf_counter()
         request.worker.link.send({**message, "request": request.number, "number": request.commit})
 
     def _drop(self, sequence: Sequence, finished: bool) -> None:
@@ -299,24 +301,26 @@ class RemoteDrafter(Drafter):
                     if known and request is not None:
                         request.generation, request.steps_to_reopen = -1, REOPEN_AFTER
                     continue
-                worker.num_tails += 1
-                if not known or request is None or not self._take_tail(request, message):
+                worker.num_continuations += 1
+                if not known or request is None or not self._take_continuation(request, message):
                     worker.num_stale += 1
                     continue
                 worker.num_vain_waits = 0
                 if message["number"] == request.commit and request.told_s:
-                    worker.note_tail_time(message["arrived_s"] - request.told_s)
+                    worker.note_continuation_time(message["arrived_s"] - request.told_s)
                     request.told_s = 0.0
 
-    def _take_tail(self, request: RemoteRequest, message: Message) -> bool:
+    def _take_continuation(self, request: RemoteRequest, message: Message) -> bool:
         token_ids = message["tokens"]
-        if not 0 < len(token_ids) <= MAX_TAIL_TOKENS or max(token_ids) >= self.context.vocab_size:
+        if not 0 < len(token_ids) <= MAX_CONTINUATION_TOKENS or max(token_ids) >= self.context.vocab_size:
             return False
-        joined = message["length"] + len(token_ids) - len(request.tail.token_ids)
-        return joined <= MAX_TAIL_TOKENS and request.tail.take(message["length"], message["hash"], token_ids)
+        joined = message["length"] + len(token_ids) - len(request.continuation.token_ids)
+        return joined <= MAX_CONTINUATION_TOKENS and request.continuation.take(
+            message["length"], message["hash"], token_ids
+        )
 
     def _wait(self, asked: Seq[RemoteRequest], limits: Seq[int]) -> None:
-        """Wait for the tails that are under way, as long as the options allow."""
+        """Wait for the continuations that are under way, as long as the options allow."""
         deadline_s = time.perf_counter() + self.options.max_wait_ms / 1000
         least = self.options.wait_tokens or self.traits.max_nodes
         pairs = list(zip(asked, limits, strict=True))
@@ -337,17 +341,17 @@ class RemoteDrafter(Drafter):
             self._arrived.wait(timeout_s)
 
     def _is_awaited(self, request: RemoteRequest, limit: int, least: int) -> bool:
-        if len(request.tail.drafted) >= min(limit, least) or not request.is_open:
+        if len(request.continuation.drafted) >= min(limit, least) or not request.is_open:
             return False
         worker = request.worker
         if worker is None or (worker.num_vain_waits >= PATIENCE and not self.context.is_priced):
             return False
-        return worker.tail_s is None or worker.tail_s <= self.options.max_wait_ms / 1000
+        return worker.continuation_s is None or worker.continuation_s <= self.options.max_wait_ms / 1000
 
     def _proposal(self, request: RemoteRequest, limit: int) -> Proposal:
         if limit <= 0:
             return EMPTY_PROPOSAL
-        token_ids = request.tail.drafted[:limit]
+        token_ids = request.continuation.drafted[:limit]
         if request.worker is None:
             return EMPTY_PROPOSAL
         if token_ids:

@@ -74,8 +74,8 @@ class Link(ABC):
 
     @abstractmethod
     def take(self) -> list[Message]:
-        """The tails and refusals that have arrived in the present connection and were not taken yet; `arrived_s` is
-        when, by `time.perf_counter`."""
+        """The continuations and refusals that have arrived in the present connection and were not taken yet;
+        `arrived_s` is when, by `time.perf_counter`."""
 
     @property
     @abstractmethod

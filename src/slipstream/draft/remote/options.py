@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.config import check_at_least, check_types
 from slipstream.draft.remote.address import Address
-from slipstream.draft.remote.protocol import MAX_TAIL_TOKENS
+from slipstream.draft.remote.protocol import MAX_CONTINUATION_TOKENS
 from slipstream.errors import ConfigError
 
 
@@ -21,8 +21,8 @@ class RemoteOptions:
     num_speculative_tokens: int = 4
     """The most draft tokens in a step."""
     max_wait_ms: float = 0.0
-    """How long a step may wait for tails that have not arrived. 0: it never waits. The wait counts as the drafter's
-    time, so `auto` prices it; a step does not wait for a tail that usually takes longer."""
+    """How long a step may wait for continuations that have not arrived. 0: it never waits. The wait counts as the
+    drafter's time, so `auto` prices it; a step does not wait for a continuation that usually takes longer."""
     wait_tokens: int | None = None
     """A wait ends as soon as so many draft tokens of each request are there; None is all of them."""
     key_file: str | None = None
@@ -32,8 +32,10 @@ class RemoteOptions:
     def __post_init__(self) -> None:
         check_types(self, "remote")
         check_at_least("remote", 1, num_speculative_tokens=self.num_speculative_tokens)
-        if self.num_speculative_tokens > MAX_TAIL_TOKENS // 2 - 1:
-            raise ConfigError(f"remote num_speculative_tokens must be at most {MAX_TAIL_TOKENS // 2 - 1}")
+        if self.num_speculative_tokens > MAX_CONTINUATION_TOKENS // 2 - 1:
+            raise ConfigError(
+                f"remote num_speculative_tokens must be at most {MAX_CONTINUATION_TOKENS // 2 - 1}"
+            )
         if self.wait_tokens is not None:
             check_at_least("remote", 1, wait_tokens=self.wait_tokens)
         if not 0 <= self.max_wait_ms <= 60_000:

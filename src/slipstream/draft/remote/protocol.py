@@ -21,8 +21,8 @@ MAX_FRAME_BYTES = 16 * 2**20
 """The longest frame once both sides know each other."""
 MAX_GREETING_BYTES = 4096
 """The longest frame before."""
-MAX_TAIL_TOKENS = 64
-"""The most tokens of one tail, and the most that a worker drafts beyond what is committed."""
+MAX_CONTINUATION_TOKENS = 64
+"""The most tokens of one continuation, and the most that a worker drafts beyond what is committed."""
 MAX_SAMPLING_ENTRIES = 2**20
 """The most tokens that sampling parameters name: more than any vocabulary has."""
 HASH_BYTES = 8

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 GREETING_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 256
 MAX_UNREAD_BYTES = 1 << 20
-"""Tails that an engine may leave unread before it is left: it is dead, or stopped."""
+"""Continuations that an engine may leave unread before it is left: it is dead, or stopped."""
 MAX_UNTAKEN = 1024
 """Messages of an engine that wait for the drafter; until they are taken no more are read."""
 MAX_UNTAKEN_BYTES = MAX_FRAME_BYTES
@@ -235,7 +235,7 @@ class DraftWorker:
 
     def _write(self, connection: EngineConnection, message: Message) -> None:
         if not connection.peer.send(encode(message)):
-            logger.warning("engine %d does not read its tails and is left", connection.number)
+            logger.warning("engine %d does not read its continuations and is left", connection.number)
 
     def _hand_over(self, taken: Taken, replies: list[tuple[int, Message]]) -> None:
         """In the event loop: what the drafter's thread has taken, and what it has to say."""

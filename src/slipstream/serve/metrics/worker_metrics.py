@@ -1,4 +1,4 @@
-"""Draft workers as metrics: whether each is there, how fast it answers, and what became of its tails."""
+"""Draft workers as metrics: whether each is there, how fast it answers, and how many of its continuations were used."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ class WorkerMetrics:
         self._round_trip = new.gauge(
             "draft_worker_round_trip_seconds", "The last ping to a draft worker and back.", "worker"
         )
-        self._tail = new.gauge(
+        self._continuation = new.gauge(
             "draft_worker_tail_seconds",
-            "From what was committed to the first tail for it, of late.",
+            "From what was committed to the first continuation for it, of late.",
             "worker",
         )
         self._counters = {
-            "num_tails": counter("tails", "Tails that arrived."),
-            "num_stale_tails": counter("stale_tails", "Tails that were dropped: for another prefix."),
-            "num_late_tails": counter("late_tails", "Proposals that were empty because the tail was late."),
+            "num_continuations": counter("tails", "Continuations that arrived."),
+            "num_stale_continuations": counter(
+                "stale_tails", "Continuations that were dropped: for another prefix."
+            ),
+            "num_late_continuations": counter(
+                "late_tails", "Proposals that were empty because the continuation was late."
+            ),
             "num_connections": counter("connections", "Connections that were made to a draft worker."),
         }
         self._counted: dict[tuple[str, str], int] = {}
@@ -43,8 +47,8 @@ class WorkerMetrics:
                 self._state.labels(worker.address, state).set(state == worker.state)
             if worker.round_trip_s is not None:
                 self._round_trip.labels(worker.address).set(worker.round_trip_s)
-            if worker.tail_s is not None:
-                self._tail.labels(worker.address).set(worker.tail_s)
+            if worker.continuation_s is not None:
+                self._continuation.labels(worker.address).set(worker.continuation_s)
             for name, counter in self._counters.items():
                 number: int = getattr(worker, name)
                 before = self._counted.get((worker.address, name), 0)

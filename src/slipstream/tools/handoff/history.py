@@ -77,13 +77,13 @@ class ServerHistory:
             "num_running": [each.num_running for each in intervals],
             "num_waiting": [each.num_waiting for each in intervals],
             "num_steps": total.num_steps or total.num_output_tokens,
-            "reached": _without_tail(total.reached_at),
-            "accepted": _without_tail(total.accepted_at),
+            "reached": _without_trailing_zeros(total.reached_at),
+            "accepted": _without_trailing_zeros(total.accepted_at),
             "latency": self.latency.as_json(),
         }
 
 
-def _without_tail(counts: Seq[int]) -> list[int]:
+def _without_trailing_zeros(counts: Seq[int]) -> list[int]:
     """Return it without the zeros at the end."""
     kept = list(counts)
     while kept and not kept[-1]:

@@ -1,4 +1,5 @@
-"""A tail is used for the text that it was drafted for and for no other, whatever is late, lost, doubled or damaged."""
+"""A continuation is used for the text that it was drafted for and for no other, whatever is late, lost, doubled or
+damaged."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.draft.remote.continuation import MAX_OLD_PREFIXES, Continuation
 from slipstream.draft.remote.protocol import PrefixHash
-from slipstream.draft.remote.tails import MAX_OLD_PREFIXES, Tail
 
 VOCAB = 3
 """So few tokens that a shifted tail often looks right."""
@@ -40,9 +41,9 @@ class Scene:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.tail = Tail()
+        self.continuation = Continuation()
         self.text = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]
-        self.tail.follow(self.text)
+        self.continuation.follow(self.text)
         self.worker = list(self.text)
         self.net: list[tuple[int, bytes, list[int]]] = []
         self.num_used = 0
@@ -66,20 +67,20 @@ class Scene:
         length, hash_, tokens = self.net[place] if self.rng.random() < 0.3 else self.net.pop(place)
         if self.rng.random() < 0.15:
             length += self.rng.choice((-2, -1, 1, 2))  # its hash is another prefix's then
-        self.tail.take(max(length, 0), hash_, tokens)
+        self.continuation.take(max(length, 0), hash_, tokens)
 
     def commit(self) -> None:
         """A step: some of the draft is accepted, and a token of the target follows."""
-        proposal = self.tail.drafted[: self.rng.randint(0, 4)]
+        proposal = self.continuation.drafted[: self.rng.randint(0, 4)]
         accepted = proposal[: self.rng.randint(0, len(proposal))]
         self.num_used += len(accepted)
         bonus = drafted([*self.text, *accepted]) if self.rng.random() < 0.7 else self.rng.randrange(VOCAB)
         self.text += [*accepted, bonus]
-        assert self.tail.follow(self.text) == len(accepted) + 1
+        assert self.continuation.follow(self.text) == len(accepted) + 1
 
     def check(self) -> None:
-        assert self.tail.token_ids == self.text
-        assert self.tail.drafted == continuation(self.text, len(self.tail.drafted))
+        assert self.continuation.token_ids == self.text
+        assert self.continuation.drafted == continuation(self.text, len(self.continuation.drafted))
 
 
 @settings(max_examples=150)
@@ -89,7 +90,7 @@ def test_only_tokens_that_were_drafted_for_the_text_are_kept(seed: int, actions:
     for action in actions:
         {"d": scene.draft, "t": scene.tell, "a": scene.deliver, "c": scene.commit}[action]()
         scene.check()
-    assert scene.tail.drafted == continuation(scene.text, len(scene.tail.drafted))
+    assert scene.continuation.drafted == continuation(scene.text, len(scene.continuation.drafted))
 
 
 def test_the_property_is_not_empty() -> None:
@@ -100,38 +101,40 @@ def test_the_property_is_not_empty() -> None:
         scene.net = scene.net[-6:]
         scene.check()
     assert scene.num_used > 100
-    assert scene.tail.num_stale > 100
+    assert scene.continuation.num_stale > 100
 
 
 def test_a_draft_is_kept_as_long_as_the_text_agrees_with_it() -> None:
-    tail = Tail()
-    tail.follow([1, 2, 3])
-    assert tail.take(3, digest([1, 2, 3]), [4, 5])
-    assert tail.take(5, digest([1, 2, 3, 4, 5]), [6, 7])  # ahead of the text: what was drafted is its prefix
-    assert tail.drafted == [4, 5, 6, 7]
-    tail.follow([1, 2, 3, 4, 5])
-    assert tail.drafted == [6, 7]
-    tail.follow([1, 2, 3, 4, 5, 9])
-    assert tail.drafted == []
+    continuation = Continuation()
+    continuation.follow([1, 2, 3])
+    assert continuation.take(3, digest([1, 2, 3]), [4, 5])
+    assert continuation.take(
+        5, digest([1, 2, 3, 4, 5]), [6, 7]
+    )  # ahead of the text: what was drafted is its prefix
+    assert continuation.drafted == [4, 5, 6, 7]
+    continuation.follow([1, 2, 3, 4, 5])
+    assert continuation.drafted == [6, 7]
+    continuation.follow([1, 2, 3, 4, 5, 9])
+    assert continuation.drafted == []
 
 
 @pytest.mark.parametrize("known", [[1, 2], [1, 2, 9], [3, 2, 1]])
 def test_a_tail_for_another_prefix_is_dropped_and_never_shifted(known: list[int]) -> None:
-    tail = Tail()
-    tail.follow([1, 2, 3])
-    assert not tail.take(3, digest(known), [4, 5])
-    assert not tail.take(4, digest([1, 2, 3, 4]), [5])  # a token between the text and it is missing
-    assert (tail.drafted, tail.num_stale) == ([], 2)
+    continuation = Continuation()
+    continuation.follow([1, 2, 3])
+    assert not continuation.take(3, digest(known), [4, 5])
+    assert not continuation.take(4, digest([1, 2, 3, 4]), [5])  # a token between the text and it is missing
+    assert (continuation.drafted, continuation.num_stale) == ([], 2)
 
 
 def test_a_tail_that_the_text_has_overtaken_gives_what_is_left_of_it() -> None:
-    tail = Tail()
-    tail.follow([1])
-    tail.follow([1, 2, 3])
-    assert tail.take(1, digest([1]), [2, 3, 4])
-    assert tail.drafted == [4]
-    assert not tail.take(1, digest([1]), [2, 3])  # nothing is left
-    assert not tail.take(1, digest([1]), [2, 9, 4])  # the target said otherwise
+    continuation = Continuation()
+    continuation.follow([1])
+    continuation.follow([1, 2, 3])
+    assert continuation.take(1, digest([1]), [2, 3, 4])
+    assert continuation.drafted == [4]
+    assert not continuation.take(1, digest([1]), [2, 3])  # nothing is left
+    assert not continuation.take(1, digest([1]), [2, 9, 4])  # the target said otherwise
     for token in range(MAX_OLD_PREFIXES + 1):
-        tail.follow([*tail.token_ids, token % 2])
-    assert not tail.take(1, digest([1]), [*tail.token_ids[1:], 7])  # too old to be recognised
+        continuation.follow([*continuation.token_ids, token % 2])
+    assert not continuation.take(1, digest([1]), [*continuation.token_ids[1:], 7])  # too old to be recognised

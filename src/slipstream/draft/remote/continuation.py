@@ -1,9 +1,9 @@
 """What the engine knows of one request's draft at a worker: a state machine without sockets, threads or clocks.
 
-A *tail* is draft tokens for one prefix, which it names by its length and hash. A worker drafts ahead on the assumption
-that all it has drafted is accepted, so a tail's prefix may end in draft tokens. Tokens are kept only as long as
-everything before them is what the worker had before them. They keep their positions: what is for another prefix is
-dropped.
+A *continuation* is draft tokens for one prefix, which it names by its length and hash. A worker drafts ahead on the
+assumption that all it has drafted is accepted, so a continuation's prefix may end in draft tokens. Tokens are kept only
+as long as everything before them is what the worker had before them. They keep their positions: what is for another
+prefix is dropped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from slipstream.draft.remote.protocol import PrefixHash
 from slipstream.text.common_prefix import common_prefix_length
 
 MAX_OLD_PREFIXES = 8
-"""How many commits back a tail's prefix may end and still be recognised."""
+"""How many commits back a continuation's prefix may end and still be recognised."""
 
 
-class Tail:
+class Continuation:
     """The draft tokens that follow a request's committed text, as far as they have arrived."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Tail:
         self.drafted: list[int] = []
         """Draft tokens that follow it, each drafted for just this text and the draft tokens before it."""
         self.num_stale = 0
-        """Tails that were dropped: of another prefix, or overtaken by the text."""
+        """Continuations that were dropped: of another prefix, or overtaken by the text."""
         self._hash = PrefixHash()
         self._old: deque[PrefixHash] = deque(maxlen=MAX_OLD_PREFIXES)
         """The hashes of the text at earlier commits, oldest first."""
@@ -56,7 +56,7 @@ class Tail:
         return len(new)
 
     def take(self, length: int, digest: bytes, token_ids: Seq[int]) -> bool:
-        """A tail has arrived for the prefix of `length` tokens with this hash; False where it was dropped."""
+        """A continuation has arrived for the prefix of `length` tokens with this hash; False where it was dropped."""
         kept = self._joined(length, digest, list(token_ids))
         if kept is None:
             self.num_stale += 1
@@ -65,7 +65,8 @@ class Tail:
         return True
 
     def _joined(self, length: int, digest: bytes, token_ids: list[int]) -> list[int] | None:
-        """The draft with the tail; None where the tail does not belong to this text or adds nothing to it."""
+        """The draft with the continuation; None where the continuation does not belong to this text or adds nothing to
+        it."""
         num_committed = len(self.token_ids)
         ahead = length - num_committed
         if ahead > len(self.drafted) or ahead + len(token_ids) <= 0:
