@@ -14,7 +14,7 @@ from slipstream.cli.flags.flags import Values, filled, with_flags
 from slipstream.cli.flags.options import EngineValues, Json, ModelArgument
 from slipstream.cli.flags.remote import TimedSampling
 from slipstream.cli.flags.speculation import speculative_configs
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import files_in, print_json, print_report, say_written, write_json
 from slipstream.cli.output.writing import Overwrite, write_text
@@ -124,7 +124,7 @@ def advise(flags: AdviseFlags) -> None:
     from slipstream.tools.advise.run import advise as run
 
     if flags.resume and output is not None and not has_parts(output):
-        notes().print(f"no finished parts of an advice in {str(output)!r}: it begins anew", markup=False)
+        stderr().print(f"no finished parts of an advice in {str(output)!r}: it begins anew", markup=False)
     _deliver(run(job), flags, files)
     if output is not None:
         forget_parts(output)

@@ -14,7 +14,7 @@ from slipstream.cli.flags.flags import Values, filled, refuse, with_flags
 from slipstream.cli.flags.options import EngineValues, Json, ModelArgument, Workload
 from slipstream.cli.flags.remote import SERVER_PANEL, MeasuredServerFlags, TimedSampling, Url
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config, speculative_configs
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import files_in, print_json, print_report, say_written, write_json
 from slipstream.cli.output.writing import Overwrite, check_file, write_text
@@ -155,7 +155,7 @@ def _bench_server(flags: BenchFlags, settings: BenchSettings) -> BenchResult | S
     others = {name: value for name, value in flags.engine.items() if name not in _TOKENIZER_FLAGS}
     refuse(others, "cannot be used with --url")
     assert flags.url is not None
-    notes().print(f"measuring {flags.url}", markup=False)
+    stderr().print(f"measuring {flags.url}", markup=False)
     server = flags.server.measured(flags.url)
     return run(RemotePlan(settings, server, flags.sampling, _counter(flags.engine)))
 

@@ -23,7 +23,7 @@ from slipstream.cli.flags.options import (
     recommended,
     short_speculation,
 )
-from slipstream.cli.output.console import Painter, notes
+from slipstream.cli.output.console import Painter, stderr
 from slipstream.cli.output.lines import typed_lines
 from slipstream.cli.output.loading import loading
 from slipstream.cli.output.report import print_summary, summarise
@@ -70,7 +70,7 @@ def chat(flags: ChatFlags) -> None:
     params.check_vocabulary(llm.engine.model.vocab_size)
     announce(llm)
     conversation = Conversation(llm, params, flags.system)
-    console = notes()
+    console = stderr()
     if sys.stdin.isatty():
         Painter().legend()
         console.print(HELP)
@@ -114,7 +114,7 @@ class Conversation:
             prompt = encode_chat(self.llm.engine.tokenizer, messages)
             output = self._run(prompt)
         except RequestError as error:
-            notes().print(f"error: {error}; /reset clears the conversation")
+            stderr().print(f"error: {error}; /reset clears the conversation")
             return
         answer = output.outputs[0]
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -124,16 +124,16 @@ class Conversation:
         if metrics.num_draft_tokens:
             line += f", α {metrics.acceptance_rate:.2f}, τ {metrics.acceptance_length:.2f}"
         line += f", {metrics.num_cached_tokens} of {metrics.num_prompt_tokens} prompt tokens reused"
-        notes().print(line + f", {answer.finish_reason}]", markup=False)
+        stderr().print(line + f", {answer.finish_reason}]", markup=False)
 
     def print_stats(self) -> None:
         """Print a summary of all answers since the start, including cleared conversations."""
         if not self._finished:
-            notes().print("nothing has been answered yet")
+            stderr().print("nothing has been answered yet")
             return
         wall_s = sum(output.metrics.total_s for output in self._finished)
         print_summary(
-            notes(), summarise(self._finished, wall_s), short_speculation(self.llm), "prompts included"
+            stderr(), summarise(self._finished, wall_s), short_speculation(self.llm), "prompts included"
         )
 
     def _run(self, prompt: list[int]) -> RequestOutput:

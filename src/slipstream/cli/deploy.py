@@ -17,7 +17,7 @@ from slipstream.assets.embedded import portable
 from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import EngineValues, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.flags.settings import read_file
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.core.model_path import model_id
 from slipstream.deploy import cluster
 from slipstream.deploy.cluster import HOST, PORT
@@ -123,7 +123,7 @@ def _ask_cluster(where: ClusterFlags) -> None:
     cluster.connect(where.address or "auto")
     if where.stop:
         cluster.stop(where.name)
-        notes().print(f"{where.name} is stopped", markup=False)
+        stderr().print(f"{where.name} is stopped", markup=False)
     else:
         print("\n".join(cluster.standing(where.name).lines(cluster.address())))
 
@@ -136,7 +136,7 @@ def _deploy_here(settings: DeploySettings, where: ClusterFlags) -> None:
 
     check_settings(settings)
     bind(where.host or HOST, where.port or PORT).close()  # it may be in use
-    say = partial(notes().print, markup=False)
+    say = partial(stderr().print, markup=False)
     say(f"starting {settings.num_replicas} replicas; each loads the model")
     cluster.connect(None, num_cpus())
     try:
@@ -157,7 +157,7 @@ def _deploy_there(settings: DeploySettings, where: ClusterFlags, address: str) -
     _end_at_sigterm()
     cluster.check_address(where.host, where.port)
     cluster.check(settings)
-    say = partial(notes().print, markup=False)
+    say = partial(stderr().print, markup=False)
     missing = shortage(settings, cluster.resources(), "the cluster")
     if missing:
         say(f"{missing}; the rest wait until it grows")

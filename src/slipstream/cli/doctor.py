@@ -10,7 +10,7 @@ from typer import Argument
 
 from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import EngineValues, Json
-from slipstream.cli.output.console import notes, results
+from slipstream.cli.output.console import results, stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import print_json
 from slipstream.core.model_path import check_model_path
@@ -51,7 +51,7 @@ def doctor(flags: DoctorFlags) -> None:
     model = EMBEDDED_TARGET if target == "embedded" else target
 
     def say(part: str) -> None:
-        notes().print(f"{part} …", markup=False)
+        stderr().print(f"{part} …", markup=False)
 
     for finding in examine(model, draft, flags.kind, flags.engine, say):
         findings.append(finding)
@@ -62,5 +62,5 @@ def doctor(flags: DoctorFlags) -> None:
         print_json([asdict(finding) for finding in findings])
     faults = sum(finding.verdict is CheckOutcome.FAULT for finding in findings)
     if faults:
-        notes().print(f"{faults} fault{'s' if faults > 1 else ''} found")
+        stderr().print(f"{faults} fault{'s' if faults > 1 else ''} found")
         raise typer.Exit(2)

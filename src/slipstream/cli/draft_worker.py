@@ -10,7 +10,7 @@ from typing import Annotated
 
 from slipstream.cli.flags.flags import FlagSet, Values, with_flags
 from slipstream.cli.flags.options import EngineValues, ModelArgument, SpeculationValues, chosen_speculation
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.draft.remote.options import ServedOptions
 
@@ -53,10 +53,10 @@ def draft_worker(flags: WorkerFlags) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     config = EngineConfig(model=flags.model or EMBEDDED_TARGET, **flags.engine)
-    notes().print(f"loading drafter {speculative.method}", markup=False)
+    stderr().print(f"loading drafter {speculative.method}", markup=False)
     worker = DraftWorker(serve_drafter(config, speculative, options), address, key)
 
     def announce(bound: Address) -> None:
-        notes().print(f"serving drafter {speculative.method} at {bound}", markup=False)
+        stderr().print(f"serving drafter {speculative.method} at {bound}", markup=False)
 
     worker.run(announce, handle_signals=True)

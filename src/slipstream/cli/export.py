@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import Json, ModelArgument, SpeculationValues, chosen_speculation
-from slipstream.cli.output.console import notes, results
+from slipstream.cli.output.console import results, stderr
 from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 
@@ -58,7 +58,7 @@ def export(flags: ExportFlags) -> None:
     record, remarks = from_own(config, flags.model or EMBEDDED_TARGET)
     record, setting, why = setting_or_nearest(form.name, record, version, flags.nearest)
     for reason in why:
-        notes().print(f"note: {reason}", markup=False)
+        stderr().print(f"note: {reason}", markup=False)
     if output is not None:
         check_folder(output, "--output")
         for name in file_names(setting):
@@ -83,11 +83,11 @@ def _report(setting: ExportedSetting, remarks: tuple[str, ...], written: list[Pa
         print_json({**whole, "notes": [*remarks, *setting.notes], "written": [str(path) for path in written]})
         return
     for field, why in setting.lost.items():
-        notes().print(f"lost: {field}: {why}", markup=False)
+        stderr().print(f"lost: {field}: {why}", markup=False)
     for note in (*remarks, *setting.notes):
-        notes().print(f"note: {note}", markup=False)
+        stderr().print(f"note: {note}", markup=False)
     for path in written:
-        notes().print(f"wrote {path}", markup=False)
+        stderr().print(f"wrote {path}", markup=False)
     console = results()
     if setting.argv:
         console.print(command_line(setting, written[0].parent if written else None), markup=False)

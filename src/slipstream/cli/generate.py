@@ -31,7 +31,7 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.output.comparison import TimedComparison, time_pairs
-from slipstream.cli.output.console import Painter, notes, results
+from slipstream.cli.output.console import Painter, results, stderr
 from slipstream.cli.output.loading import loading, waiting
 from slipstream.cli.output.report import as_json, print_summary, summarise
 from slipstream.cli.output.results import print_json
@@ -214,9 +214,9 @@ class _Answers:
             _print_prompt_logprobs(llm.engine.tokenizer, self.outputs[0])
         else:
             self._print_all(llm, painter)
-        notes().print()
+        stderr().print()
         timed = _timed(len(self.prompts) * self.params.n, self.flags.compare)
-        print_summary(notes(), summarise(self.outputs, self.wall_s), short_speculation(llm), timed)
+        print_summary(stderr(), summarise(self.outputs, self.wall_s), short_speculation(llm), timed)
         if self.comparison is not None:
             results().print()
             self.comparison.print(results(), short_speculation(llm), llm.engine.verifier.traits())
@@ -296,7 +296,7 @@ def _timed(num_answers: int, compare: bool) -> str:
 def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
     """Print a note if an answer ended at the end of the context, or under a constraint before it was complete."""
     if answer.finish_reason == "length" and len(answer.token_ids) < (params.max_tokens or sys.maxsize):
-        notes().print(
+        stderr().print(
             f"note: the answer was cut after {len(answer.token_ids)} tokens, where the context is full"
         )
         return
@@ -308,7 +308,7 @@ def mark_if_cut(answer: CompletionOutput, params: SamplingParams) -> None:
         else "where nothing was allowed"
     )
     more = "; --max-tokens lets it grow" if answer.finish_reason == "length" else ""
-    notes().print(f"note: the answer was cut {why}, before its form was whole{more}", markup=False)
+    stderr().print(f"note: the answer was cut {why}, before its form was whole{more}", markup=False)
 
 
 def _print_logprobs(tokenizer: Any, answer: CompletionOutput) -> None:

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from slipstream.cli.flags.flags import PlainHelp, filled, with_flags
 from slipstream.cli.flags.options import Json, ModelArgument, SpeculationValues, chosen_speculation
 from slipstream.cli.flags.remote import api_key_of
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.writing import Overwrite
 from slipstream.errors import ConfigError, RemoteError
 from slipstream.profiling.provenance import without_folders
@@ -255,7 +255,7 @@ def start_and_watch(plan: HandoffPlan, setting: VllmSetting, watch: WatchFlags, 
     from slipstream.tools.handoff.run import Handoff
 
     bound = bind(watch.watch_host, watch.watch_port)  # before vLLM loads the model: the port may be in use
-    console = notes()
+    console = stderr()
     for note in setting.notes:
         console.print(f"note: {note}", markup=False)
     if plan.command is not None:
@@ -301,4 +301,4 @@ def _announce(handoff: Handoff, watch_url: str, json: bool) -> None:
     if plan.off_url is not None:
         lines.append(f"audit      slipstream audit {plan.url} --against {plan.off_url}")
     for line in lines:
-        notes().print(line, markup=False)
+        stderr().print(line, markup=False)

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from slipstream.cli.flags.flags import with_flags
 from slipstream.cli.flags.options import Json
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 
@@ -69,9 +69,9 @@ def import_(flags: ImportFlags) -> None:
         )
         return
     for note in remarks:
-        notes().print(f"note: {note}", markup=False)
+        stderr().print(f"note: {note}", markup=False)
     if record.target is not None:
-        notes().print(f"model: {record.target}", markup=False)
+        stderr().print(f"model: {record.target}", markup=False)
     if output is not None:
-        notes().print(f"wrote {output}", markup=False)
+        stderr().print(f"wrote {output}", markup=False)
     print_json(config)

@@ -19,7 +19,7 @@ from slipstream.cli.flags.options import (
     model_name,
 )
 from slipstream.cli.measure import Measurement
-from slipstream.cli.output.console import notes, print_rows, results, wide_results
+from slipstream.cli.output.console import print_rows, results, stderr, wide_results
 from slipstream.cli.output.loading import loaded_name, waiting
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.results import print_json
@@ -165,7 +165,7 @@ def info(flags: InfoFlags) -> None:
     if llm is not None and measurement is not None:
         measurement.print(wide_results())
         for file in [*details["profile_files"], *([] if flags.plot is None else [flags.plot])]:
-            notes().print(f"saved {file}", markup=False)
+            stderr().print(f"saved {file}", markup=False)
     print_rows(results(), [("try", details["try"])])
 
 

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from slipstream.cli import learn_replay
 from slipstream.cli.flags.flags import PlainHelp, with_flags
 from slipstream.cli.flags.options import Json
-from slipstream.cli.output.console import notes, print_rows, results, wide_results
+from slipstream.cli.output.console import print_rows, results, stderr, wide_results
 from slipstream.cli.output.results import print_json
 from slipstream.cli.output.writing import Overwrite, check_file, check_folder
 from slipstream.errors import ConfigError
@@ -229,7 +229,7 @@ def export(flags: LearnExportFlags) -> None:
             if output.is_dir():
                 check_file(output / name, flags.overwrite)
         made = VersionStore(where).export(flags.version, output)
-        notes().print(f"written: {output} ({made.num_bytes:,} bytes, sha256 {made.sha256})", markup=False)
+        stderr().print(f"written: {output} ({made.num_bytes:,} bytes, sha256 {made.sha256})", markup=False)
         return
     check_file(output, flags.overwrite)
     num = 0
@@ -238,7 +238,7 @@ def export(flags: LearnExportFlags) -> None:
         for record in read_ring(where, purpose, flags.tenant, flags.task):
             stream.write(json_.dumps(record.training_row(), ensure_ascii=False) + "\n")
             num += 1
-    notes().print(f"written: {output} ({_counted(num, 'answer')})", markup=False)
+    stderr().print(f"written: {output} ({_counted(num, 'answer')})", markup=False)
 
 
 def _folder(path: Path) -> LearnFolder:

@@ -12,7 +12,7 @@ from slipstream.cli.flags.flags import filled, with_flags
 from slipstream.cli.flags.options import Json, Model
 from slipstream.cli.flags.speculation import SpeculationFlags
 from slipstream.cli.flags.speculation import speculative_config as drafter_of
-from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.console import stderr, wide_results
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import print_json, write_json
 from slipstream.cli.output.writing import Overwrite, check_file
@@ -103,13 +103,13 @@ def replay(flags: ReplayFlags) -> None:
         flags.learner or learner_for(base.method, 0), base, filled(LearnerOptions, flags, depth=depth)
     )
     records = _records(flags)
-    notes().print(f"{len(records):,} answers", markup=False)
+    stderr().print(f"{len(records):,} answers", markup=False)
     report = run(
         records,
         learner,
         filled(ReplayOptions, flags),
         JudgeOptions(depth=depth),
-        on_round=lambda one: notes().print(_line(one), markup=False),
+        on_round=lambda one: stderr().print(_line(one), markup=False),
     )
     if flags.output is not None:
         write_json(flags.output, report.as_json())
@@ -134,7 +134,7 @@ def _records(flags: ReplayFlags) -> list[ServedRecord]:
 
     def told(done: int, total: int) -> None:
         if done % 50 == 0 or done == total:
-            notes().print(f"answered {done} of {total}", markup=False)
+            stderr().print(f"answered {done} of {total}", markup=False)
 
     return asked_trace(engine, questions, params, told)
 

@@ -17,7 +17,7 @@ from slipstream.cli.flags.options import (
     chosen_speculation,
     model_name,
 )
-from slipstream.cli.output.console import notes, print_rows, results
+from slipstream.cli.output.console import print_rows, results, stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.profile_plot import check_plot
 from slipstream.cli.output.results import print_json
@@ -98,7 +98,7 @@ def plan(flags: PlanFlags) -> None:
     else:
         _print(report)
     if plot is not None:
-        notes().print(f"saved {plot}", markup=False)
+        stderr().print(f"saved {plot}", markup=False)
     if not report.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -135,7 +135,7 @@ def _process(own_bytes: int | None) -> ProcessMemory:
     if own_bytes is not None:
         return ProcessMemory(own_bytes, own_bytes, measured=False)
     if not is_kept():
-        notes().print("measuring what the process itself takes, once on this machine …")
+        stderr().print("measuring what the process itself takes, once on this machine …")
     return process_memory()
 
 

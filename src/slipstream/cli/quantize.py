@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from slipstream.cli.flags.flags import filled, with_flags
-from slipstream.cli.output.console import notes, print_rows, results
+from slipstream.cli.output.console import print_rows, results, stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.writing import check_folder
 from slipstream.core.model_path import check_model_path
@@ -68,7 +68,7 @@ def quantize(flags: QuantizeFlags) -> None:
     outcome = quantise(path, out, filled(QuantizeOptions, flags), flags.data, _Reporter())
     if 0 < outcome.num_rows < flags.num_texts:
         few = f"there was text for {outcome.num_rows} rows of the {flags.num_texts} asked for"
-        notes().print(f"{few}; with little text, calibration gains little", markup=False)
+        stderr().print(f"{few}; with little text, calibration gains little", markup=False)
     print_rows(results(), [("model", f"{model} in {flags.quantization}"), *_rows(outcome, out)])
 
 
@@ -108,4 +108,4 @@ class _Reporter:
             return
         self._said_s = now
         left = (done.count - done.number) * (now - self._began_s) / done.number
-        notes().print(f"layer {done.number} of {done.count}, {left:,.0f} s left", markup=False)
+        stderr().print(f"layer {done.number} of {done.count}, {left:,.0f} s left", markup=False)

@@ -27,7 +27,7 @@ from slipstream.cli.flags.options import (
     model_name,
 )
 from slipstream.cli.flags.remote import SERVER_PANEL, ServerFlags, Url
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import loading, say_loading
 from slipstream.cli.output.writing import check_folder
 from slipstream.draft.methods import HYDRA, MEDUSA, METHODS
@@ -120,12 +120,12 @@ def regenerate(flags: RegenerateFlags) -> None:
             faults.made(lambda: check_data(data, asked))
     answerer, who = flags.answerer()
     tally = run(data, output, asked, answerer, who, _reporter())
-    notes().print(str(tally), markup=False)
+    stderr().print(str(tally), markup=False)
     if tally.num_skipped:
-        notes().print(
+        stderr().print(
             f"skipped: {tally.num_skipped} that cannot be answered; {tally.why_skipped}", markup=False
         )
-    notes().print(f"written: {output}", markup=False)
+    stderr().print(f"written: {output}", markup=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ def hydra(
 
 def _train(make: Maker, flags: TrainFlags, options_of: type) -> None:
     """Check everything that the flags say, run it, and report how it ended."""
-    method, console = make.__name__, notes()
+    method, console = make.__name__, stderr()
     with Faults() as faults:
         faults.check_paths(flags.data, flags.output, flags.own.get("init"))
         wanted = faults.made(lambda: options_of(**_with_embedded(method, flags.own)))
@@ -332,7 +332,7 @@ def _reporter(every_s: float = 15.0) -> Any:
         nonlocal said_s
         if time.monotonic() - said_s >= every_s:
             said_s = time.monotonic()
-            notes().print(str(tally), markup=False)
+            stderr().print(str(tally), markup=False)
 
     return report
 

@@ -22,7 +22,7 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.flags.prompts import PromptJob, prepare, read_jobs
 from slipstream.cli.measure import Measurement
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import loading
 from slipstream.cli.output.results import print_json
 from slipstream.errors import ConfigError
@@ -87,8 +87,8 @@ def tree(flags: TreeFlags) -> None:
     for level, row in enumerate(rates.rates, start=1):
         shown = " ".join(f"{rate:.3f}" for rate in row)
         few = " (few)" if counts.reached[level - 1] < FEW_STEPS else ""
-        notes().print(f"depth {level}, {counts.reached[level - 1]} steps{few}: {shown}", markup=False)
-    notes().print(
+        stderr().print(f"depth {level}, {counts.reached[level - 1]} steps{few}: {shown}", markup=False)
+    stderr().print(
         f"{plan.num_nodes} nodes in {plan.depth} levels; predicted τ {plan.acceptance_length:.2f}",
         markup=False,
     )

@@ -193,7 +193,7 @@ def test_a_terminal_has_a_spinner_that_leaves_no_trace(monkeypatch: pytest.Monke
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(loading, "notes", lambda: Console(file=screen, force_terminal=True, width=60))
+    monkeypatch.setattr(loading, "stderr", lambda: Console(file=screen, force_terminal=True, width=60))
     with loading.loading(None):
         pass
     assert "loading the embedded pair" in screen.getvalue()

@@ -11,7 +11,7 @@ import typer
 
 from slipstream.cli.flags.flags import FlagSet, Values
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path, describe, models_in
 from slipstream.engine.labels import engine_labels
@@ -72,7 +72,7 @@ def load(model: str | None, speculative: SpeculativeConfig, engine: Values) -> L
     """Load the engine. Call `announce` after all other checks."""
     for path in models_in(speculative.options):
         if not Path(path).exists():
-            notes().print(f"with the draft {describe(path)}", markup=False)
+            stderr().print(f"with the draft {describe(path)}", markup=False)
     from slipstream.engine.llm import LLM
 
     return LLM(model, speculative_config=speculative, **engine)
@@ -86,7 +86,7 @@ def recommended(llm: LLM, params: SamplingParams, given: Values) -> SamplingPara
 
 def announce(llm: LLM) -> None:
     """Print the engine's memory plan and labels to standard error."""
-    console = notes()
+    console = stderr()
     for line in engine_notes(llm.engine):
         console.print(line, markup=False)
 

@@ -24,7 +24,7 @@ def uses_colour(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def notes() -> Console:
+def stderr() -> Console:
     """Standard error, for progress, reports and warnings."""
     return Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 

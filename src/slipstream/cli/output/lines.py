@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.config import cache_folder
 
 SIGN = "> "
@@ -54,7 +54,7 @@ class LineHistory:
         try:
             lines = history.read()
         except OSError as error:
-            notes().print(f"the history is not stored: {history.path}: {error.strerror}", markup=False)
+            stderr().print(f"the history is not stored: {history.path}: {error.strerror}", markup=False)
             return None
         for line in lines:
             readline.add_history(line)

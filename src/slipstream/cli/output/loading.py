@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from slipstream.cli.output.console import notes
+from slipstream.cli.output.console import stderr
 from slipstream.core.garbage import uncollected
 from slipstream.core.model_path import describe
 
@@ -18,7 +18,7 @@ def loaded_name(model: str | None) -> str:
 
 def say_loading(model: str | None, what: str = "loading") -> None:
     """One line on standard error: for verbs that have progress of their own, or logs."""
-    notes().print(f"{what} {loaded_name(model)}", markup=False)
+    stderr().print(f"{what} {loaded_name(model)}", markup=False)
 
 
 def loading(model: str | None) -> AbstractContextManager[None]:
@@ -33,14 +33,14 @@ def waiting(what: str) -> Iterator[None]:
     On a terminal a spinner with the seconds so far, which leaves no trace; elsewhere one plain line.
     """
     if not sys.stderr.isatty():
-        notes().print(what, markup=False)
+        stderr().print(what, markup=False)
         with uncollected():
             yield
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=notes(), transient=True) as progress:
+    with Progress(*columns, console=stderr(), transient=True) as progress:
         progress.add_task(what, total=None)
         progress.refresh()
         with uncollected():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.output.console import notes, wide_results
+from slipstream.cli.output.console import stderr, wide_results
 from slipstream.cli.output.writing import check_file, check_folder, write_text
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def say_written(files: Iterable[Path | None]) -> None:
     """Say on standard error where results are."""
     for file in files:
         if file is not None:
-            notes().print(f"written: {file}", markup=False)
+            stderr().print(f"written: {file}", markup=False)
 
 
 def _plain(value: Any) -> Any:
