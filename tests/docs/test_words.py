@@ -52,6 +52,7 @@ RETIRED_WORDS = {
     r"foreign": "unsupported parameter; other vocabulary",
     r"borrow\w*|lenders?|lent|lend": "shared keys and values; reuse",
     r"\w*facts": "info, status",
+    r"\w*writer_in_package|step_writers?": "step drafter",
 }
 """Words that the source, its names included, has no more: neither by themselves nor between underscores."""
 KEPT = [

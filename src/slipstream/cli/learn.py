@@ -1,4 +1,4 @@
-"""`slipstream learn`: what a server that learns has learned, and an operator's hand on it."""
+"""`slipstream learn`: shows what a server has learned, and lets an operator promote, roll back, freeze and forget."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Plan:
         return found
 
     def choices(self, requests: Seq[StepRequest]) -> list[Choice]:
-        """Of each request's choice what it may have."""
+        """The choice for each request, cut to what the request may have."""
         return [bounded(self.choice(request), request) for request in requests]
 
     def at(self, num_requests: int) -> Plan:

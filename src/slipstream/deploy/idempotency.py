@@ -67,11 +67,11 @@ class RecordingBounds:
 
     ttl_s: float = 600.0
     max_recordings: int = 1_000
-    """Of one account."""
+    """The most answers that are kept for one account."""
     max_bytes: int = 64 * 2**20
-    """Of one account."""
+    """The most bytes for one account."""
     max_total_bytes: int = 256 * 2**20
-    """Of all accounts together."""
+    """The most bytes for all accounts together."""
 
 
 class Idempotency:

@@ -55,8 +55,9 @@ class DraftContext:
     """One that is loaded already, whose draft model may be used again where the same is asked for: see
     `reusable_model`."""
     is_priced: bool = False
-    """True where a policy measures what its calls cost and leaves it out where it does not pay, as `auto` does. A
-    drafter must not spare it what it cannot use: one that costs nothing looks as if it could stay."""
+    """True where a policy measures what the drafter's calls cost, and drops a drafter that costs more than it saves, as
+    `auto` does. Then the drafter must do its full work also where a proposal cannot be used: a call that returns
+    early would look cheap, and the policy would keep the drafter."""
 
     @property
     def known_target(self) -> ModelIdentity | None:
@@ -122,8 +123,8 @@ class Drafter(ABC):
     spec: ClassVar[MethodSpec | None] = None
     """What is known of the method of a package; a built-in one's is in `slipstream.draft.methods`."""
     traits: DrafterTraits = DrafterTraits()
-    """Of the class, what holds whatever its options are: `kinds`, `reads_text_only` and `has_own_model` are read before
-    one is made. Of a drafter, from its constructor on, what holds as it is configured."""
+    """On the class: what holds whatever the options are; `kinds`, `reads_text_only` and `has_own_model` are read before
+    a drafter is made. On a drafter, from its constructor on: what holds with its configuration."""
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:

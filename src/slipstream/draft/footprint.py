@@ -76,7 +76,7 @@ class Footprint:
 
     @property
     def weight_bytes(self) -> int:
-        """Of models and heads, beside the target's."""
+        """Bytes of the drafter's own models and heads, without the target's."""
         return self.head_bytes + sum(model.weight_bytes for model in self.models)
 
     def feature_bytes_per_token(self, target: ModelIdentity) -> int:

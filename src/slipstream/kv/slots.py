@@ -33,7 +33,7 @@ class Held(NamedTuple):
     tenant: str
     token_ids: Sequence[int]
     slots: SlotMap
-    """Of these tokens."""
+    """Where the entries of these tokens are."""
 
 
 class SlotAccounting(ABC):

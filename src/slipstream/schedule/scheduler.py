@@ -51,7 +51,7 @@ class Scheduler:
         self._shares = Shares()
         self.num_preemptions = 0
         self._num_step_nodes = 0
-        """Of the drafted steps that the step being planned checks."""
+        """Draft nodes of the whole drafted steps that the step being planned checks."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""

@@ -29,7 +29,8 @@ from slipstream.sampling.params import SamplingParams
 LEAD = 6.0
 """Nats below the best logit, divided by the temperature: tokens below that are not drawn."""
 SPREAD = {4: 0.35, 3: 0.6, 2: 0.8, 1: 1.2}
-"""How far the logits behind an n-gram are off, in nats, by its length: with that the chance of each token is told."""
+"""How far the logits behind an n-gram are off, in nats, by its length: the probability of each token is computed with
+it."""
 TRUST = {4: 0.85, 3: 0.8, 2: 0.6, 1: 0.45}
 """How often an n-gram of this length says what comes at all, before anything was seen: measured on the embedded pair,
 eight samples at temperature 0.7."""

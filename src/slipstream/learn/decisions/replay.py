@@ -130,7 +130,7 @@ class _ReplayedVersion:
         self._learner = learner
         self.scorer = base
         self.number = 0
-        """Of the round in which it was promoted; 0 for the base drafter."""
+        """The round in which it was promoted; 0 for the base drafter."""
         self.learn_s = 0.0
         self._tensors: Tensors | None = None
         self._beginning: Tensors | None = None

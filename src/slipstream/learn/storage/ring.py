@@ -31,7 +31,7 @@ NUM_PARTS = 8
 EMPTY_EVERY_S = 60.0
 """How often the database's log is emptied."""
 MAX_LOG_BYTES = 16 * 2**20
-"""Of the log, beyond which it is emptied at once."""
+"""Size of the log beyond which it is emptied at once."""
 _AT_ONCE = 16
 """Records that are read in one transaction."""
 
@@ -61,7 +61,7 @@ class RingInfo:
 
     num_records: int
     num_bytes: int
-    """Of the records themselves; in a file they take whole pages."""
+    """Bytes of the records themselves; in a file they take whole pages."""
     max_bytes: int
     """0 where it is not known: only the writer knows it."""
     first: int = -1

@@ -182,7 +182,7 @@ class LlamaCppSettings(SettingsFormat):
         return notes
 
     def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Of a command of `llama-server` or `llama-cli`."""
+        """Reads a command of `llama-server` or `llama-cli`."""
         if source.words is None:
             raise ConfigError(f"llama.cpp is set by a command; {source.where} is none")
         values = command_flags(source.words).values

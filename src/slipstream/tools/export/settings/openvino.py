@@ -113,7 +113,7 @@ class OpenvinoSettings(SettingsFormat):
         return notes
 
     def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Of the JSON, or of a program that makes an `LLMPipeline`."""
+        """Reads the JSON, or a program that makes an `LLMPipeline`."""
         if source.words is not None:
             raise ConfigError("OpenVINO GenAI is set in Python; give the program or its JSON")
         return dict(source.mapping) if source.mapping is not None else _from_calls(source), None

@@ -150,7 +150,8 @@ class SglangSettings(SettingsFormat):
         return notes
 
     def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Of a command, a configuration file of the server, or a program that calls `Engine`: flags of speculation."""
+        """Reads a command, a configuration file of the server, or a program that calls `Engine`: flags of
+        speculation."""
         if source.calls is not None:
             pairs = dict(_engine_call(source.calls, source.where).kwargs)
         elif source.mapping is not None:

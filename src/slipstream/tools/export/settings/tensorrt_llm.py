@@ -183,7 +183,7 @@ class TensorrtLlmSettings(SettingsFormat):
         return notes
 
     def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Of the YAML, the server's command beside it, or a program with a `…DecodingConfig`."""
+        """Reads the YAML, the server's command next to it, or a program with a `…DecodingConfig`."""
         if source.calls is not None:
             return _from_calls(source.calls, source.where)
         if source.mapping is not None:

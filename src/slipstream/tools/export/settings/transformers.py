@@ -136,7 +136,7 @@ class TransformersSettings(SettingsFormat):
         return notes
 
     def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Of the JSON, a `generation_config.json`, or a program that calls `generate`."""
+        """Reads the JSON, a `generation_config.json`, or a program that calls `generate`."""
         if source.words is not None:
             raise ConfigError(
                 "Transformers is set in Python; give the program, its JSON or a generation_config.json"

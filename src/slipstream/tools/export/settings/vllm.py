@@ -203,7 +203,7 @@ class VllmSettings(SettingsFormat):
         return notes
 
     def found(self, source: SettingSource) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Of a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
+        """Reads a command, the JSON, a configuration file of `vllm serve`, or a program that calls `LLM`."""
         target, given = _found(source)
         if given is None:
             return None, target
