@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from slipstream.config import check_types
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
@@ -13,29 +12,21 @@ from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_ea
 from slipstream.draft.heads.head_executor import eagle_executor
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.features import FeatureDrafter
+from slipstream.draft.proposers.parallel import HeadOptions, target_of
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import LayerShape, bytes_per_token
-from slipstream.models.linear.formats import check_quantization
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(CorrectedOptions):
+class EagleOptions(CorrectedOptions, HeadOptions):
     """Keys of `speculative_config` for `method: eagle` (EAGLE-1, EAGLE-2) and `method: eagle3`."""
 
-    model: str
-    """Folder or hub id of the head."""
+    method: ClassVar[str] = "eagle"
     num_speculative_tokens: int = 5
+    """Depth: draft tokens in a chain, levels in a tree."""
     tree_top_k: int = 4
     num_draft_nodes: int | None = 16
-    revision: str | None = None
-    quantization: str | None = None
-    """Weight format of the head, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "eagle")
-        self.check_shape("eagle")
-        check_quantization(self.quantization, "eagle")
 
 
 class EagleDrafter(FeatureDrafter):
@@ -46,9 +37,7 @@ class EagleDrafter(FeatureDrafter):
     """EAGLE version of the heads that it accepts; None accepts both."""
 
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
-        if context.target is None:
-            raise ConfigError("eagle drafts from a target's features; load a target with it")
-        self.target = context.target
+        self.target = target_of(options, context)
         self.head = load_eagle(options.model, self.target, revision=options.revision)
         self._check_version(self.head.config.version, options.model)
         self.executor = eagle_executor(self.head, self.target, options.quantization)

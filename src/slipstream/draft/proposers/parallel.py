@@ -44,11 +44,11 @@ class HeadOptions(ShapeOptions):
     method: ClassVar[str] = "a head"
     """The drafter's name in messages."""
     model: str
-    """Folder or hub id of the heads; they must have been trained for this target."""
+    """Folder or hub id of the head, or set of heads; it must have been trained for this target."""
     num_speculative_tokens: int = 4
     """Depth: draft tokens in a chain, levels in a tree; reduced to the number of heads."""
     quantization: str | None = None
-    """Weight format of the heads, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
+    """Weight format of the head, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
     revision: str | None = None
 
     def __post_init__(self) -> None:
