@@ -38,7 +38,6 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.models import adapt
 from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.registry import choose_backend
-from slipstream.models.cpu import native
 from slipstream.models.linear.formats import WEIGHT_FORMATS
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import USUAL
@@ -50,13 +49,13 @@ from slipstream.testing.stub_drafters import draft_context
 from slipstream.testing.table_model import CHAIN_3, SIBLINGS_2, TWO_LEVELS, TableDrafter, TableModel
 from slipstream.testing.weight_formats import check_weight_format
 from slipstream.verify.registry import VERIFIERS, create_verifier
+from tests.kit.marks import needs_kernels
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/extend"
 PAGES = sorted(page.stem for page in FOLDER.glob("*.md"))
 TREE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4, "tree_top_k": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 
 Install = Callable[[str], str]
 

@@ -20,11 +20,9 @@ from slipstream.engine.engine import Engine
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.cpu import native
+from tests.kit.marks import needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    native.unavailable() is not None, reason="bits depend on the batch without the kernels"
-)
+pytestmark = needs_kernels
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any] | None] = {

@@ -22,9 +22,10 @@ from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.tools.audit.replaying import Replayer
 from tests.kit.engines import MakeLLM, check_same_in_any_company, sampled_texts
+from tests.kit.marks import needs_kernels
 from tests.kit.quantised_folders import gptq_folder
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="it is the native kernels'")
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -7,12 +7,10 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_EAGLE3
 from slipstream.draft.heads.eagle import EagleDrafter
-from slipstream.models.cpu import native
 from tests.kit.engines import MakeLLM, check_same_in_any_company
+from tests.kit.marks import needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    native.unavailable() is not None, reason="bits depend on the batch without the kernels"
-)
+pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "float16", "int8"])

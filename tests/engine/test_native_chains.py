@@ -9,11 +9,11 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.proposers.draft_tree import DraftTree
-from slipstream.models.cpu import native
 from slipstream.models.executor.chains import Chains
 from tests.kit.engines import MakeLLM
+from tests.kit.marks import needs_kernels
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs the kernels")
+pytestmark = needs_kernels
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 5}
 SPECS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,8 @@ from slipstream.kv.pool import KVPool
 from slipstream.models import adapt, load_model, loading
 from slipstream.models.attention import packed as attention
 from slipstream.models.attention.base import ATTENTION_NAME
-from slipstream.models.cpu import native
 from slipstream.models.verdicts import LoadVerdict
+from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import sizes
 
 _SIZES: dict[str, Any] = sizes(32, 2, 4, vocab=64, inner=48)
@@ -299,7 +299,7 @@ def test_a_cache_type_that_does_not_hold_the_keys(kernels: str, tmp_path: Path) 
         load_model(path, cpu_kernels=kernels, kv_cache_dtype=asked, canary=False)
 
 
-@pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+@needs_kernels
 def test_the_canary_looks_at_the_cache_that_auto_takes(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="float16 does not hold the keys and values"):
         load_model(save_with_key_biases(60_000.0, tmp_path))

@@ -17,14 +17,12 @@ from trained_heads import trained_heads
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.engine.outputs import CompletionOutput
-from slipstream.models.cpu import native
 from slipstream.text.prompts import encode_chat
+from tests.kit.marks import needs_kernels
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(
-        native.unavailable() is not None, reason="bits depend on the batch without the kernels"
-    ),
+    needs_kernels,
 ]
 
 NUM_REQUESTS = 240

@@ -24,6 +24,7 @@ from slipstream.models.loading import _warn_of_copies
 from slipstream.models.outline import outline_model
 from slipstream.models.resolve import resolve_cache_dtype
 from slipstream.vllm_names import own_engine_keys
+from tests.kit.marks import needs_kernels
 
 CPU = torch.device("cpu")
 TYPES = ("float32", "bfloat16", "float16", "int8")
@@ -31,8 +32,6 @@ TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(320)]
 """More than one partition of the kernels' attention."""
 ERROR = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2, "int8": 0.1}
 """Largest error of a row's logits that a type may make, relative to their spread; some three times the measured."""
-
-needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 
 
 @pytest.fixture(scope="module", params=["native", "torch"])

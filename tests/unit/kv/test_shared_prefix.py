@@ -18,9 +18,8 @@ from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SharedPrefix
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch, side_by_side, tree_rows
-from slipstream.models.cpu import native
+from tests.kit.marks import needs_kernels
 
-needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 PARTITION = 256
 """Entries of a partition of the kernels' attention: what is shared is read once by whole partitions."""
 NUM_SHARED = 2 * PARTITION + 30

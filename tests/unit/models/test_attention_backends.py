@@ -25,12 +25,10 @@ from slipstream.models.attention.native import NativeBackend
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
 from slipstream.models.batch import ForwardBatch
-from slipstream.models.cpu import native
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.testing.paged import PagedBackend
+from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import VOCAB, llama, logits
-
-needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 
 
 def traits(family: str, *, kernels: bool = True, device: str = "cpu") -> ModelTraits:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config
 from slipstream.errors import UnsupportedModelError
 from slipstream.models import adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME
-from slipstream.models.cpu import native
 from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.packed_model import PackedModel
@@ -28,9 +27,10 @@ from slipstream.models.matrices import unread
 from slipstream.models.trial import sign_rows
 from slipstream.models.verdicts import LoadVerdict
 from tests.kit.gguf_files import write_model
+from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import sizes
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+pytestmark = needs_kernels
 
 NUM_LAYERS = 2
 PLACES = {"q": (0, 0), "k": (0, 1), "v": (0, 2), "o": (1, 0), "gate": (2, 0), "up": (2, 1), "down": (3, 0)}

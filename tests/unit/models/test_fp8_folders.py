@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from slipstream.errors import ModelError
 from slipstream.models import load_model
-from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
+from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import sizes
 
 SIZES: dict[str, Any] = sizes(96, 2, 4, 2, inner=160, vocab=64, context=64)
@@ -90,7 +90,7 @@ def test_numbers_are_the_files(case: str, tmp_path: Path, caplog: pytest.LogCapt
     assert "holds FP8 weights, which are converted to float32 while they are read" in caplog.text
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+@needs_kernels
 def test_they_take_the_types_that_plain_weights_take(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +107,7 @@ def test_they_take_the_types_that_plain_weights_take(
     assert planned.stored_bytes == planned.num_parameters
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+@needs_kernels
 @pytest.mark.parametrize("asked", [{"dtype": "float32"}, {"quantization": "float32"}], ids=str)
 def test_float32_rounds_nothing(asked: dict[str, str], tmp_path: Path) -> None:
     down = saved(tmp_path, FP8, tiny())["model.layers.1.mlp.down_proj.weight"].float()

@@ -17,7 +17,6 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.engine.description import describe
 from slipstream.errors import ModelError
 from slipstream.models import load_config, load_model, load_tokenizer
-from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import ARCHITECTURES, read_config
@@ -26,6 +25,7 @@ from slipstream.models.outline import outline_model
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from tests.kit.gguf_files import QUANTISED, write, write_model
 from tests.kit.logits import cached_logits, eager_logits, relative_error
+from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import sizes
 from tests.kit.tokenizer_families import byte_level
 
@@ -174,13 +174,12 @@ def test_quantised_files_have_the_logits_of_their_numbers(kind: str, tied: bool,
     assert torch.equal(logits(wide.model), expected)
 
 
-native = pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
 TOLERANCES = dict.fromkeys(QUANTISED, 0.03) | {"mixed": 0.03, "Q4_0": 0.01}
 """Errors of logits over their spread: rows are rounded to 8 bits before they are multiplied. Measured: 0.009 to 0.02,
 with Q4_0, whose codes have a mean, 0.005."""
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize("kind", TOLERANCES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantised_files_stay_packed(kind: str, tied: bool, tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_quantised_files_stay_packed(kind: str, tied: bool, tmp_path: Path) -> N
     assert lm.weight_bytes < {"4": 0.7, "m": 0.85}.get(kind.strip("Q")[0], 1.25) * lm.num_parameters
 
 
-@native
+@needs_kernels
 def test_a_format_that_is_asked_for_beside_quantised_layers_is_told_alike(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,7 +205,7 @@ def test_a_format_that_is_asked_for_beside_quantised_layers_is_told_alike(
     assert described.model.weight_type == "Q4_0"
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize("arch", [arch for arch in FAMILIES if arch not in WITH_EXPERTS])
 def test_quantised_files_of_every_family_stay_packed(arch: str, tmp_path: Path) -> None:
     model_type, changes, keys = FAMILIES[arch]
@@ -219,7 +218,7 @@ def test_quantised_files_of_every_family_stay_packed(arch: str, tmp_path: Path) 
     assert outline_model(str(file)).held.total_bytes == lm.weight_bytes
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_packed_numbers_are_the_files(kind: str, tmp_path: Path) -> None:
     file, model = quantised({"": kind}, tmp_path)

@@ -16,9 +16,10 @@ from slipstream.models.cpu import native
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
 from slipstream.plan.passes import ROW_ARRAYS_BYTES, PassSizes
+from tests.kit.marks import needs_kernels
 from tests.kit.quantised_folders import gptq_folder
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+pytestmark = needs_kernels
 KEPT = 4 * 2**20
 """Bytes that attention may keep of partitions, for each thread."""
 

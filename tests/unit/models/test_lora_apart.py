@@ -28,12 +28,12 @@ from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
 from tests.kit.gguf_files import write_model
 from tests.kit.logits import cached_logits, relative_error
+from tests.kit.marks import needs_kernels
 from tests.kit.quantised_folders import gptq_folder
 from tests.kit.small_llama import sizes
 from tests.unit.models.test_grouped import ROWS, Saved, saved
 
 peft = pytest.importorskip("peft")
-native = pytest.mark.skipif(unavailable() is not None, reason="no CPU kernels here")
 IDS = [number * 3 % 96 for number in range(20)]
 logits = partial(cached_logits, token_ids=IDS)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -54,7 +54,7 @@ def stack(sizes: list[int], ranks: list[int], bits: int) -> list[Saved]:
     return layers
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("sizes", "ranks", "interleaved"),
@@ -96,7 +96,7 @@ def test_stacks_add_the_change_of_each_layer(
     assert torch.equal(ours.unpack(everything), without.unpack(everything)), "an embedding reads the weight"
 
 
-@native
+@needs_kernels
 def test_a_change_reads_inputs_as_they_are() -> None:
     order = torch.randperm(96, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     layer = Saved(saved(40, 96, 4, 32, True).weight, order)
@@ -195,7 +195,7 @@ def test_an_adapter_is_kept_apart_from_quantised_weights(kind: str, tmp_path: Pa
         assert torch.equal(logits(packed, parts=parts), whole), "a row's bits do not depend on its batch"
 
 
-@native
+@needs_kernels
 def test_layers_outside_the_fused_decoder_have_it_too(tmp_path: Path) -> None:
     """Families that run layer by layer multiply with the same packed layers."""
     path = in_gptq(tmp_path)
@@ -207,7 +207,7 @@ def test_layers_outside_the_fused_decoder_have_it_too(tmp_path: Path) -> None:
     assert relative_error(logits(load_model(str(path), attention_backend="packed")), fused) > 0.2
 
 
-@native
+@needs_kernels
 def test_a_plan_counts_the_adapter_of_layers_in_one(tmp_path: Path) -> None:
     """Phi 3 has one layer of queries, keys and values and one of gate and up, whose parts share their ranks."""
     pytest.importorskip("gguf", reason="the extra `export` is not installed")
@@ -228,7 +228,7 @@ def test_a_plan_counts_the_adapter_of_layers_in_one(tmp_path: Path) -> None:
     assert held.total_bytes == lm.weight_bytes
 
 
-@native
+@needs_kernels
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Model has `tie_word_embeddings")
 def test_a_plan_counts_the_adapter_of_layers_that_run_one_by_one(
     tmp_path: Path,
@@ -259,7 +259,7 @@ def test_a_plan_names_the_adapter_and_refuses_what_loading_refuses(tmp_path: Pat
         outline_model(str(path), lora=folder)
 
 
-@native
+@needs_kernels
 @pytest.mark.long
 def test_speculation_changes_no_text_of_adapted_pairs(tmp_path: Path) -> None:
     """Target and draft are quantised files with an adapter each."""

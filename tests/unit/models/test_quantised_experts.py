@@ -29,11 +29,10 @@ from slipstream.models.outline import outline_model
 from slipstream.models.unloaded import shared_outlines
 from tests.kit.gguf_files import write_model
 from tests.kit.logits import cached_logits, eager_logits, relative_error
+from tests.kit.marks import needs_kernels
 from tests.kit.quantised_folders import Layer, awq, compressed, gptq, quantise_folder
 from tests.kit.small_llama import sizes
 from tests.unit.models.test_gguf_models import ARCHS, FAMILIES, WITH_EXPERTS, tiny
-
-native = pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
 
 IDS = [number * 3 % 96 for number in range(20)]
 logits = partial(eager_logits, token_ids=IDS)
@@ -132,7 +131,7 @@ ROUNDED = {"int8": 0.06, "int4": 0.3, "bfloat16": 0.12}
 router chooses another expert. Measured: up to 0.025, 0.11, 0.06."""
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("name", ROUNDED)
@@ -154,7 +153,7 @@ def test_experts_are_rounded_to_the_format_that_is_named(
     assert (planned.kernels, planned.weight_type) == (lm.kernels, lm.weight_type)
 
 
-@native
+@needs_kernels
 @pytest.mark.parametrize("family", MODELS)
 def test_no_more_than_one_expert_is_held_widened(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +173,7 @@ def test_no_more_than_one_expert_is_held_widened(
     assert 1 <= most <= 3, "the last one of each stack and the next"
 
 
-@native
+@needs_kernels
 def test_experts_may_be_all_that_is_quantised(tmp_path: Path) -> None:
     model = saved(tmp_path / "x", "mixtral", "gptq", EXPERTS)
     lm = load_model(str(tmp_path / "x"), quantization="int8")
@@ -184,14 +183,14 @@ def test_experts_may_be_all_that_is_quantised(tmp_path: Path) -> None:
     assert relative_error(packed_logits(lm), logits(model)) < ROUNDED["int8"]
 
 
-@native
+@needs_kernels
 def test_parts_of_experts_in_16_bits_are_rounded_beside_the_others(tmp_path: Path) -> None:
     saved(tmp_path / "x", "qwen3_moe", "awq", ("up_proj", "down_proj", *ATTENTION))
     ours, plain = (load_model(str(tmp_path / name), quantization="int8") for name in ("x", "x-plain"))
     assert torch.equal(expert_weights(ours), expert_weights(plain))
 
 
-@native
+@needs_kernels
 def test_plans_with_and_without_an_option_are_not_mixed_up(tmp_path: Path) -> None:
     saved(tmp_path / "x", "mixtral", "awq")
     with shared_outlines():
@@ -213,7 +212,7 @@ def test_what_the_kernels_do_not_compute_is_not_rounded(tmp_path: Path) -> None:
         assert "rounded for the fused decoder alone, which does not run this model; --dtype bfloat16" in what
 
 
-@native
+@needs_kernels
 def test_files_whose_experts_are_not_the_models_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "x", "qwen3_moe", "gptq")
     file, config = tmp_path / "x/model.safetensors", tmp_path / "x/config.json"

@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_model, unloaded
 from slipstream.models.cpu.known_families import Llama
-from slipstream.models.cpu.native import unavailable
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.files.awq import AwqMatrix
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
@@ -30,6 +29,7 @@ from slipstream.models.files.quantised_folder import check_settings
 from slipstream.models.files.quantized import resolve_quantized
 from slipstream.models.outline import outline_model
 from tests.kit.logits import cached_logits, eager_logits, relative_error
+from tests.kit.marks import needs_kernels
 from tests.kit.quantised_folders import LINEARS, Layer, awq, compressed, gptq, quantise_folder
 from tests.kit.small_llama import sizes
 
@@ -308,7 +308,7 @@ def random_order(name: str) -> Callable[[str, int, int], Layer]:
     return layer
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+@needs_kernels
 def test_scales_in_32_bits_are_held_rounded_once_to_11(tmp_path: Path) -> None:
     def layer(name: str, outputs: int, inputs: int) -> Layer:
         made = random_layer()(name, outputs, inputs)
@@ -337,7 +337,7 @@ SWAPPED = {
 }
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+@needs_kernels
 @pytest.mark.parametrize("swapped", SWAPPED)
 def test_a_family_that_is_described_wrongly_is_refused(
     swapped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -361,7 +361,7 @@ def test_a_family_that_is_described_wrongly_is_refused(
         load_model(str(tmp_path))
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="no compiler for the native kernels")
+@needs_kernels
 @pytest.mark.parametrize("method", [*FOLDERS, "act-order", "orders", "w8a8"])
 def test_a_folder_stays_packed(method: str, tmp_path: Path) -> None:
     layers, write, settings = FOLDERS.get(method, FOLDERS["gptq"])

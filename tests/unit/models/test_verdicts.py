@@ -13,14 +13,14 @@ from torch import nn
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.models import canary, load_model, loading
-from slipstream.models.cpu import native
 from slipstream.models.files.grouped import Grouped
 from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.verdicts import verdict_of
 from tests.kit.gguf_files import write_model
+from tests.kit.marks import needs_kernels
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
+pytestmark = needs_kernels
 
 
 @pytest.fixture
