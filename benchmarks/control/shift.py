@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from benchmarks.control.traffic import Question
-from slipstream.control.types import NOBODY
+from slipstream.control.types import NO_DRAFTER
 from slipstream.core.request import RequestOptions
 from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
@@ -52,7 +52,7 @@ def _phase(
     def on_observe(items: Seq[StepItem]) -> None:
         for item in items:
             choice = drafting.requests[item.sequence.id].choice
-            parts = [drafting.names[n] for n in (choice.lookup, choice.drafter) if n != NOBODY]
+            parts = [drafting.names[n] for n in (choice.lookup, choice.drafter) if n != NO_DRAFTER]
             who.extend([" then ".join(parts) or "nobody"] * item.num_emitted)
             depths.extend([len(item.proposal)] * item.num_emitted)
 

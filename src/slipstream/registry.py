@@ -29,7 +29,8 @@ class Registry(Generic[T]):
     """Finds the classes of one kind by name. A class is imported when it is asked for, not before.
 
     A name is one of `built_in`, one that was registered, or an entry point of `group`; the first of them that has it
-    wins, so nobody can take over a built-in name. A name with a colon is the place of a class itself, "module:Class".
+    wins, so that a built-in name cannot be taken over. A name with a colon is the place of a class itself,
+    "module:Class".
     """
 
     def __init__(self, kind: str, base: type[T], group: str, built_in: Mapping[str, str]) -> None:

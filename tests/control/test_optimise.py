@@ -11,7 +11,7 @@ import pytest
 from slipstream.control.acceptance import BUCKETS
 from slipstream.control.cost import MIN_CALLS, DraftCost, StepCost
 from slipstream.control.optimise import Curve, LookupCurve, Priced, Problem, Row
-from slipstream.control.types import NOBODY, NOTHING, Choice, DraftCall
+from slipstream.control.types import NO_DRAFTER, NOTHING, Choice, DraftCall
 
 
 def draft_cost(call_s: float, level_s: float, token_s: float) -> DraftCost:
@@ -120,7 +120,7 @@ def test_the_best_plan_is_nearly_that_of_brute_force(seed: int) -> None:
     assert best.tokens_per_s >= problem.nothing().tokens_per_s
     for i, choice in enumerate(chosen(problem, best)):
         assert choice == NOTHING or problem.offers(i, choice)
-        assert (choice.drafter == NOBODY) == (choice.depth == 0)
+        assert (choice.drafter == NO_DRAFTER) == (choice.depth == 0)
     assert best.tokens_per_s == pytest.approx(problem.price(best.places).tokens_per_s)
     assert best.tokens_per_s >= 0.95 * brute_force(problem, requests)
 

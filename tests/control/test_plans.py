@@ -14,7 +14,7 @@ from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.report import control_report
 from slipstream.control.types import (
     MAX_TASKS,
-    NOBODY,
+    NO_DRAFTER,
     NOTHING,
     Choice,
     DraftCall,
@@ -177,14 +177,14 @@ def test_a_task_for_which_drafts_pay_is_drafted_for_where_nobody_else_is() -> No
 def test_prompts_are_begun_by_whom_the_plan_names() -> None:
     policy = make(CHAIN)
     arriving = StepRequest(1, "t", limit=0, length=16)
-    assert policy.announce(arriving, 16, 16, 100) == NOBODY, "nothing is known"
+    assert policy.announce(arriving, 16, 16, 100) == NO_DRAFTER, "nothing is known"
     for _ in range(60):
         [choice] = policy.choose(requests(1), 0)
         depth = choice.depth
         calls = [DraftCall(1, depth, depth, 0, 1e-5)] if choice.drafts else []
         observe(policy, [drafted(0, depth, depth)] if calls else requests(1), STEP_S, calls=calls)
     assert policy.announce(arriving, 16, 16, 100) == 0
-    assert policy.announce(replace(arriving, allowed=frozenset()), 16, 16, 100) == NOBODY, "it may not"
+    assert policy.announce(replace(arriving, allowed=frozenset()), 16, 16, 100) == NO_DRAFTER, "it may not"
 
 
 def test_a_plan_for_those_who_may_have_drafts_is_for_the_whole_step() -> None:
@@ -221,7 +221,7 @@ def test_whether_a_prompt_pays_is_decided_by_the_whole_of_it() -> None:
         policy.choose(requests(1), 0)
     short, long = (StepRequest(1000, "t", limit=0, length=length) for length in (16, 16_000))
     assert policy.announce(short, 16, 16, 100) == 0
-    assert policy.announce(long, 16, 16, 100) == NOBODY
+    assert policy.announce(long, 16, 16, 100) == NO_DRAFTER
 
 
 def test_a_fixed_drafter_is_not_scored() -> None:

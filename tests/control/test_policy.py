@@ -18,7 +18,7 @@ from slipstream.control.report import control_report
 from slipstream.control.trials import MAX_TRIAL_STEPS
 from slipstream.control.types import (
     MAX_TASKS,
-    NOBODY,
+    NO_DRAFTER,
     NOTHING,
     Choice,
     DraftCall,
@@ -202,7 +202,7 @@ def test_nothing_is_tried_or_probed_without_a_share_but_choices_adapt() -> None:
         assert isinstance(drafter.alpha, dict)
         drafter.alpha["t"] = 0.02
     world.run(150)
-    assert world.chosen() == [(NOBODY, 0)]
+    assert world.chosen() == [(NO_DRAFTER, 0)]
     assert world.policy.budget.spent_s == 0
 
 
@@ -325,7 +325,7 @@ def test_only_members_that_may_are_asked(members: frozenset[int]) -> None:
     world = steady(0.9, 4, allowed=members)
     for _ in range(80):
         world.step()
-        assert {member for member, _ in world.chosen()} <= members | {NOBODY}
+        assert {member for member, _ in world.chosen()} <= members | {NO_DRAFTER}
     assert world.num_asked[0] == 0
     assert (world.num_asked[1] > 0) == (1 in members)
 
@@ -364,7 +364,7 @@ def test_a_prompt_is_announced_to_whom_will_draft() -> None:
     assert policy.announce(StepRequest(77, "t", 0, 50), 50, 50, 500) == 0
     assert policy.announce(StepRequest(78, "never seen", 0, 50), 50, 50, 500) == 0  # as most are
     resting = steady(0.05, 4).run(100).policy
-    assert resting.announce(StepRequest(77, "t", 0, 50), 50, 50, 500) == NOBODY
+    assert resting.announce(StepRequest(77, "t", 0, 50), 50, 50, 500) == NO_DRAFTER
 
 
 # --- without adapting ------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_fixed_everyone_is_drafted_for_as_deep_as_allowed() -> None:
     probes = 0
     for _ in range(600):
         world.step()
-        expected = [(NOBODY, 0)] * 4 if world.policy.in_probe else [(0, 5)] * 4
+        expected = [(NO_DRAFTER, 0)] * 4 if world.policy.in_probe else [(0, 5)] * 4
         assert world.chosen() == expected
         probes += world.policy.in_probe
     assert NUM_OFF_STEPS <= probes < 60

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from slipstream.control.policy import Policy
 from slipstream.control.report import control_report
 from slipstream.control.types import (
-    NOBODY,
+    NO_DRAFTER,
     Choice,
     ControlReport,
     DraftCall,
@@ -286,7 +286,7 @@ class World:
 
     def _announce(self, request: Running, calls: list[DraftCall]) -> None:
         number = self.policy.announce(self.asked(request), request.prompt, request.prompt, request.answer)
-        if number == NOBODY:
+        if number == NO_DRAFTER:
             return
         drafter = self.drafters[number]
         self._lengths[number][request.sequence_id] = request.prompt
@@ -303,7 +303,7 @@ class World:
         """Let the requests have their tokens, and say what became of their drafts; returns the tokens expected."""
         expected = 0.0
         for i, (request, seen, choice) in enumerate(zip(self.running, asked, choices, strict=True)):
-            number, length = drafts.get(i, (NOBODY, 0))
+            number, length = drafts.get(i, (NO_DRAFTER, 0))
             accepted = 0
             expected += 1.0
             if length:
@@ -344,7 +344,7 @@ class World:
 
     def settings(self) -> list[tuple[int, int]]:
         """Off, and every chain at every depth."""
-        return [(NOBODY, 0)] + [
+        return [(NO_DRAFTER, 0)] + [
             (number, depth)
             for number, drafter in enumerate(self.drafters)
             if drafter.traits.is_chain
@@ -352,7 +352,7 @@ class World:
         ]
 
     def off_rate(self) -> float:
-        return self.fixed_rate(dict.fromkeys(self.tasks, (NOBODY, 0)))
+        return self.fixed_rate(dict.fromkeys(self.tasks, (NO_DRAFTER, 0)))
 
     def best_rate(self) -> float:
         """Return the rate of one setting for all."""

@@ -53,6 +53,7 @@ RETIRED_WORDS = {
     r"borrow\w*|lenders?|lent|lend": "shared keys and values; reuse",
     r"\w*facts": "info, status",
     r"\w*writer_in_package|step_writers?": "step drafter",
+    r"nobody": "none, no request, no caller; NO_DRAFTER",
 }
 """Words that the source, its names included, has no more: neither by themselves nor between underscores."""
 KEPT = [

@@ -15,7 +15,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.control.policy import Policy
-from slipstream.control.types import NOBODY, NOTHING, Choice, StepRequest
+from slipstream.control.types import NO_DRAFTER, NOTHING, Choice, StepRequest
 from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
@@ -116,14 +116,14 @@ def random_choices(seed: int) -> Any:
     def chosen_now(self: Policy, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
         choices = []
         for request in requests:
-            member = rng.choice([NOBODY, *range(len(self.drafters))])
-            lookup = rng.choice([NOBODY, 0])
+            member = rng.choice([NO_DRAFTER, *range(len(self.drafters))])
+            lookup = rng.choice([NO_DRAFTER, 0])
             depth = rng.randint(1, max(request.limit, 1))
-            chain = member != NOBODY and request.limit > 0
+            chain = member != NO_DRAFTER and request.limit > 0
             choices.append(
-                Choice(member if chain else NOBODY, depth if chain else 0, lookup, rng.randint(1, 4))
+                Choice(member if chain else NO_DRAFTER, depth if chain else 0, lookup, rng.randint(1, 4))
                 if request.limit
-                else Choice(NOBODY, 0)
+                else Choice(NO_DRAFTER, 0)
             )
         return choices
 

@@ -20,7 +20,7 @@ from trained_heads import trained_heads
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.control.policy import Policy
-from slipstream.control.types import NOBODY, Choice, StepRequest
+from slipstream.control.types import NO_DRAFTER, Choice, StepRequest
 from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.registry import drafter_names
@@ -161,10 +161,10 @@ def chosen_by_length(self: Policy, requests: Seq[StepRequest], num_prompt_rows: 
     turns = [
         Choice(1, 2, lookup=0, min_tokens=2),
         Choice(1, 1),
-        Choice(NOBODY, 0, lookup=0, min_tokens=1),
+        Choice(NO_DRAFTER, 0, lookup=0, min_tokens=1),
         Choice(1, 2),
     ]
-    return [turns[each.length % 4] if each.limit >= 2 else Choice(NOBODY, 0) for each in requests]
+    return [turns[each.length % 4] if each.limit >= 2 else Choice(NO_DRAFTER, 0) for each in requests]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, LookupYield
 from slipstream.control.cost import DraftCost, StepCost
-from slipstream.control.types import NOBODY, Choice, DraftCall, PolicyDrafter
+from slipstream.control.types import NO_DRAFTER, Choice, DraftCall, PolicyDrafter
 
 MAX_ROUNDS = 3
 WORTH_ANOTHER_ROUND = 1.001
@@ -113,7 +113,7 @@ class Problem:
             (n, least) for n in sorted({n for row in rows for n in row.lookups}) for least in BUCKETS[1:]
         ]
         self._depths = depths
-        self._lay_out([(NOBODY, 0), *looks], [(NOBODY, 0), *drafts], rows)
+        self._lay_out([(NO_DRAFTER, 0), *looks], [(NO_DRAFTER, 0), *drafts], rows)
 
     def _lay_out(self, looks: Seq[tuple[int, int]], drafts: Seq[tuple[int, int]], rows: Seq[Row]) -> None:
         """Every option, a lookup and a draft behind it, for every row: [rows, options]."""
@@ -212,7 +212,7 @@ class Problem:
 
     def best(self, *, with_drafters: bool = True) -> Priced:
         """The best plan that is found; without drafters of lookups alone."""
-        allowed = np.ones(len(self.options), dtype=bool) if with_drafters else self._drafter == NOBODY
+        allowed = np.ones(len(self.options), dtype=bool) if with_drafters else self._drafter == NO_DRAFTER
         best = max(self.nothing(), self._alike(allowed), key=_rate)
         for _ in range(MAX_ROUNDS):
             shares = SHARING[:1] if self.number <= 2 or not with_drafters else SHARING
@@ -271,7 +271,7 @@ class Problem:
     def place_of(self, choice: Choice) -> int:
         """The option nearest to a choice that was made before: no deeper, and without what is no option any more."""
         depth = min(choice.depth, self._depths.get(choice.drafter, 0))
-        draft = (choice.drafter, depth) if depth else (NOBODY, 0)
+        draft = (choice.drafter, depth) if depth else (NO_DRAFTER, 0)
         nearest = Choice(*draft, choice.lookup, choice.min_tokens)
         return self._places.get(nearest) or self._places[Choice(*draft)]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.control.fixed import FixedPlan
-from slipstream.control.types import MAX_TASKS, NOBODY, NOTHING, Choice, StepRequest
+from slipstream.control.types import MAX_TASKS, NO_DRAFTER, NOTHING, Choice, StepRequest
 from slipstream.core.bounded import BoundedDict
 
 MAX_AGE = 384
@@ -94,13 +94,13 @@ def bounded(choice: Choice, request: StepRequest) -> Choice:
     limit, allowed = request.limit, request.allowed
     if (allowed is None and limit >= depth and limit >= min_tokens) or not choice.drafts:
         return choice if limit > 0 else NOTHING
-    if limit < 1 or (drafter != NOBODY and allowed is not None and drafter not in allowed):
-        drafter = NOBODY
-    if limit < min_tokens or (lookup != NOBODY and allowed is not None and lookup not in allowed):
-        lookup, min_tokens = NOBODY, 0
-    if limit < 1 or drafter == lookup == NOBODY:
+    if limit < 1 or (drafter != NO_DRAFTER and allowed is not None and drafter not in allowed):
+        drafter = NO_DRAFTER
+    if limit < min_tokens or (lookup != NO_DRAFTER and allowed is not None and lookup not in allowed):
+        lookup, min_tokens = NO_DRAFTER, 0
+    if limit < 1 or drafter == lookup == NO_DRAFTER:
         return NOTHING
-    return Choice(drafter, min(depth, limit) if drafter != NOBODY else 0, lookup, min_tokens)
+    return Choice(drafter, min(depth, limit) if drafter != NO_DRAFTER else 0, lookup, min_tokens)
 
 
 def most_common(choices: Seq[Choice]) -> Choice:

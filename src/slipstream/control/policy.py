@@ -28,7 +28,7 @@ from slipstream.control.realised import Step
 from slipstream.control.stand_back import StandBack
 from slipstream.control.traffic import Traffic
 from slipstream.control.trials import NUM_TRIAL_STEPS, Trials
-from slipstream.control.types import NOBODY, NOTHING, Choice, DraftCall, PolicyDrafter, StepRequest
+from slipstream.control.types import NO_DRAFTER, NOTHING, Choice, DraftCall, PolicyDrafter, StepRequest
 
 SEARCH_SHARE = 0.005
 """Share of the time for searching plans."""
@@ -137,14 +137,14 @@ class Policy:
 
     def announce(self, request: StepRequest, num_rows: int, num_computed: int, max_tokens: float) -> int:
         """Which drafter is to compute a prompt while the target computes `num_rows` of it, up to `num_computed`; or
-        `NOBODY`.
+        `NO_DRAFTER`.
 
         The one that will probably draft, unless it may not, or an answer of at most `max_tokens` cannot earn what the
         whole prompt costs.
         """
         drafter = self._drafter_for(request.task, request.length, max_tokens)
-        if drafter == NOBODY or (request.allowed is not None and drafter not in request.allowed):
-            return NOBODY
+        if drafter == NO_DRAFTER or (request.allowed is not None and drafter not in request.allowed):
+            return NO_DRAFTER
         seen = self.traffic.seen[drafter]
         self._num_missed[drafter] += seen.note_prompt(self._step, request.sequence_id, num_rows, num_computed)
         return drafter
@@ -160,13 +160,13 @@ class Policy:
     def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
         plan = self.alone
         drafter = plan.for_task(task).drafter
-        if plan.withheld or drafter == NOBODY:
-            return NOBODY
+        if plan.withheld or drafter == NO_DRAFTER:
+            return NO_DRAFTER
         if plan.undrafted_rate > 0:
             num_tokens = min(max_tokens, self.traffic.usual_length(task))
             saved_s = num_tokens / plan.undrafted_rate * (1 - 1 / plan.drafts_gain)
             if saved_s < num_prompt_tokens * self.draft_costs[drafter].missed_token_s:
-                return NOBODY
+                return NO_DRAFTER
         return drafter
 
     # --- plans ------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Policy:
         choices = [self._as_asked(option) for option in options]
         nothing = problem.nothing()
         alone = problem.price(
-            np.array([problem.place_of(option._replace(drafter=NOBODY, depth=0)) for option in options])
+            np.array([problem.place_of(option._replace(drafter=NO_DRAFTER, depth=0)) for option in options])
         )
         plan = Plan(searched_at=self._step, undrafted_rate=alone.tokens_per_s)
         slower = best.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
@@ -265,7 +265,7 @@ class Policy:
 
     def _as_asked(self, option: Choice) -> Choice:
         """Trees are not chosen in depth: they are asked for all that they can be."""
-        if option.drafter == NOBODY or self.drafters[option.drafter].is_chain:
+        if option.drafter == NO_DRAFTER or self.drafters[option.drafter].is_chain:
             return option
         return option._replace(depth=self.drafters[option.drafter].max_depth)
 
@@ -437,4 +437,4 @@ class Policy:
 
 
 def _uses_drafters(problem: Problem, plan: Priced) -> bool:
-    return any(problem.options[place].drafter != NOBODY for place in plan.places.tolist())
+    return any(problem.options[place].drafter != NO_DRAFTER for place in plan.places.tolist())

@@ -8,7 +8,7 @@ from slipstream.control.cost import DraftCost, StepCost
 from slipstream.control.policy import Policy
 from slipstream.control.traffic import TaskUse
 from slipstream.control.types import (
-    NOBODY,
+    NO_DRAFTER,
     NOTHING,
     Choice,
     ControlReport,
@@ -47,16 +47,16 @@ def _next_probe_s(policy: Policy) -> float | None:
 def _task_report(policy: Policy, task: str, use: TaskUse) -> TaskReport:
     plan, realised = policy.alone, policy.probes.realised
     choice = NOTHING if plan.withheld else plan.for_task(task)
-    drafter = choice.lookup if choice.drafter == NOBODY else choice.drafter
+    drafter = choice.lookup if choice.drafter == NO_DRAFTER else choice.drafter
     rates = [each.rate(task) for each in policy.traffic.acceptance]
     known = [rate for rate in rates if rate is not None]
     traits, number = policy.drafters[max(drafter, 0)], max(len(plan.by_sequence), 1)
     depth = _usual_depth(choice, traits.is_chain, use)
     return TaskReport(
         task=task,
-        method=None if drafter == NOBODY else policy.drafters[drafter].name,
+        method=None if drafter == NO_DRAFTER else policy.drafters[drafter].name,
         depth=use.depth.value if choice.drafts else 0.0,
-        acceptance_rate=rates[drafter] if drafter != NOBODY else max(known, default=None),
+        acceptance_rate=rates[drafter] if drafter != NO_DRAFTER else max(known, default=None),
         acceptance_length=use.tokens.value if choice.drafts else 1.0,
         break_even=_break_even(traits, policy.draft_costs[max(drafter, 0)], policy.step_cost, depth, number),
         estimated_speedup=1.0 if plan.withheld else plan.gains.get(task),
@@ -68,7 +68,7 @@ def _task_report(policy: Policy, task: str, use: TaskUse) -> TaskReport:
 
 def _usual_depth(choice: Choice, is_chain: bool, use: TaskUse) -> int:
     """Draft tokens that a step with this choice checks; 1 without drafts."""
-    if choice.drafter == NOBODY:
+    if choice.drafter == NO_DRAFTER:
         return max(choice.min_tokens, 1)
     return max(choice.depth if is_chain else round(use.depth.value), 1)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
 from slipstream.control.cost import DraftCost, Mean, TextSeen
 from slipstream.control.optimise import Curve, LookupCurve, Row
-from slipstream.control.types import MAX_TASKS, NOBODY, MethodReport, PolicyDrafter, StepRequest
+from slipstream.control.types import MAX_TASKS, NO_DRAFTER, MethodReport, PolicyDrafter, StepRequest
 from slipstream.core.bounded import BoundedDict
 
 FIRST_LENGTH = 64.0
@@ -70,7 +70,7 @@ class Traffic:
         drafts: dict[tuple[int, int, str], Drafts] = {}
         for outcome in self._outcomes:
             drafter, lookup = outcome.drafter, outcome.lookup
-            if drafter != NOBODY:
+            if drafter != NO_DRAFTER:
                 key = drafter, outcome.sequence_id, outcome.task
                 if key not in drafts:
                     drafts[key] = Drafts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-NOBODY = -1
+NO_DRAFTER = -1
 """In place of a drafter's number."""
 MAX_TASKS = 256
 """Tasks that are remembered; of more, the latest."""
@@ -14,19 +14,19 @@ MAX_TASKS = 256
 class Choice(NamedTuple):
     """What is drafted for one sequence; drafters go by their number in `engine.drafting.Drafting`."""
 
-    drafter: int = NOBODY
-    """Who drafts, or `NOBODY`."""
+    drafter: int = NO_DRAFTER
+    """Who drafts, or `NO_DRAFTER`."""
     depth: int = 0
     """Levels of a chain, the most nodes of anything else."""
-    lookup: int = NOBODY
-    """Who is asked before that, or `NOBODY`."""
+    lookup: int = NO_DRAFTER
+    """Who is asked before that, or `NO_DRAFTER`."""
     min_tokens: int = 0
     """A proposal of the lookup with at least so many tokens makes asking the drafter needless."""
 
     @property
     def drafts(self) -> bool:
         """False where no drafter is called."""
-        return self.drafter != NOBODY or self.lookup != NOBODY
+        return self.drafter != NO_DRAFTER or self.lookup != NO_DRAFTER
 
 
 NOTHING = Choice()
@@ -65,15 +65,15 @@ class StepRequest:
     """What is drafted for it."""
 
     # after the verdict
-    drafter: int = NOBODY
-    """Who made the draft, or `NOBODY`."""
+    drafter: int = NO_DRAFTER
+    """Who made the draft, or `NO_DRAFTER`."""
     num_checked: int = 0
     num_reached: int = 0
     """Draft tokens below an accepted path; one more than there are where a chain ended early."""
     num_accepted: int = 0
     num_tokens: int = 0
     """Committed."""
-    lookup: int = NOBODY
+    lookup: int = NO_DRAFTER
     """Who was asked first and had nothing, or whose draft was checked; one that was too short comes by `score`."""
 
 
@@ -89,7 +89,7 @@ class DraftCall(NamedTuple):
     """Levels of the deepest chain; 1 for trees and lookups."""
     num_tokens: Number
     """In all."""
-    drafter: int = NOBODY
+    drafter: int = NO_DRAFTER
     seconds: float = 0.0
 
 

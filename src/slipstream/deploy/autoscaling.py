@@ -33,7 +33,7 @@ def wanted(num_replicas: int, stats: Stats, settings: Mapping[str, float]) -> fl
     """Replicas for the load; one more than there are where caches fill up or answers come too slowly."""
     capacity = _mean(stats.get(CAPACITY, {}))
     if not capacity:
-        return float(num_replicas)  # nobody has reported yet
+        return float(num_replicas)  # none has reported yet
     for_load = sum(stats.get(LOAD, {}).values()) / (capacity * settings[TARGET])
     least = 0.0
     if _mean(stats.get(CACHE, {})) > settings[MOST_CACHE]:

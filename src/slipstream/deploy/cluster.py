@@ -99,7 +99,7 @@ def _quiet_ray() -> Any:
 
 
 def _check_there(address: str) -> None:
-    """Ray waits for minutes for a cluster that nobody has started: see first whether anybody listens."""
+    """Ray waits for minutes for a cluster that was not started: see first whether anything listens."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():  # `auto`
         return

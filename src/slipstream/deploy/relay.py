@@ -284,7 +284,7 @@ class Relay:
 
     def _start(self, order: Start) -> None:
         passage, connection = self._passages.get(order.request), self._connections.get(order.replica)
-        if passage is None:  # nobody waits for it any more
+        if passage is None:  # no caller waits for it any more
             return
         if connection is None:  # it went between the order and now; `_closed` moves its requests
             return

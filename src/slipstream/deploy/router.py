@@ -151,7 +151,7 @@ class Router:
         return self._end(request, now_s, cancels=False)
 
     def abandon(self, request: str, now_s: float) -> list[Order]:
-        """Nobody waits for the request any more; ignored for one that is over."""
+        """No caller waits for the request any more; ignored for one that is over."""
         if request not in self._tickets:
             return []
         self.counts.abandoned += 1

@@ -19,7 +19,7 @@ from slipstream.engine.engine import Engine
 from slipstream.serve.engine_info import decoded_rows
 
 MAX_STEPS = 10_000
-"""Steps between two reports that fronts hear of one by one: more pass only where the event loop stands still. Their
+"""Steps between two reports that fronts hear of one by one: more pass only where the event loop is blocked. Their
 counts are in the report all the same."""
 MAX_ROWS = 10_000
 """Likewise rows that differ: tasks have names of their clients' making."""

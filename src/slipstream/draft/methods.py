@@ -1,6 +1,6 @@
 """The built-in drafting methods: their names here and elsewhere, what they need, and what can be done with them.
 
-Plain data that imports nothing of Slipstream, so that any room may read it. The name of a method stands here and in its
+Plain data that imports nothing of Slipstream, so that any room may read it. The name of a method is here and in its
 drafter's own file. A drafter that a package brings has its specification in its class, as `spec`.
 """
 

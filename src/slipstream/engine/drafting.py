@@ -11,7 +11,7 @@ from operator import attrgetter
 from slipstream.control.policy import Policy
 from slipstream.control.report import control_report
 from slipstream.control.types import (
-    NOBODY,
+    NO_DRAFTER,
     NOTHING,
     Choice,
     ControlReport,
@@ -197,7 +197,7 @@ class Drafting:
             drafter = policy.announce(
                 self._request(item), item.num_rows, num_computed, sequence.max_output_tokens
             )
-            if drafter != NOBODY:
+            if drafter != NO_DRAFTER:
                 yield item, Choice(drafter)
 
     def _look_up(self, policy: Policy, item: StepItem) -> None:
@@ -239,9 +239,9 @@ class Drafting:
         first: dict[int, Wanted] = {}
         then: dict[int, Wanted] = {}
         for item, choice in wanted:
-            if choice.lookup != NOBODY:
+            if choice.lookup != NO_DRAFTER:
                 first.setdefault(choice.lookup, []).append((item, choice))
-            elif choice.drafter != NOBODY:
+            elif choice.drafter != NO_DRAFTER:
                 then.setdefault(choice.drafter, []).append((item, choice))
         for number, asked in sorted(first.items()):
             self._call(number, [item for item, _ in asked], [item.max_draft_tokens for item, _ in asked])
@@ -250,7 +250,7 @@ class Drafting:
                 if len(item.found) >= choice.min_tokens:
                     continue
                 item.drafter, item.drafted, item.proposal = None, EMPTY_PROPOSAL, EMPTY_PROPOSAL
-                if choice.drafter != NOBODY:
+                if choice.drafter != NO_DRAFTER:
                     then.setdefault(choice.drafter, []).append((item, choice))
         for number, asked in sorted(then.items()):
             limits = [min(choice.depth, item.max_draft_tokens) for item, choice in asked]
@@ -336,10 +336,10 @@ class Drafting:
                 depth += self.guards[item.drafter].drafter.traits.ends_early
             cut = sequence.finished and item.was_cut  # what follows was not looked at
             request.num_reached = min(own.num_accepted + (not cut), depth)
-        if request.lookup not in (NOBODY, request.drafter) and len(item.found):
+        if request.lookup not in (NO_DRAFTER, request.drafter) and len(item.found):
             # Too short to be used: what the text becomes says what it was worth.
             self._unchecked.append((sequence, request.lookup, item.found, item.length_before))
-            request.lookup = NOBODY
+            request.lookup = NO_DRAFTER
 
     def _score(self, policy: Policy) -> None:
         """See whether what was looked up came true; a text that has not grown past it yet is waited for."""

@@ -66,7 +66,7 @@ class Engine:
         """Called in every step with the items of the sequences that decoded; see `StepItem`."""
         self.on_checked: Callable[[list[StepItem]], None] | None = None
         """The same for those who keep what the target thought, so that statistics and records come and go apart. The
-        logits are this step's own: nobody writes to them later."""
+        logits are this step's own: they are not written to later."""
 
     # --- what it is -------------------------------------------------------------------------------------------
 

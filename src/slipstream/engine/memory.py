@@ -76,9 +76,9 @@ def plan_memory(
 
     Where models are not loaded, what they will hold is not free.
 
-    Raises `CapacityError` when not even a short request would fit, and where nobody has set `max_model_len` and the
-    drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter. Where
-    the cache is a share of the free memory, that is only a warning.
+    Raises `CapacityError` when not even a short request would fit, and where the user has not set `max_model_len` and
+    the drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter.
+    Where the cache is a share of the free memory, that is only a warning.
     """
     max_model_len = config.max_model_len or model.context_length
     if max_model_len > model.context_length:

@@ -186,7 +186,7 @@ class StepSpeculation(StepExtension):
         """Let the draft write on at the steps under way: sequences whose step is not whole await it. The whole ones
         are proposed, each with its question.
 
-        One call of some tokens, also where nobody waits for the target: requests and aborts come in between steps.
+        One call of some tokens, also where no request waits for the target: requests and aborts come in between steps.
         """
         started_s = time.perf_counter()
         if self._thinkers:

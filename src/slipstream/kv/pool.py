@@ -98,7 +98,7 @@ class KVPool:
         return keys * key_scales[..., None].to(self.dtype), values * value_scales[..., None].to(self.dtype)
 
     def fill(self, number: float) -> None:
-        """Make every number of every entry this one. With NaN it shows who reads an entry that nobody wrote."""
+        """Make every number of every entry this one. With NaN it shows who reads an entry that was not written."""
         for tensor in self.tensors:
             tensor.fill_(1 if tensor.dtype == torch.int8 else number)
 

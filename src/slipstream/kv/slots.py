@@ -2,7 +2,7 @@
 
 A *slot map* says where a sequence's tokens lie: its item i is the slot of token i, and a slice of it is the map of a
 range of tokens. It is a `range` where the slots are contiguous, so that those who read them need no copy, and any other
-sequence of numbers where they are not. Nobody outside this package computes with slots.
+sequence of numbers where they are not. No code outside this package computes with slots.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class RowGroup:
     """Leading rows that are computed in the arithmetic of `fast_prompts`, all of the chain; 0 where the model has
     none."""
     shared: SharedPrefix | None = None
-    """Entries that others of the pass may hold too, all of the past; None where nobody does."""
+    """Entries that others of the pass may hold too, all of the past; None where no other does."""
 
     @property
     def num_before(self) -> int:
@@ -191,7 +191,7 @@ class ForwardBatch:
     ) -> None:
         """With a `bucket` the arrays have its sizes, and the rows that are missing are stored in the slots `scratch`.
 
-        Nobody wants these rows; the other arrays end with zeros. Raises `ValueError` for groups that contradict
+        These rows are padding; the other arrays end with zeros. Raises `ValueError` for groups that contradict
         themselves or do not fit the bucket.
         """
         if bucket is not None:

@@ -119,7 +119,7 @@ class CausalLM(ModelIdentity):
         return KVCache(pool, prefix_caching, self.backend.layout)
 
     def trial_cache(self, num_tokens: int, cache_dtype: torch.dtype | None = None) -> tuple[KVPool, SlotMap]:
-        """A cache that holds one sequence of `num_tokens`, and its slots: for passes of nobody's request."""
+        """A cache that holds one sequence of `num_tokens`, and its slots: for passes that belong to no request."""
         num_slots = -(-(num_tokens + 1) // self.kv_unit) * self.kv_unit
         cache = self.new_cache(num_slots, prefix_caching=False, cache_dtype=cache_dtype)
         cache.accounting.open(0, [0] * num_tokens)

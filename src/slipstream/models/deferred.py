@@ -86,7 +86,7 @@ class Placeholder:
 
 
 class _Deferred(ModuleType):
-    """What stands in `sys.modules` for a deferred module while a `deferred` block runs.
+    """What is in `sys.modules` for a deferred module while a `deferred` block runs.
 
     Another thread that finds it there meanwhile, and code that has kept it, get the real module's names.
     """

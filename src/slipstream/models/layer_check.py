@@ -50,7 +50,7 @@ class LayerCheck:
         weights: WeightCheck,
         far: int | None,
     ) -> None:
-        """`far` is where the text stands a second time, see `trial_passes`."""
+        """`far` is where the text is repeated, see `trial_passes`."""
         self._config, self._trial, self._shapes, self._weights = config, trial, shapes, weights
         self._far = far
         self.states: list[Tensor] = []

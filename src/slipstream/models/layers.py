@@ -25,7 +25,7 @@ class LayerStack:
     def only(self, layers: Sequence[int]) -> Iterator[None]:
         """Let the model have no other layers within the body. Each keeps its own number in the cache.
 
-        The model must run for nobody else meanwhile; see `EagerExecutor.forward`.
+        The model must not run for other callers meanwhile; see `EagerExecutor.forward`.
         """
         setattr(self._parent, self._name, nn.ModuleList(self._layers[layer] for layer in layers))
         try:

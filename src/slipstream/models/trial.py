@@ -27,7 +27,7 @@ class TrialPass:
 
 
 def far_position(context_length: int) -> int | None:
-    """Return where the text stands a second time: at the end of the context, behind every length of the configuration.
+    """Return where the text is repeated: at the end of the context, behind every length of the configuration.
 
     None where the context holds the text only once.
     """

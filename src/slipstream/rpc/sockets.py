@@ -42,7 +42,7 @@ class Outbox:
         return self.num_bytes >= self._max_bytes
 
     def put(self, data: bytes) -> None:
-        """Queue `data` and write what can be written; raises `OSError` where nobody can read it any more."""
+        """Queue `data` and write what can be written; raises `OSError` where the other end cannot read it any more."""
         self._waiting.append(memoryview(data))
         self.num_bytes += len(data)
         self.flush()
@@ -67,7 +67,9 @@ class Waker:
 
     def __init__(self) -> None:
         self._near, self._far = socket.socketpair()
-        self._near.setblocking(False)  # it may be used in the waiting thread itself, where nobody would read
+        self._near.setblocking(
+            False
+        )  # it may be used in the waiting thread itself, where no thread would read
         self._far.setblocking(False)
 
     def fileno(self) -> int:

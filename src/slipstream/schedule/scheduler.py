@@ -155,7 +155,7 @@ class Scheduler:
         return self._accounting.open(sequence.id, sequence.entry_ids(), sequence.tenant, reuse=reuse)
 
     def _make_way(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt what stands between an account and its share; nothing where that would not be enough."""
+        """Preempt what keeps an account from its share; nothing where that would not be enough."""
         if self._shares.is_one:
             return False
         stay, victims = list(self.running), []

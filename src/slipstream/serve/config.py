@@ -143,7 +143,7 @@ class ServeConfig:
     """A tenant (the `user` field of requests) that is learned from. With any learn_tenant or learn_key, nothing is kept
     of anybody else."""
     learn_key: Seq[str] = field(default=(), repr=False)
-    """An API key whose requests are learned from, and nobody else's; see learn_tenant."""
+    """An API key whose requests are learned from, and no other key's; see learn_tenant."""
     no_learn_tenant: Seq[str] = ()
     """A tenant (the `user` field of requests) of which nothing is kept for learning."""
     no_learn_key: Seq[str] = field(default=(), repr=False)

@@ -27,7 +27,7 @@ BASE_LABEL = "floor"
 
 
 def privacy_rules(config: ServeConfig) -> PrivacyRules:
-    """Return whose answers are not kept. With API keys a tenant is that user of every key, but nobody is learned from
+    """Return whose answers are not kept. With API keys a tenant is that user of every key, but no user is learned from
     through a key that is left out."""
     open_keys = [key for key in config.api_key if key not in config.no_learn_key]
     return PrivacyRules.of(

@@ -206,7 +206,7 @@ def flag_name(name: str) -> str:
 
 
 def _fields(settings: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[Any]]]:
-    """Each field with its type, and what stands beside it in an `Annotated`."""
+    """Each field with its type, and what else is in its `Annotated`."""
     hints = typing.get_type_hints(settings, include_extras=True)
     for field in dataclasses.fields(settings):
         hint = hints[field.name]

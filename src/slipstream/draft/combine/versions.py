@@ -94,7 +94,7 @@ class DraftVersion:
     name: str
     guard: Guard
     tenant: str | None = None
-    """Whose requests it may draft for, and nobody else's; None for everyone's."""
+    """Whose requests it may draft for, and no other's; None for everyone's."""
     is_open: bool = True
     """Whether requests that begin may be given to it."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class VersionsDrafter(GuardedDrafters):
         return list(self._versions)
 
     def prepare(self, name: str, config: SpeculativeConfig, tenant: str | None = None) -> DraftVersion:
-        """Load a version, which drafts for nobody yet; may be called from any thread, and takes as long as loading
+        """Load a version, which drafts for no request yet; may be called from any thread, and takes as long as loading
         does.
 
         Raises `ConfigError` where it cannot stand beside the base drafter, and what loading raises.
@@ -330,7 +330,7 @@ class VersionsDrafter(GuardedDrafters):
         return [found.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
 
     def observe(self, observations: Seq[Observation]) -> None:
-        """Pass to each version the verdicts on its own requests, and on nobody else's."""
+        """Pass to each version the verdicts on its own requests, and on no others."""
         seen: dict[str, list[Observation]] = {}
         for each in observations:
             version = self._of.get(each.sequence.id)

@@ -94,7 +94,7 @@ class _Likeliest(NamedTuple):
 
 
 class _Trust:
-    """How often what stands behind an n-gram of some length is what its rows say, learned from what was accepted."""
+    """How often what follows an n-gram of some length is what its rows say, learned from what was accepted."""
 
     def __init__(self) -> None:
         self._promised = dict.fromkeys(ORDERS, PRIOR_WEIGHT)

@@ -266,7 +266,7 @@ class RemoteDrafter(Drafter):
                 "tokens": request.continuation.token_ids,
                 "hash": request.continuation.digest,
                 "num_prompt_tokens": sequence.num_prompt_tokens,
-                "seed": str(sequence.seed) if draws else "0",  # nobody is told what it has no use for
+                "seed": str(sequence.seed) if draws else "0",  # a worker gets only what it can use
                 "tenant": hashlib.sha256(sequence.tenant.encode("utf-8", "surrogatepass")).digest(),
                 "sampling": sampling_message(sequence.params),
             },

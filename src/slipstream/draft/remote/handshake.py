@@ -78,7 +78,8 @@ def check_version(theirs: int, who: str) -> None:
 
 
 def check_worker(welcome: Message, vocabulary: bytes, vocab_size: int, kinds: frozenset[str]) -> None:
-    """Raise `RefusedError` where the worker of this welcome drafts other tokens, or in a way that nobody can judge.
+    """Raise `RefusedError` where the worker of this welcome drafts other tokens, or in a way that no verifier can
+    judge.
 
     `kinds` are the kinds of proposals that the engine's verifier can judge.
     """

@@ -107,7 +107,8 @@ class ServerLink:
             self.tell("alive", cpu_s=time.process_time())
 
     def ask_to_keep(self) -> None:
-        """Wait for leave to write a version down: the server stops nobody who holds a lock that others wait for."""
+        """Wait for leave to write a version down: the server stops no process that holds a lock that others wait
+        for."""
         self._may_keep.clear()
         self.tell("keeping")
         self._may_keep.wait(KEEP_S)
@@ -326,7 +327,7 @@ def _is_open(verdict: VersionVerdict) -> bool:
 
 
 def stand_back(niceness: int) -> None:
-    """Leave the processor to others: by `niceness`, and at its largest only run where nobody else wants to.
+    """Leave the processor to others: by `niceness`, and at its largest only run where no other process wants to.
 
     A process that is merely nice goes on for its slice, some milliseconds, when the server's threads wake up; on Linux
     one of the idle class makes way at once.

@@ -30,7 +30,7 @@ from slipstream.models.files.digest import digest_of, digest_of_model
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 * 2**20
-"""Bytes of logits and rows that wait to be reduced; beyond it answers are skipped, and nobody waits."""
+"""Bytes of logits and rows that wait to be reduced; beyond it answers are skipped, and no step waits."""
 GATHERED_STEPS, GATHERED_BYTES = 16, 4 * 2**20
 """So many steps, or so many bytes of logits, are reduced at a time: two threads that take turns at every step would
 cost the engine more than the work does."""

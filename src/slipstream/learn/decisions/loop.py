@@ -250,7 +250,7 @@ class VersionLoop:
         return self.serving
 
     def retire(self, versions: set[str]) -> None:
-        """These must serve nobody any more: forgotten, or damaged on disk."""
+        """These must serve no request any more: forgotten, or damaged on disk."""
         self.previous = tuple(one for one in self.previous if one not in versions)
         if self.candidate in versions:
             self._drop_candidate()

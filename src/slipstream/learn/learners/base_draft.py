@@ -1,4 +1,5 @@
-"""The drafter that is there before anything is learned: what learners begin with and what every version stands on."""
+"""The drafter that is there before anything is learned: what learners begin with and what every version is trained
+on."""
 
 from __future__ import annotations
 

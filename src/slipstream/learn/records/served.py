@@ -46,7 +46,7 @@ def purpose_of(request_id: str, judge_share: float = JUDGE_SHARE) -> Purpose:
 
 
 def tenant_key(tenant: str) -> str:
-    """What stands for a tenant where its name must not be kept: in versions, events and the list of the forgotten."""
+    """What replaces a tenant where its name must not be kept: in versions, events and the list of the forgotten."""
     return hashlib.sha256(b"tenant\0" + tenant.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 

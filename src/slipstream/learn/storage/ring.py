@@ -215,7 +215,7 @@ def forget_records(folder: LearnFolder, tenant: str) -> int:
 def remove_older(folder: LearnFolder, before_s: float, now_s: float | None = None) -> int:
     """Delete the records of answers that began before a time, seconds since 1970; returns how many.
 
-    One that seems to begin after `now_s` was made with a wrong clock: nobody knows how old it is, so it is deleted too.
+    One that seems to begin after `now_s` was made with a wrong clock: its age is not known, so it is deleted too.
     Raises `LearnError`.
     """
     now_s = time.time() if now_s is None else now_s

@@ -15,7 +15,7 @@ class LearnBy(StrEnum):
 
     EVERYONE = "everyone"
     TENANT = "tenant"
-    """An account's own answers, for that account and nobody else."""
+    """An account's own answers, for that account alone."""
     TASK = "task"
     """The answers to a task, for that task."""
 

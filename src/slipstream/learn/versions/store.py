@@ -295,7 +295,7 @@ class VersionStore:
     def remove_where(
         self, unwanted: Callable[[Version], bool], before: Callable[[Collection[str]], None]
     ) -> tuple[str, ...]:
-        """Delete all `unwanted` versions, and those whose description nobody can read; returns their ids.
+        """Delete all `unwanted` versions, and those whose description cannot be read; returns their ids.
 
         `before` is called with the ids before any of them goes. No version is added meanwhile: one that is being
         written is among those that are looked at.

@@ -4,7 +4,7 @@ PyTorch counts for each thread separately, and a thread that is new takes the co
 nothing here sets it for good: `limit` and `operators` set it for their body and put it back. A thread that begins
 meanwhile would keep the count of such a body; `available` sees through that.
 
-PyTorch begins with a thread a core, whatever share of them a container may use. Where nobody gave a number, `available`
+PyTorch begins with a thread a core, whatever share of them a container may use. Where no number was given, `available`
 answers no more than the quota of the control group has use for.
 """
 
@@ -25,7 +25,7 @@ _lowered_from: int | None = None
 _here = threading.local()
 """`available`: what `available` answers in the body that this thread is in."""
 UNASKED = None if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys() else torch.get_num_threads()
-"""PyTorch's count where nobody gave it one; None where the environment did."""
+"""PyTorch's count where none was given; None where the environment did."""
 
 
 def num_cores() -> int:
@@ -52,8 +52,8 @@ def available() -> int:
     """How many threads a pass may use that is computed by the calling thread.
 
     That is PyTorch's count, unless this thread may have taken over the one of another engine's step: a thread other
-    than the main one that is to use a single thread asks for it by `num_threads`. A count that nobody gave is no larger
-    than the quota of the control group has use for.
+    than the main one that is to use a single thread asks for it by `num_threads`. A count that was not given is no
+    larger than the quota of the control group has use for.
     """
     here: int | None = getattr(_here, "available", None)
     if here is not None:

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that its model does not read, because they predict further tokens: multi-token prediction.
 
 Such layers lie behind the model's last one, or under `mtp`. Transformers' class of the family, or the configuration,
-says that they are there. A tensor that nobody speaks of is unknown, and the checkpoint is refused.
+says that they are there. A tensor that nothing mentions is unknown, and the checkpoint is refused.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def check_groups(bits: int, group: int) -> None:
 
 
 class GroupedLinear(nn.Module, ABC):
-    """Stands in a Transformers model where an `nn.Linear` was, until it is packed: a layer that was saved in groups.
+    """Takes the place of an `nn.Linear` in a Transformers model until it is packed: a layer that was saved in groups.
 
     A subclass reads a format of files. Its weight is never held whole in any other form than the file's.
     """

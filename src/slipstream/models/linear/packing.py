@@ -32,7 +32,7 @@ def pack_linears(
 
     Only plain `nn.Linear`s are replaced: a subclass may compute something else. With `widens` 16-bit ones are too: they
     multiply float32 rows. The unpacked weights are freed, except where an embedding shares them. With `give_back` they
-    are given back to the system at once, and nobody may read them any more: else weights that are mapped from a file
+    are given back to the system at once, and they may not be read any more: else weights that are mapped from a file
     stay in memory as long as any of the file's does.
     `called` names the layers that a pass over `module` has called; None: all. Of the others only those stay plain that
     have no sibling among the called: a router may read the weight of a layer that it never calls, whereas an expert may

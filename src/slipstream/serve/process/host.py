@@ -410,7 +410,7 @@ class EngineHost:
             logger.debug("the server does not listen any more", exc_info=True)
 
     def _drop(self) -> None:
-        """Drop what nobody reads any more."""
+        """Drop what is read no more."""
         with self._phase_lock:
             self._phase = _Phase.ENDED
         while not self._changes.empty():

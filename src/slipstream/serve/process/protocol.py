@@ -2,7 +2,7 @@
 
 `docs/reference/processes.md` describes the messages for people.
 
-Closing the stream ends everything: the engine drops what nobody reads and exits.
+Closing the stream ends everything: the engine drops what is read no more and exits.
 
 A difference of `VERSION` is refused at the first message, whose own form never changes.
 """
@@ -116,7 +116,7 @@ class Failed(EngineMessage, tag="failed", frozen=True):
     """The engine could not be loaded; the process exits."""
 
     error: str
-    """The name of a class of `slipstream.errors`, or empty for a fault that nobody foresaw."""
+    """The name of a class of `slipstream.errors`, or empty for a fault that was not foreseen."""
     message: str
 
 

@@ -306,7 +306,7 @@ class RemoteEngine(EngineClient):
     def _pass_on(self, number: int, update: AnswerUpdate) -> None:
         call = self._calls.get(number)
         if call is None:
-            return  # nobody waits for it any more
+            return  # no caller waits for it any more
         answer = call.answers[update.index]
         if answer.finish_reason is not None and update.end is None:
             return  # another process has said so before

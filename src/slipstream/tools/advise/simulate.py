@@ -52,7 +52,7 @@ class Simulated:
     num_accepted: int = 0
     draft_s: float = 0.0
     busy_s: float = 0.0
-    """In steps; the rest of the time nobody was there."""
+    """In steps; the rest of the time no request was there."""
     in_flight_s: float = 0.0
     """Requests times seconds."""
     requests: list[SimulatedRequest] = field(default_factory=list)

@@ -48,7 +48,7 @@ def distribution_tests(
     size = smallest_temperature(
         bets.information, confidence, TEMPERATURES, bets.num_alternatives, bets.favour
     )
-    factor = math.exp(size) if size < math.log(max(TEMPERATURES)) else math.inf  # beyond that nobody bets
+    factor = math.exp(size) if size < math.log(max(TEMPERATURES)) else math.inf  # beyond that no bet is made
     test = AuditTest(
         DISTRIBUTION,
         "every sampled token was drawn from the target's own processed distribution",

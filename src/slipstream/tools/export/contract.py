@@ -139,7 +139,7 @@ class SettingsFormat(ABC):
     title: ClassVar[str]
     """The engine's name in messages."""
     lacks: ClassVar[tuple[Lack | str, ...]]
-    """What a form of its has no place for, by the method alone; a field's name stands for the usual reason."""
+    """What a form of its has no place for, by the method alone; a field's name alone means the usual reason."""
     versions: ClassVar[tuple[str, ...]]
     """Versions whose settings are known, the newest last; that is the default."""
     default_depths: ClassVar[Mapping[str, int]] = {}

@@ -150,7 +150,7 @@ def _hidden(output: Any) -> Tensor:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a layer: hands its input on, and keeps what else it was called with."""
+    """Replaces a layer for a while: hands its input on, and keeps what else it was called with."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -233,7 +233,8 @@ class Judge:
             # Against another side an answer has one first difference; a reference sees them all.
             most = identity.check.num_compared if self._replayer is None else identity.num_tokens
             return rounding.unknown_test(identity.num_tokens, identity.num_unknown, level, most)
-        # Nobody reports log-probabilities, so only whole answers that were asked twice tell how often rounding shows.
+        # No server reports log-probabilities, so only whole answers that were asked twice tell how often rounding
+        # shows.
         repeats = self._asked.repeats
         num_repeated = sum(each.num_answers for each in repeats)
         num_unlike = sum(each.num_different for each in repeats)

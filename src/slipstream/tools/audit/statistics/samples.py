@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAD = -1
-"""Stands behind the end of an answer: no token id and no code point is negative."""
+"""Follows the end of an answer: no token id and no code point is negative."""
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -56,7 +56,7 @@ def turns(num_batches: int, num_configurations: int, repeats: int, side_by_side:
 
 
 def rotated(length: int, by: int) -> list[int]:
-    """0 to `length` - 1, begun at `by`: so that nobody is always the first."""
+    """0 to `length` - 1, begun at `by`: so that none is always the first."""
     return [(by + number) % length for number in range(length)]
 
 
