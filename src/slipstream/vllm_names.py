@@ -24,7 +24,7 @@ ANYTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """One of vLLM's names: its neutral values beside None, and advice for the others."""
+    """One of vLLM's names: its neutral values in addition to None, and advice for the others."""
 
     neutral: tuple[Any, ...] = ()
     instead: str = "omit it"

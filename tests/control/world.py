@@ -183,7 +183,7 @@ class World:
         return self
 
     def step(self) -> None:
-        """As the engine does one: prompts of new requests are computed beside the others' tokens."""
+        """As the engine does one: prompts of new requests are computed in addition to the others' tokens."""
         policy, running = self.policy, self.running
         num_prompt_rows = sum(request.prompt for request in self.waiting)
         requests = [self.asked(request) for request in running]

@@ -65,7 +65,7 @@ TENSORRT_BASE: dict[str, type] = {
 
 
 def sglang_faults(words: Sequence[str], files: Mapping[str, Any]) -> list[str]:
-    """What the server would say against a command; `files` are the JSON files beside it."""
+    """What the server would say against a command; `files` are the JSON files next to it."""
     given: dict[str, Any] = {}
     faults: list[str] = []
     rest = list(words)

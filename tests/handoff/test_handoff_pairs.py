@@ -82,7 +82,7 @@ def test_the_off_side_gets_as_many_requests_as_the_on_side_has() -> None:
 def test_a_busier_off_side_and_a_changed_load_drop_the_pair() -> None:
     probes = paired(Side([0], 1.0), Side([4], 2.0), 1)
     assert probes.log.num_dropped == 1
-    assert probes.log.last_drop == "0 requests ran beside one answer and 4 beside the other"
+    assert probes.log.last_drop == "0 requests ran during one answer and 4 during the other"
     probes = paired(Side([MAX_BACKGROUND + 1], 1.0), Side([0], 2.0), 1)
     assert "probes give the off side at most 64" in str(probes.log.last_drop)
     probes = paired(Side([0], 1.0, error="it is gone"), Side([0], 2.0), 1)

@@ -41,7 +41,7 @@ class ConsideredDrafters:
     speculative_config: Annotated[list[str] | None, Option(metavar="JSON|FILE")] = None
     """All keys of a drafter to consider; may be repeated."""
     trees: bool = True
-    """Consider trees beside chains."""
+    """Consider trees in addition to chains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def advise(flags: AdviseFlags) -> None:
 
 
 def _drafters(given: ConsideredDrafters, model: str | None, engine: Values) -> list[SpeculativeConfig]:
-    """The drafters to consider beside the lookups."""
+    """The drafters to consider in addition to the lookups."""
     chosen = speculative_configs(given.spec, given.speculative_config, model)
     if chosen:
         return chosen

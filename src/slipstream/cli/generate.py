@@ -73,8 +73,8 @@ class GenerateFlags:
     regex: str | None = None
     """The whole answer matches this regular expression."""
     prediction: Annotated[Path | None, Option(metavar="FILE")] = None
-    """A text file that the answer is expected to be like, such as the code to be edited; it is drafted beside whatever
-    drafter runs."""
+    """A text file that the answer is expected to be like, such as the code to be edited; it is drafted in addition
+    to what the drafter proposes."""
     reasoning: Annotated[str | None, Option(metavar="JSON")] = None
     """Draft whole steps of thinking, which may change the text: settings as a JSON object, or `on`. Needs
     --reasoning-draft and --allow-lossy."""

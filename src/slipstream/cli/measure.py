@@ -65,7 +65,7 @@ class Measurement:
             found = implausible(profile)
             if found is not None:
                 return (
-                    f"measured beside other work, it seems: {role}: {found}; stop what else runs on this machine, or "
+                    f"measured during other work, it seems: {role}: {found}; stop what else runs on this machine, or "
                     "give --threads as many cores as are free, and measure again"
                 )
         return None

@@ -38,7 +38,7 @@ ENGINE_TO_PLAN = FlagSet(
     "Engine",
     skip=frozenset({*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching"}),
 )
-"""What a plan depends on beside `--batch` and `--context`."""
+"""What a plan depends on in addition to `--batch` and `--context`."""
 LEAST_MEMORY = 2**20
 """Bytes that a size of memory must have."""
 DOES_NOT_FIT = 3

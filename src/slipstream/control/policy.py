@@ -108,7 +108,7 @@ class Policy:
         return self.probes.rests
 
     def choose(self, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
-        """The choice for each request of a step whose pass has `num_prompt_rows` rows beside one a request."""
+        """The choice for each request of a step whose pass has `num_prompt_rows` rows in addition to one a request."""
         self._step += 1
         self._speculates, self.planning_s = False, 0.0
         self._num_missed = [0] * len(self.drafters)

@@ -1,6 +1,6 @@
 """Probes: a few steps the other way for all requests, without drafts where there are some.
 
-Beside the steps just before, they show what speculation really gains.
+Compared with the steps just before, they show what speculation really gains.
 """
 
 from __future__ import annotations

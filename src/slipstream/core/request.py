@@ -36,7 +36,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller may set for a request beside its sampling parameters. Nothing here changes the text, but
+    """What a caller may set for a request in addition to its sampling parameters. Nothing here changes the text, but
     `reasoning`, which is lossy and needs an engine that allows it.
 
     Raises `RequestError` for a value that no engine can serve.
@@ -52,8 +52,8 @@ class RequestOptions:
     draft_method: str | None = None
     """The request's explicit drafter, one of `Engine.draft_methods`; None leaves the choice to the engine."""
     prediction: Prediction | None = None
-    """What the answer is expected to be, text or token ids: drafted beside whatever drafter runs, for this request
-    alone. OpenAI's form is taken too."""
+    """What the answer is expected to be, text or token ids: drafted in addition to what the drafter proposes, for this
+    request alone. OpenAI's form is taken too."""
     learn: bool = True
     """Whether a drafter that learns from what is served may learn from this request; False keeps nothing of it."""
     reasoning: StepOptions | None = None

@@ -54,7 +54,7 @@ class StepItem:
     num_given: int = 0
     """Leading nodes of the proposal, a chain, that are taken as they are: a lossy judge has kept them."""
     num_dropped_nodes: int = 0
-    """Nodes that the pass computed beside the proposal: the question to a judge."""
+    """Nodes that the pass computed in addition to the proposal: the question to a judge."""
 
     # verified
     verdict: Verdict = field(init=False, repr=False)

@@ -1,4 +1,4 @@
-"""Work beside requests, such as statistics, that must not end them where it fails."""
+"""Work that accompanies requests, such as statistics, that must not end them where it fails."""
 
 from __future__ import annotations
 

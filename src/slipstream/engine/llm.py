@@ -79,9 +79,8 @@ class LLM:
         them: `tenant` (nothing is shared between tenants), `task` (one for all or one for each, a name for the kind
         of request that drafters may go by), `max_draft_tokens` (the most draft tokens a step; 0 turns speculation
         off), `draft_method` (the only one of `auto`'s drafters that may draft), `prediction` (the text that is
-        expected, drafted beside whatever drafter runs; one for all or one for each), `learn` (False keeps nothing for
-        a drafter that learns). vLLM's keywords are accepted at
-        the values that change nothing.
+        expected, drafted in addition to what the drafter proposes; one for all or one for each), `learn` (False keeps
+        nothing for a drafter that learns). vLLM's keywords are accepted at the values that change nothing.
 
         `on_update` sees every step's new tokens as they are committed. Where it calls `llm.engine.abort`, the output
         holds what there was, with `finish_reason` abort. `use_tqdm` shows a bar, or is what makes one;

@@ -16,7 +16,7 @@ class ModelRunner:
     """Runs the target over the rows of a plan and keeps the cache in step with the verdicts."""
 
     def __init__(self, model: CausalLM, cache: KVCache, feature_layers: Seq[int] = ()) -> None:
-        """`feature_layers` are the hidden states that are kept beside keys and values, for a drafter."""
+        """`feature_layers` are the hidden states that are kept in addition to keys and values, for a drafter."""
         self.model = model
         self.cache = cache
         self.feature_layers = tuple(feature_layers)

@@ -40,7 +40,7 @@ class KVCache:
 
     @property
     def feature_width(self) -> int:
-        """Numbers that are kept of a token beside its keys and values."""
+        """Numbers that are kept of a token in addition to its keys and values."""
         return self.pool.features.shape[1]
 
     def view(self, columns: Sequence[int]) -> KVCache:

@@ -86,7 +86,7 @@ class _FinishedRequest:
 
 
 class LearnSession:
-    """Runs beside an engine whose drafter is `versions`; whatever fails here, serving goes on."""
+    """Runs concurrently with an engine whose drafter is `versions`; whatever fails here, serving goes on."""
 
     def __init__(self, stepped: SteppedEngine, settings: SessionSettings) -> None:
         """Raises `LearnError` where the folder cannot be used, or holds another model's answers."""

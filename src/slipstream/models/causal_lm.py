@@ -179,7 +179,7 @@ class CausalLM(ModelIdentity):
             self._runs_layers = True
 
     def format_beside(self, quantization: str | None) -> WeightFormat:
-        """The weight format of a head that runs beside this model; None takes this model's.
+        """The weight format of a head that runs with this model; None takes this model's.
 
         Raises `ConfigError` where the format cannot be used.
         """

@@ -91,7 +91,7 @@ def open_checkpoint(
     if file is not None:
         return _open_gguf(file, trust_remote_code, lora)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    with one_line(f"cannot look for an adapter beside {path!r}"), silenced():
+    with one_line(f"cannot look for an adapter next to {path!r}"), silenced():
         adapter = chosen_adapter(path, revision, lora)
     tower = text_tower(config)
     config = config if tower is None else tower.config

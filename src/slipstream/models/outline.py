@@ -178,7 +178,8 @@ class ModelOutline(ModelIdentity):
         )
 
     def _packed_table_bytes(self) -> int:
-        """Return the bytes of an embedding that the file holds quantised, where it is kept beside the output layer."""
+        """Return the bytes of an embedding that the file holds quantised, where it is kept in addition to the output
+        layer."""
         table = self.model.get_input_embeddings()
         if not isinstance(table, StoredEmbedding) or not self.is_fused:
             return 0

@@ -33,7 +33,7 @@ MAX_FILLED_ROWS = 1024
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The checkpoint's tokenizer; a fast one, since text is streamed through its decoder.
 
-    Of a GGUF file it is the one that lies beside the file as `tokenizer.json`, else the file's own.
+    Of a GGUF file it is the one that lies next to the file as `tokenizer.json`, else the file's own.
     """
     file = find_gguf(path, revision)
     if file is not None:
@@ -55,7 +55,7 @@ def load_draft_tokenizer(
     """
     if _has_tokenizer(path, revision):
         return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
-    advice = "put the files of its tokenizer (tokenizer.json, tokenizer_config.json) beside its weights"
+    advice = "put the files of its tokenizer (tokenizer.json, tokenizer_config.json) next to its weights"
     if target is None:
         raise ModelError(f"the draft {path!r} has no tokenizer, and drafts in tokens of its own; {advice}")
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)

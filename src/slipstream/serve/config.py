@@ -119,7 +119,7 @@ class ServeConfig:
     """Tasks with metrics of their own where no task_labels are given."""
     learn: str | None = None
     """Folder in which the drafter goes on learning from what is served: answers are kept there,
-    versions of the draft are trained beside the server, tried on a share of the requests and served where they are
+    versions of the draft are trained while the server runs, tried on a share of the requests and served where they are
     faster. The text does not change."""
     learn_by: str | None = None
     """everyone: versions learn from all answers and draft for all requests, so one client's timing tells what others'
@@ -130,10 +130,10 @@ class ServeConfig:
     corrective (a light layer on the logits of any drafter with weights). None is whole for draft models of up to
     20 million parameters, low_rank for larger ones, eagle for EAGLE-3 heads, corrective for the others."""
     learn_versions: int = 3
-    """Versions that are loaded at a time beside the draft itself, each with keys and values of its own."""
+    """Versions that are loaded at a time in addition to the draft itself, each with keys and values of its own."""
     learn_share: float = BESIDE_SHARE
     """Share of the time that requests run in which the learner runs too, 0 to 1, where the engine leaves it no core:
-    more learns sooner and serves slower. While nothing runs it always does, beside many requests never."""
+    more learns sooner and serves slower. While nothing runs it always does, with many requests never."""
     learn_bytes: int = 256 * 2**20
     """The most that is kept of served answers; the oldest are deleted."""
     learn_max_age: str | None = None

@@ -1,1 +1,2 @@
-"""What is done with an engine beside serving: measure it, advise, audit, examine, convert, hand over, quantise."""
+"""What is done with an engine in addition to serving: measure it, advise, audit, examine, convert, hand over,
+quantise."""

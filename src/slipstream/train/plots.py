@@ -11,7 +11,7 @@ FILES = ("training.svg", "training.png")
 
 
 def draw(folder: Path) -> None:
-    """Plot `log.jsonl` of `folder` into pictures beside it; does nothing for an empty log."""
+    """Plot `log.jsonl` of `folder` into pictures next to it; does nothing for an empty log."""
     log = folder / "log.jsonl"
     rows = [row for _, row in read_rows(log)] if log.exists() else []
     training = [row for row in rows if row["event"] == "train"]

@@ -106,7 +106,7 @@ def regenerate(
 ) -> Tally:
     """Answer the prompts of `data` and write a line a conversation to `output`, as each is done.
 
-    An existing `output` is continued: its conversations are not repeated. `output.provenance.json` beside it records
+    An existing `output` is continued: its conversations are not repeated. `output.provenance.json` next to it records
     the settings, with the model as `model_identity`. Raises `RequestError` for invalid data, and `ConfigError` for an
     `output` that cannot be written or was made with other settings.
     """

@@ -95,7 +95,7 @@ def run(
 
 
 def _made_with(plan: TrainingRun, overlap: Overlap) -> dict[str, Any]:
-    """What a run depends on beside its method: it can be continued only with the same."""
+    """What a run depends on in addition to its method: it can be continued only with the same."""
     return {
         "target": plan.model or "embedded pair",
         "data": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in plan.data},

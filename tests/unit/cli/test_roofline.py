@@ -301,7 +301,7 @@ def test_what_cannot_be_is_refused_and_not_saved(
     assert "At 256 tokens" not in result.stdout
     quick = run("--measure", "--quick", *form, **env)
     assert quick.exit_code == 0
-    assert "No conclusion: measured beside other work" in quick.stdout
+    assert "No conclusion: measured during other work" in quick.stdout
     assert "At 256 tokens" not in quick.stdout
 
 

@@ -109,7 +109,7 @@ def test_of_two_adapters_none_is_left_out(base: Path, adapter: Path, tmp_path: P
     for file in adapter.glob("adapter_*"):
         shutil.copy(file, base)
     with pytest.raises(
-        ModelError, match=r"two LoRA adapters: .*other' is asked for, and another lies beside"
+        ModelError, match=r"two LoRA adapters: .*other' is asked for, and another lies next to"
     ):
         load_model(str(base), lora=str(tmp_path / "other"))
     assert load_model(str(base), lora=f"{base}/.").family == "llama"
@@ -118,7 +118,7 @@ def test_of_two_adapters_none_is_left_out(base: Path, adapter: Path, tmp_path: P
 def test_an_adapter_in_a_repository_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"owner/both": "cached/adapter_config.json"}
     monkeypatch.setattr(lora, "find_adapter_config_file", lambda path, revision: found.get(path))
-    with pytest.raises(ModelError, match=r"holds a LoRA adapter beside its weights, .* from a folder only"):
+    with pytest.raises(ModelError, match=r"holds a LoRA adapter next to its weights, .* from a folder only"):
         lora.chosen_adapter("owner/both", None, None)
     assert lora.chosen_adapter("owner/model", None, None) is None
 

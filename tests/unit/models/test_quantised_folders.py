@@ -479,7 +479,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": odd}}))
         what = of({})
         assert "model.safetensors.index.json" in what
-        assert f"its weight_map names {odd!r}, which is no file beside it" in what
+        assert f"its weight_map names {odd!r}, which is no file next to it" in what
     index.write_text("[]")
     assert "model.safetensors.index.json" in of({})
     index.unlink()

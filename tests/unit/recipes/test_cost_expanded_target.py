@@ -132,7 +132,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         expand(source, source)
     adapted = save_llama(tmp_path / "adapted")
     (adapted / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="has a LoRA adapter beside its weights; merge it"):
+    with pytest.raises(ModelError, match="has a LoRA adapter next to its weights; merge it"):
         expand(adapted, tmp_path / "target", num_layers=8)
     capsys.readouterr()
     assert main(["target", str(tmp_path / "nothing"), str(tmp_path / "target"), "--parameters", "1M"]) == 2

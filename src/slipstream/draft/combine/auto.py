@@ -64,7 +64,7 @@ class AutoOptions:
         """The drafters' configurations; raises `ConfigError` where one is none."""
         for drafter in self.drafters or ():
             if isinstance(drafter, Mapping) and "verifier" in drafter:
-                raise ConfigError("the drafters of auto share its verifier; set it beside drafters")
+                raise ConfigError("the drafters of auto share its verifier; set it next to drafters")
         return [_as_chain(SpeculativeConfig.from_mapping(drafter)) for drafter in self.drafters or ()]
 
 

@@ -62,7 +62,7 @@ class EnsembleOptions:
         """The members' configurations; raises `ConfigError` for an invalid one."""
         for member in self.members:
             if isinstance(member, Mapping) and "verifier" in member:
-                raise ConfigError("an ensemble's members share its verifier; set it beside members")
+                raise ConfigError("an ensemble's members share its verifier; set it next to members")
         return [SpeculativeConfig.from_mapping(member) for member in self.members]
 
     def number(self, member: Any) -> int:

@@ -52,12 +52,12 @@ class VersionsOptions:
     """Keys of `speculative_config` for `versions`."""
 
     drafter: Mapping[str, Any]
-    """The base drafter, as a `speculative_config` of its own; the verifier is set beside it."""
+    """The base drafter, as a `speculative_config` of its own; the verifier is set next to it."""
     versions: Mapping[str, Any] | None = None
     """Other drafters of the same kind by name, each a `speculative_config`: a request is given to one of them, or to
     the base drafter, by a hash of its id. Versions that are learned come and go while the server runs instead."""
     num_versions: int = 3
-    """The most versions beside the base drafter at a time; keys and values are planned for that many."""
+    """The most versions in addition to the base drafter at a time; keys and values are planned for that many."""
 
     def __post_init__(self) -> None:
         check_types(self, "versions")
@@ -127,7 +127,7 @@ class DraftVersion:
 
 
 class VersionsDrafter(GuardedDrafters):
-    """A base drafter and versions beside it, each guarded; every sequence has one of them."""
+    """A base drafter and versions of it, each guarded; every sequence has one of them."""
 
     Options = VersionsOptions
 
@@ -176,7 +176,7 @@ class VersionsDrafter(GuardedDrafters):
         """Load a version, which drafts for no request yet; may be called from any thread, and takes as long as loading
         does.
 
-        Raises `ConfigError` where it cannot stand beside the base drafter, and what loading raises.
+        Raises `ConfigError` where it cannot run with the base drafter, and what loading raises.
         """
         version = self._made(name, config, tenant)
         base, own = self.base.guard.drafter.traits, version.guard.drafter.traits
@@ -219,7 +219,7 @@ class VersionsDrafter(GuardedDrafters):
                 closed = [each for each in self._versions.values() if not each.is_open]
                 if not closed:
                     raise ConfigError(
-                        f"there is no room for another version beside {self.options.num_versions}"
+                        f"there is no room for another version in addition to {self.options.num_versions}"
                     )
                 gone.append(min(closed, key=lambda each: len(each.sequences)).name)
                 self._revoke(gone[-1])
@@ -395,5 +395,5 @@ def _versioned(base: DrafterTraits, count: int) -> DrafterTraits:
 
 def _config(value: Any) -> SpeculativeConfig:
     if isinstance(value, Mapping) and "verifier" in value:
-        raise ConfigError("the drafters of versions share its verifier; set it beside drafter")
+        raise ConfigError("the drafters of versions share its verifier; set it next to drafter")
     return SpeculativeConfig.from_mapping(value)

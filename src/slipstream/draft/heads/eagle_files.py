@@ -100,7 +100,7 @@ def save_eagle(
     num_speculative_tokens: int = 4,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `head` for the target called `target`; `notes` goes into `training.json` beside it."""
+    """Write `head` for the target called `target`; `notes` goes into `training.json` next to it."""
     config = head.config
     fits = layout == "eagle" if config.version == 1 else layout in ("eagle3", "speculators")
     if not fits:

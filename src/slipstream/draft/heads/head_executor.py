@@ -1,4 +1,4 @@
-"""What computes the heads that run beside a target, as `models.executor` computes models.
+"""What computes the heads that run with a target, as `models.executor` computes models.
 
 The executor of a head is found by the name of the target's own executor, and is `eager` where there is none of that
 name, or where it does not know such a head. A package adds one with one line of its own `pyproject.toml`:

@@ -57,7 +57,7 @@ class RemoteOptions:
 
 @dataclass(frozen=True)
 class ServedOptions:
-    """What `slipstream draft-worker` is told beside target, drafter and engine."""
+    """What `slipstream draft-worker` is told in addition to target, drafter and engine."""
 
     max_requests: int = 32
     """The most requests, of all engines together, that are drafted for; others go without."""

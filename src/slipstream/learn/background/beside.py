@@ -1,4 +1,4 @@
-"""Work in this process beside an engine that steps: it takes what the steps leave of cores and of the interpreter."""
+"""Work in this process while an engine steps: it takes what the steps leave of cores and of the interpreter."""
 
 from __future__ import annotations
 

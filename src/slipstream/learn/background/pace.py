@@ -1,4 +1,5 @@
-"""When the learner runs: while nothing is asked, for a small share of the time beside requests, never beside many.
+"""When the learner runs: while nothing is asked, for a small share of the time concurrently with requests, never with
+many.
 
 A process of the lowest priority still slows a step down where the engine wants all cores: it shares caches and memory,
 and gives its core up late. So it is stopped outright as a step begins, and goes on once there is nothing to do.
@@ -16,7 +17,7 @@ BESIDE_SHARE = 0.02
 """Share of the time that requests run in which the learner runs too by default: where something always runs,
 it still learns."""
 SLICE_S = 0.05
-"""How long it runs at a time beside requests."""
+"""How long it runs at a time while requests run."""
 IDLE_S = 0.02
 """Nothing has run for so long before the learner goes on: the next request often follows at once."""
 
@@ -43,7 +44,7 @@ class LearnerPace:
         beside_share: float = BESIDE_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Beside requests it runs for `beside_share` of the time, or always where the engine leaves it a core."""
+        """While requests run it runs for `beside_share` of the time, or always where the engine leaves it a core."""
         self._learner, self._share_of_time, self._clock = learner, beside_share, clock
         self._has_own_core = has_own_core or beside_share >= 1
         self._lock = threading.Lock()
@@ -55,7 +56,7 @@ class LearnerPace:
         self._slice_ends_s = 0.0
 
     def step_begins(self) -> None:
-        """Stop the learner, unless it may run beside this step."""
+        """Stop the learner, unless it may run during this step."""
         self._worked_s, self._is_idle = self._clock(), False
         if not self._may_run_beside:
             self._pause()

@@ -1,1 +1,2 @@
-"""How records come about: what a step checked, reduced beside the engine's thread, and traces for a replay."""
+"""How records come about: what a step checked, reduced concurrently with the engine's thread, and traces for a
+replay."""

@@ -1,4 +1,4 @@
-"""Makes records of served answers while they are decoded, beside the engine's thread."""
+"""Makes records of served answers while they are decoded, concurrently with the engine's thread."""
 
 from __future__ import annotations
 

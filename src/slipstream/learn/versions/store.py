@@ -83,7 +83,7 @@ class DataWindow:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """All that is known of a version beside its tensors. No version needs another one to be loaded."""
+    """All that is known of a version in addition to its tensors. No version needs another one to be loaded."""
 
     learner: str
     """What made it: whole, low_rank, eagle, corrective."""
@@ -140,8 +140,8 @@ class Version:
 class VersionStore:
     """`versions/<id>/` with `weights.safetensors` and `version.json`, of which the last `num_kept` are kept.
 
-    A version is written beside, synced and renamed: killed at any instant, it is there whole or not at all. What
-    cannot be read any more is found by its sha256 when it is read.
+    A version is written under a temporary name, synced and renamed: killed at any instant, it is there whole or not at
+    all. What cannot be read any more is found by its sha256 when it is read.
     """
 
     def __init__(self, folder: LearnFolder, num_kept: int = NUM_KEPT) -> None:
@@ -329,7 +329,8 @@ class VersionStore:
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def _write(self, version: Version, data: bytes) -> None:
-        """Write a version beside and rename it. Leftovers are those of writers that died: the lock is held."""
+        """Write a version under a temporary name and rename it. Leftovers are those of writers that died: the lock is
+        held."""
         for leftover in self._folder.versions.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         beside = self._folder.versions / f".tmp-{version.id}"

@@ -91,7 +91,7 @@ class Executor(ABC):
     """Computes the passes of one model. Engines in several threads may share it."""
 
     name: ClassVar[str]
-    """The name that it is found by. Of the heads that run beside a model, those of this name are tried first."""
+    """The name that it is found by. Of the heads that run with a model, those of this name are tried first."""
     widens_entries: ClassVar[bool] = False
     """Whether a pass reads a cache that is narrower than its rows without a widened copy of it."""
     computes_fast_rows: ClassVar[bool] = False

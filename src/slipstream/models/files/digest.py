@@ -32,7 +32,7 @@ def digest_of_files(model: str) -> str:
 
 
 def digest_of_model(model: str, *parts: str | None) -> str:
-    """Return the digest of a checkpoint, with a tokenizer or an adapter beside it where there is one."""
+    """Return the digest of a checkpoint, with a tokenizer or an adapter next to it where there is one."""
     together = [model, *(part for part in parts if part is not None)]
     return digest_of("".join(map(digest_of_files, together)).encode())
 

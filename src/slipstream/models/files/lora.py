@@ -31,12 +31,12 @@ WIDENS = "--dtype float32 widens them"
 
 
 def has_adapter(folder: Path) -> bool:
-    """Whether an adapter lies beside a model's weights."""
+    """Whether an adapter lies next to a model's weights."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def chosen_adapter(path: str, revision: str | None, wanted: str | None) -> str | None:
-    """The folder of the adapter for the model of `path`: `wanted`, or one that lies beside the weights.
+    """The folder of the adapter for the model of `path`: `wanted`, or one that lies next to the weights.
 
     Raises `ModelError` or `ConfigError` for an adapter that cannot be merged, and where there are two.
     """
@@ -46,14 +46,14 @@ def chosen_adapter(path: str, revision: str | None, wanted: str | None) -> str |
         beside = None
     elif find_adapter_config_file(path, revision=revision):
         raise ModelError(
-            f"{path!r} holds a LoRA adapter beside its weights, which is merged from a folder only: download it with "
+            f"{path!r} holds a LoRA adapter next to its weights, which is merged from a folder only: download it with "
             f"`hf download {path} --local-dir FOLDER` and give that folder"
         )
     else:
         beside = None
     if wanted and beside and Path(wanted).resolve() != Path(beside).resolve():
         raise ModelError(
-            f"two LoRA adapters: {wanted!r} is asked for, and another lies beside the weights of {path!r}; "
+            f"two LoRA adapters: {wanted!r} is asked for, and another lies next to the weights of {path!r}; "
             "move its adapter_* files away, or merge them into the weights first"
         )
     chosen = wanted or beside

@@ -21,7 +21,7 @@ _INDEXES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
 def weight_files(folder: Path) -> list[Path]:
     """The files with a folder's weights, those of an adapter left out; none where it has no weights.
 
-    Raises `ModelError` for an index that cannot be read, or names a file that is not beside it.
+    Raises `ModelError` for an index that cannot be read, or names a file that is not next to it.
     """
     found = _index(folder)
     if found is not None:
@@ -81,7 +81,7 @@ def _names(folder: Path, index: Path, content: dict[str, Any]) -> list[str]:
     odd = [name for name in named if not _is_file_name(name)]
     if odd:
         raise ModelError(
-            f"cannot read {str(index)!r}: its weight_map names {odd[0]!r}, which is no file beside it"
+            f"cannot read {str(index)!r}: its weight_map names {odd[0]!r}, which is no file next to it"
         )
     names = sorted(set(named))
     missing = [name for name in names if not (folder / name).is_file()]

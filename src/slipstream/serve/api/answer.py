@@ -123,7 +123,7 @@ class Choices(ApiAnswer):
         return self._header(self.whole_object) | {"choices": choices} | self._end()
 
     def _end(self) -> dict[str, Any]:
-        """What a response has at its end beside the choices."""
+        """What a response has at its end in addition to the choices."""
         return {"usage": self.usage()} | self._metrics() | self._lossy()
 
     def number(self, prompt: int, index: int) -> int:

@@ -94,7 +94,7 @@ def _requested(body: GenerationBody) -> Constraint | None:
 
 
 def _with_tools(use: ToolUse, requested: Constraint | None, special: Mapping[str, int]) -> Constraint:
-    """Tools, beside the constraint on text without calls."""
+    """Tools, in addition to the constraint on text without calls."""
     schema = None
     if requested is not None and not use.must_call:
         if requested.param != "response_format":

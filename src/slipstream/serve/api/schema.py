@@ -81,7 +81,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has beside the text."""
+    """What a stream has in addition to the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -216,7 +216,7 @@ class GenerationBody(Body):
     learn: bool | None = None
     """false: nothing of this request is kept for a drafter that learns from what is served."""
     prediction: ExpectedContent | None = None
-    """The answer that is expected; it is drafted beside whatever drafter runs."""
+    """The answer that is expected; it is drafted in addition to what the drafter proposes."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

@@ -1,4 +1,4 @@
-"""Measures what is recommended, the runner-up and off on the same requests, in turns, beside what was predicted."""
+"""Measures what is recommended, the runner-up and off on the same requests, in turns, next to what was predicted."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True)
 class AdviceFindings:
-    """What a reader wants to know beside the plan."""
+    """What a reader wants to know in addition to the plan."""
 
     break_even_batch: int | None
     """Requests at once from which on no setting pays; None where one pays at the largest measured load."""

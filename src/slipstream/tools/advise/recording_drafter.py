@@ -1,4 +1,4 @@
-"""A drafter that has others draft beside decoding, and proposes nothing of theirs.
+"""A drafter that has others draft during decoding, and proposes nothing of theirs.
 
 The target decodes alone, so the text, its noise and its hidden states are those without speculation. What each of the
 others would have proposed is kept, or timed. Under coupled verification a draft token is right or wrong whichever

@@ -68,7 +68,7 @@ class AdviceWork:
         """What is predicted to be best."""
 
     def record(self) -> None:
-        """Answer the requests once, everything else drafting beside it."""
+        """Answer the requests once, everything else drafting at the same time."""
         job = self.job
         at_once = min(MAX_RECORDING, max(job.loads), len(self.jobs))
         budget_s = RECORDING_SHARE * job.budget_s

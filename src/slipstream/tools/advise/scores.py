@@ -35,7 +35,7 @@ class DraftScores(Protocol):
 
 
 class RecordedScores:
-    """Scores of a drafter that drafted beside the recording. A chain's first levels are the shorter chain."""
+    """Scores of a drafter that drafted during the recording. A chain's first levels are the shorter chain."""
 
     def __init__(self, candidate: Candidate, recorded: Recorded) -> None:
         self._drafts = [request.drafts[candidate.name] for request in recorded.requests]

@@ -10,7 +10,7 @@ ALL_TASKS = "all tasks"
 
 
 def tables(advice: Advice) -> list[Grid]:
-    """The plan, prediction beside measurement, and every prediction."""
+    """The plan, prediction next to measurement, and every prediction."""
     return [_plan(advice), *_checks(advice), _predictions(advice), *_by_task(advice)]
 
 

@@ -16,7 +16,7 @@ MIN_RETOKENISED = 3
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What is known of the audited side beside its answers."""
+    """What is known of the audited side in addition to its answers."""
 
     end_tokens: frozenset[int] | None = None
     """The model's end tokens; None where they are not known."""

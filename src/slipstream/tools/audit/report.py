@@ -94,7 +94,7 @@ def render_certificate(certificate: Certificate) -> str:
 
 
 def _plots(certificate: Certificate) -> list[Plot]:
-    """p-values beside the level at which each rejects."""
+    """p-values next to the level at which each rejects."""
     if not certificate.tests:
         return []
     level = level_of_tests(1 - certificate.confidence)

@@ -1,4 +1,4 @@
-"""The off side as a second instance: a server without speculation beside the watched one."""
+"""The off side as a second instance: a server without speculation next to the watched one."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ProbeAnswer:
     num_tokens: int
     seconds: float
     num_beside: int
-    """Requests that ran beside it."""
+    """Requests that ran at the same time."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PairLog:
         None, and the pair is dropped, where the load was not the same or an answer was too short to time.
         """
         if abs(on.num_beside - off.num_beside) > MAX_DIFFERENCE * max(on.num_beside, off.num_beside):
-            self.drop(f"{on.num_beside} requests ran beside one answer and {off.num_beside} beside the other")
+            self.drop(f"{on.num_beside} requests ran during one answer and {off.num_beside} during the other")
             return None
         if min(on.num_tokens, off.num_tokens) < 2:
             self.drop("an answer had fewer than two tokens")

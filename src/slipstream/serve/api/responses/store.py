@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.serve.api.errors import ApiError
 
 ENTRY_BYTES = 1024
-"""Memory of an entry beside its texts, an upper estimate."""
+"""Memory of an entry in addition to its texts, an upper estimate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests beside the main ones: streams against whole answers, stop strings."""
+"""Requests in addition to the main ones: streams against whole answers, stop strings."""
 
 from __future__ import annotations
 

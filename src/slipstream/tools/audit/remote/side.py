@@ -50,7 +50,7 @@ class ServerInfo:
 
 @dataclass
 class ServerSide:
-    """A server, and what is sent to it beside the requests."""
+    """A server, and what is sent to it in addition to the requests."""
 
     name: str
     address: ServerAddress

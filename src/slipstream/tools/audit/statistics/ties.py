@@ -17,7 +17,7 @@ _RARE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class FlipTest:
-    """Observed tie flips beside the expected number."""
+    """Observed tie flips and the expected number."""
 
     num_positions: int
     observed: int

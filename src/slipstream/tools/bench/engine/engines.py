@@ -23,7 +23,7 @@ class Engines:
     """Engines by configuration.
 
     With `side_by_side` they share the target's weights, and each gets an equal share of the memory for keys and values.
-    When their planned memory exceeds the free memory, or an engine cannot be created beside the others,
+    When their planned memory exceeds the free memory, or an engine cannot be created in addition to the others,
     `side_by_side` is False: one engine is in memory at a time, and a change of configuration loads another.
     """
 

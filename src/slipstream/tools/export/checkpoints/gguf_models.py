@@ -45,7 +45,7 @@ def model_writer(path: str, file: Path) -> Any:
     arch = _architecture(config, path)
     if has_adapter(folder):
         raise ExportError(
-            f"{path!r} holds a LoRA adapter beside its weights, which llama.cpp would not see: merge it first"
+            f"{path!r} holds a LoRA adapter next to its weights, which llama.cpp would not see: merge it first"
         )
     writer = gguf_package().GGUFWriter(file, arch)
     settings = sizes_of(config)

@@ -304,7 +304,7 @@ def _shape(given: Mapping[str, Any], method: str, notes: list[str]) -> tuple[int
                 "SGLang chooses its numbers by the target: here those of Llama; most others have 3 steps and top-k 1"
             )
     if "num-steps" not in number:
-        raise ConfigError("SGLang needs --speculative-num-steps beside its other two numbers")
+        raise ConfigError("SGLang needs --speculative-num-steps in addition to its other two numbers")
     depth, top_k = number["num-steps"], number.get("eagle-topk", 1)
     if top_k == 1:  # SGLang itself sets the draft tokens of a chain to its steps + 1
         return depth, None
