@@ -87,7 +87,7 @@ One object:
 
 - `slipstream`: the version; `model`: as named, or `embedded pair`
 - `speculation`: `method`, `verifier` and all options of the drafter
-- `labels`: what must be said beside these results, such as that a model is cost-expanded
+- `labels`: what must be said with these results, such as that a model is cost-expanded
 - `requests`: one a prompt, each with
   - `label`, `prompt` (null for messages and token ids), `prompt_token_ids` and `prompt_logprobs`
   - `outputs`: one an answer, with `index`, `text`, `token_ids`, `from_draft` (one a token), `finish_reason`,

@@ -103,7 +103,7 @@ def config_page() -> str:
     parts = [CONFIG_INTRODUCTION]
     parts += [_class(cls) for cls in (EngineConfig, SamplingParams, StructuredOutput, SpeculativeConfig)]
     parts.append(
-        "## Options of the drafters\n\nThey are keys beside `method` and `verifier` in `speculative_config`.\n"
+        "## Options of the drafters\n\nThey are keys besides `method` and `verifier` in `speculative_config`.\n"
     )
     for method, options in NO_OPTIONS.items():
         made = ParsedSpeculation.of(SpeculativeConfig(method, options=options)).options

@@ -1,4 +1,4 @@
-"""What the site needs beside the pages in docs/: the project's files outside that folder, and links to them.
+"""What the site needs besides the pages in docs/: the project's files outside that folder, and links to them.
 
 The README is the front page, and links between pages stay those that work on GitHub.
 """

@@ -36,12 +36,12 @@ class Side(ProbeSide):
         return self.running.pop(0) if len(self.running) > 1 else self.running[0]
 
     async def answer(
-        self, client: httpx2.AsyncClient, number: int, prompt: Prompt, beside: int
+        self, client: httpx2.AsyncClient, number: int, prompt: Prompt, num_concurrent: int
     ) -> ProbeAnswer:
         if self.error is not None:
             raise RemoteError(self.error)
         self.asked.append(prompt.where)
-        return ProbeAnswer(10, self.seconds, beside)
+        return ProbeAnswer(10, self.seconds, num_concurrent)
 
     @asynccontextmanager
     async def load(self, client: httpx2.AsyncClient, number: int) -> AsyncIterator[None]:
@@ -106,7 +106,7 @@ def test_the_load_is_there_and_goes_again(tmp_path: Path) -> None:
                 return answer, most
 
         answer, most = asyncio.run(run())
-    assert (answer.num_tokens, answer.num_beside) == (24, 2)
+    assert (answer.num_tokens, answer.num_concurrent) == (24, 2)
     assert most >= 2
 
 

@@ -13,7 +13,7 @@ import torch
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
-from slipstream.draft.heads.head_executor import pack_beside
+from slipstream.draft.heads.head_executor import pack_head
 from slipstream.draft.heads.heads_native import NativeHeads
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
 from slipstream.draft.heads.medusa import MedusaConfig, MedusaDrafter, MedusaHeads, load_medusa, save_medusa
@@ -63,7 +63,7 @@ def reference(drafter: HeadDrafter) -> Any:
     """The drafter's heads, read anew, as PyTorch modules over layers of its weight format."""
     load = load_medusa if isinstance(drafter, MedusaDrafter) else load_hydra
     heads = load(drafter.options.model, target().project)
-    pack_beside(heads, target(), target().format_beside(drafter.options.quantization))
+    pack_head(heads, target(), target().head_format(drafter.options.quantization))
     return heads
 
 

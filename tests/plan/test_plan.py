@@ -243,7 +243,7 @@ def test_a_narrower_cache_is_offered_and_called_lossy(cache: str, offered: list[
     for name in offered:
         change = changes[f"keys and values in {name}"]
         assert change.flags == f"--kv-cache-dtype {name}"
-        assert "lossy beside" in change.cost
+        assert "lossy next to" in change.cost
         again = Planner(replace(planned.config, **change.engine), planned.speculative, PROCESS)
         assert again.target.cache_dtype == getattr(torch, name)
         assert again.kv_bytes_per_token < planned.kv_bytes_per_token

@@ -30,7 +30,7 @@ from slipstream.learn.records.served import ServedRecord
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import Ring, RingIdentity, read_ring
 from slipstream.serve.config import ServeConfig
-from slipstream.serve.learning import retention_beside
+from slipstream.serve.learning import retention_thread
 
 TOML = """
 model = "from-file"
@@ -253,7 +253,7 @@ def test_a_drafter_that_cannot_learn_serves_and_deletes_old_answers_all_the_same
 
 
 def test_where_nothing_is_learned_no_folder_is_made(tmp_path: Path) -> None:
-    assert retention_beside(ServeConfig(learn=str(tmp_path / "learn"))) is None
+    assert retention_thread(ServeConfig(learn=str(tmp_path / "learn"))) is None
     assert not (tmp_path / "learn").exists()
 
 

@@ -80,8 +80,8 @@ class InfoFlags:
         others = [
             path for path in (self.draft, self.draft_for) if path is not None and not Path(path).exists()
         ]
-        beside = "".join(f", with {describe_path(path)}" for path in others)
-        return f"{'loading' if self.measure else 'reading'} {loaded_name(self.model)}{beside}"
+        extra = "".join(f", with {describe_path(path)}" for path in others)
+        return f"{'loading' if self.measure else 'reading'} {loaded_name(self.model)}{extra}"
 
 
 @dataclass
@@ -227,7 +227,7 @@ def _tokenizer_kind(tokenizer: Any) -> str:
 
 
 def _holds(drafter: Footprint, target: ModelIdentity) -> dict[str, Any]:
-    """What a drafter holds beside its target; None depends on what is missing."""
+    """What a drafter holds besides its target; None depends on what is missing."""
     traits, is_known = drafter.traits, drafter.is_known
     weight_bytes = drafter.weight_bytes + sum(table.first_bytes for table in traits.tables)
     return {

@@ -123,10 +123,10 @@ def _with_versions(speculative: SpeculativeConfig, config: ServeConfig) -> tuple
 
 def _retention_alone(why: str, config: ServeConfig) -> RetentionThread | None:
     """Tell why nothing is learned; what deletes old answers all the same, if anything should."""
-    from slipstream.serve.learning import retention_beside
+    from slipstream.serve.learning import retention_thread
 
     logger.warning("nothing is learned: %s; serving goes on", why)
-    return retention_beside(config)
+    return retention_thread(config)
 
 
 def _engine(

@@ -57,7 +57,7 @@ class Budget:
         self._wanted_s[kind] = 0.0
 
     def charge(self, kind: str, price_s: float) -> None:
-        """As `pay`, for something beside what is wanted of this kind."""
+        """As `pay`, for something in addition to what is wanted of this kind."""
         self.credit_s -= price_s
         self._spent_s[kind] += price_s
 

@@ -228,7 +228,7 @@ class Problem:
         return self.price(np.where(allowed, score, -np.inf).argmax(axis=1))
 
     def _marginal_s(self, going: Priced, share: float) -> Floats:
-        """Seconds that each option of each row takes beside a plan. Calls are shared by as many as in the plan, and by
+        """Seconds that each option of each row takes next to a plan. Calls are shared by as many as in the plan, and by
         `share` of the requests at least."""
         every = np.arange(self.number)
         rows, drafted = (

@@ -200,13 +200,13 @@ class Policy:
         age = self._step - plan.searched_at
         return self._has_changed or age >= MAX_AGE or (age >= MIN_AGE and self._credit_s >= 0)
 
-    def _search(self, requests: Seq[StepRequest], before: Plan, beside_prompts: bool) -> Plan:
+    def _search(self, requests: Seq[StepRequest], before: Plan, with_prompts: bool) -> Plan:
         self.learn()
         problem = Problem(
-            self.traffic.rows(requests, self._usable(beside_prompts), self.draft_costs),
+            self.traffic.rows(requests, self._usable(with_prompts), self.draft_costs),
             self.step_cost,
             self.draft_costs,
-            self._prompt_rows.value if beside_prompts else 0.0,
+            self._prompt_rows.value if with_prompts else 0.0,
         )
         best = self._resolve(problem, [before.choice(request) for request in requests])
         options = [problem.options[place] for place in best.places.tolist()]
@@ -252,13 +252,13 @@ class Policy:
         alone = problem.best(with_drafters=False)
         return alone if best.tokens_per_s < DRAFTS_GAIN * alone.tokens_per_s else best
 
-    def _usable(self, beside_prompts: bool) -> list[int]:
+    def _usable(self, with_prompts: bool) -> list[int]:
         """Drafters that may be chosen: their costs are known. In the few steps that compute prompts only those of the
         other steps: else they would have to compute what they missed each time."""
         usable = [
             n for n, cost in enumerate(self.draft_costs) if cost.is_known and n not in self.traffic.lookups
         ]
-        if beside_prompts and self._step - self.alone.searched_at < MAX_AGE:
+        if with_prompts and self._step - self.alone.searched_at < MAX_AGE:
             used = {choice.drafter for choice in (self.alone.usual, *self.alone.by_sequence.values())}
             usable = [number for number in usable if number in used]
         return usable

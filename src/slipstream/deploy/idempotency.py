@@ -28,7 +28,7 @@ HEADER = "idempotency-key"
 REPLAYED_HEADER = b"x-slipstream-replayed"
 MAX_KEY_CHARACTERS = 256
 MESSAGE_BYTES = 256
-"""Counted for each message of a response beside its body: a stream has many small ones."""
+"""Counted for each message of a response besides its body: a stream has many small ones."""
 
 
 @dataclass(eq=False, slots=True)

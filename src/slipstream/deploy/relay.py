@@ -1,6 +1,6 @@
 """Carries out the router's orders: passes on what replicas say, and keeps it, so that others can go on.
 
-What was passed on of an answer is all that another replica needs beside the request: the rest of the answer is a
+What was passed on of an answer and the request are all that another replica needs: the rest of the answer is a
 function of them.
 """
 
@@ -224,7 +224,7 @@ class Relay:
         match message:
             case ReplicaBeat():
                 self._obey(self.router.hear(name, message.report, self._clock()))
-                with self._guard:  # statistics are beside requests, which go on whatever becomes of them
+                with self._guard:  # statistics may fail, requests go on
                     if self.on_steps is not None and message.steps is not None:
                         self.on_steps(message.steps)
             case ReplicaDrains():

@@ -45,7 +45,7 @@ class StepCounter:
         self._since_s = time.monotonic()
 
     def attach(self, engine: Engine) -> None:
-        """Count from now on, beside other listeners; called between two steps."""
+        """Count from now on, in addition to other listeners; called between two steps."""
         stats = engine.stats()
         self._before = stats.num_preemptions, stats.num_draft_failures
         on_observe, on_step = engine.on_observe, engine.on_step

@@ -50,7 +50,7 @@ class DrafterTraits:
     """The longest text, in tokens, for which it can draft; None for any."""
     feature_layers: tuple[int, ...] = ()
     """Hidden states of the target that it reads: 0 is the embedding, i what layer i puts out, and the number of layers
-    what the final norm puts out. The engine keeps them beside the keys and values of every computed token;
+    what the final norm puts out. The engine keeps them with the keys and values of every computed token;
     `KVCache.features` reads them, side by side in this order."""
     kv_bytes_per_token: int = 0
     """Bytes of keys and values of its own that one token costs."""

@@ -1,4 +1,4 @@
-"""What must be said beside every result of an engine, lest it be taken for something else."""
+"""What must be said with every result of an engine, lest it be taken for something else."""
 
 from __future__ import annotations
 

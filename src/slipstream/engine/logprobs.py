@@ -13,7 +13,7 @@ from slipstream.core.request import TokenLogprob
 from slipstream.core.step import StepItem
 
 BLOCK_ROWS = 64
-"""Rows that are normalised at once, which bounds the memory beside the logits however long a prompt's chunk is."""
+"""Rows that are normalised at once, which bounds the memory besides the logits however long a prompt's chunk is."""
 
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:

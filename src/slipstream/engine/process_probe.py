@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 256
 
 
 def main() -> None:
-    """Run a few sampled answers, and print what the process takes beside what the embedded pair holds.
+    """Run a few sampled answers, and print the process's memory next to what the embedded pair holds.
 
     With a draft model, whose tokenizer and code are part of what a process takes.
     """

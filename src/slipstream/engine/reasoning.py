@@ -37,7 +37,7 @@ from slipstream.text.common_prefix import common_prefix_length
 from slipstream.text.token_bytes import TokenBytes
 
 MAX_SILENT_CALLS = 16
-"""Calls in a row in which the draft writes nothing, beside those that read the text before it."""
+"""Calls in a row in which the draft writes nothing, besides those that read the text before it."""
 
 
 @dataclass(slots=True)

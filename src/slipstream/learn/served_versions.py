@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from slipstream.core.sequence import Sequence
 from slipstream.draft.combine.versions import DraftVersion, VersionsDrafter
 from slipstream.engine.engine import Engine
-from slipstream.learn.background.beside import run_beside
+from slipstream.learn.background.concurrent import run_concurrently
 from slipstream.learn.decisions.loop import VersionLoop
 from slipstream.learn.records.privacy import belongs_to
 from slipstream.learn.records.served import share_of
@@ -95,7 +95,9 @@ class ServedVersions:
         for version, tenant in wanted.items():
             if version not in self._drafter.names:
                 try:
-                    loaded.append(run_beside(partial(self._versions.load, version, tenant), num_threads))
+                    loaded.append(
+                        run_concurrently(partial(self._versions.load, version, tenant), num_threads)
+                    )
                 except Exception as error:  # tensors of other names or shapes fail anywhere
                     damaged[version] = str(error)
         keep = self._loaded = set(wanted) - set(damaged)

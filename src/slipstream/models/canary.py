@@ -1,7 +1,7 @@
 """Checks of a loaded model before any request depends on it.
 
 Every layer attends through our hook (`probe_layers`), and the mask that Transformers would have made is the one that we
-make (`check_masks`). A dozen tokens, at the beginning of a text and at the end of the context, packed beside another
+make (`check_masks`). A dozen tokens, at the beginning of a text and at the end of the context, packed next to another
 sequence and in a tree, give what the model's own attention gives: each layer of the fused decoder is compared by itself
 (`LayerCheck`), of other models the logits (`check_logits`), always with weights and rows that are not rounded. Packed
 weights are compared with the checkpoint's (`WeightCheck`), and the cache in its own type with one that rounds nothing

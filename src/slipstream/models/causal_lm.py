@@ -111,7 +111,7 @@ class CausalLM(ModelIdentity):
     ) -> KVCache:
         """A cache for this model's keys and values, in the layout that its attention reads.
 
-        `feature_width` numbers are kept of each token beside them. Keys and values are held in `cache_dtype`, None: in
+        `feature_width` numbers are kept of each token with them. Keys and values are held in `cache_dtype`, None: in
         the model's own.
         """
         held = self.cache_dtype if cache_dtype is None else cache_dtype
@@ -178,7 +178,7 @@ class CausalLM(ModelIdentity):
             self.executor.check_layers(trial, pool)
             self._runs_layers = True
 
-    def format_beside(self, quantization: str | None) -> WeightFormat:
+    def head_format(self, quantization: str | None) -> WeightFormat:
         """The weight format of a head that runs with this model; None takes this model's.
 
         Raises `ConfigError` where the format cannot be used.

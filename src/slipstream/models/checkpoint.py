@@ -123,7 +123,7 @@ def load_weights(
     experts_in: str | None = None,
 ) -> tuple[Any, str]:
     """The Transformers model, with all of its weights from the checkpoint, and an adapter's changes in them or, of
-    quantised layers, beside them.
+    quantised layers, besides them.
 
     Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, which only a CPU can;
     then the second result says how (it is empty where all of them are experts). Those that nothing can keep are

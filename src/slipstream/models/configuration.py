@@ -36,7 +36,7 @@ def read_config_file(file: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_generation_config(model: Any, path: str, revision: str | None) -> None:
-    """Give a Transformers model what most checkpoints have beside their weights: how to sample, where answers end.
+    """Give a Transformers model what most checkpoints have besides their weights: how to sample, where answers end.
 
     A GGUF file and a bare `config.json` have none, and the model keeps what its configuration says.
     """

@@ -55,9 +55,9 @@ def fixed_frequencies(config: Any, device: torch.device) -> torch.Tensor:
 def _check(model: Any, rotary: Any, original: int) -> None:
     """Raise `UnsupportedModelError` where a longer text in the same pass changes how a position is rotated."""
     rows = torch.zeros(1, 2, 1, dtype=model.dtype, device=rotary.inv_freq.device)
-    alone, beside = (torch.tensor([[1, other]], device=rows.device) for other in (2, original + 1))
+    alone, behind = (torch.tensor([[1, other]], device=rows.device) for other in (2, original + 1))
     with torch.inference_mode():
-        pairs = zip(rotary(rows, alone), rotary(rows, beside), strict=True)
+        pairs = zip(rotary(rows, alone), rotary(rows, behind), strict=True)
         if all(torch.equal(a[:, 0], b[:, 0]) for a, b in pairs):
             return
     raise unsupported(

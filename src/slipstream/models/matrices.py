@@ -119,7 +119,7 @@ def resolve_matrices(model: nn.Module, dtype: torch.dtype | None, keeps_narrow: 
     """Convert the matrices of a model to `dtype`, or leave them as they are, and make every other weight float32.
 
     With `keeps_narrow` those of 16 bits stay so where `dtype` is float32: who packs them widens them then, part by
-    part, and the model is never held in 32 bits beside its packed weights. A matrix that something else reads too (an
+    part, and the model is never held in 32 bits next to its packed weights. A matrix that something else reads too (an
     embedding of a class of its own) gets the numbers and stays float32.
     """
     for parameter, plain in _readers(model).items():

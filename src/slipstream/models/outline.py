@@ -55,7 +55,7 @@ class HeldWeights:
     scale_bytes: int
     """Scales and sums of that format."""
     embedding_bytes: int
-    """Bytes of an embedding table that is held beside the output layer."""
+    """Bytes of an embedding table that is held besides the output layer."""
     other_bytes: int
     """Norms, biases, and weights that no format packs."""
     adapter_bytes: int = 0
@@ -198,7 +198,7 @@ class ModelOutline(ModelIdentity):
         return int(max(weight.numel() * self._itemsize(weight) for weight in self.model.parameters()))
 
     def packing_extra_bytes(self) -> int:
-        """The most that packing takes beside what is not packed yet and what is: a part of one group of layers.
+        """The most that packing takes besides what is not packed yet and what is: a part of one group of layers.
 
         PyTorch's formats are packed whole, out of float32.
         """

@@ -10,10 +10,10 @@ from typing import Any
 from slipstream.errors import ModelError, VocabularyMismatchError
 from slipstream.models.configuration import load_config, named
 from slipstream.models.files.folder import (
-    chat_template_beside,
     check_folder,
     check_tokenizer_files,
     find_file,
+    folder_chat_template,
     has_tokenizer_files,
     is_tokenizer_folder,
 )
@@ -79,12 +79,12 @@ def _has_tokenizer(path: str, revision: str | None) -> bool:
 
 
 def _gguf_tokenizer(file: Gguf, trust_remote_code: bool) -> Any:
-    beside = Path(file.path).parent
-    if not (beside / "tokenizer.json").is_file():
+    folder = Path(file.path).parent
+    if not (folder / "tokenizer.json").is_file():
         return read_tokenizer(file.fields, file.path)
-    tokenizer = _folder_tokenizer(str(beside), None, trust_remote_code)
+    tokenizer = _folder_tokenizer(str(folder), None, trust_remote_code)
     if "tokenizer.ggml.tokens" in file.fields and not has_the_tokens(tokenizer, file.fields):
-        log.warning("the tokenizer in %s is another model's: that of %s is used", beside, file.path)
+        log.warning("the tokenizer in %s is another model's: that of %s is used", folder, file.path)
         return read_tokenizer(file.fields, file.path)
     if not tokenizer.chat_template:
         tokenizer.chat_template = file.fields.get("tokenizer.chat_template")
@@ -102,7 +102,7 @@ def _folder_tokenizer(path: str, revision: str | None, trust_remote_code: bool) 
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path!r} has no fast (tokenizers) form; convert it first")
     if not tokenizer.chat_template:
-        tokenizer.chat_template = chat_template_beside(path)
+        tokenizer.chat_template = folder_chat_template(path)
     return tokenizer
 
 

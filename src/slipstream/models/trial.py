@@ -1,4 +1,4 @@
-"""The passes that try a loaded model out: a dozen tokens as a chain, beside it as a tree, and once far behind."""
+"""The passes that try a loaded model out: a dozen tokens as a chain and as a tree, and once far behind."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def trial_passes(
 ) -> list[TrialPass]:
     """Passes as an engine makes them over the text `tokens`; the far text follows it where `far` is a position.
 
-    Two sequences of the near text are beside each other in every pass. One is a chain. The other one goes on as a tree,
+    Two sequences of the near text share every pass. One is a chain. The other one goes on as a tree,
     and then as a tree below entries of that one; each has the token `wrong` too, so the two hold different entries. The
     far text has a pass of its own.
     """
     room, ids = _room(unit), list(tokens)
-    beside = [
+    others = [
         RowGroup(slots[room : 2 * room], begin, ids[begin:end], range(end - begin))
         for begin, end in ((0, 6), (6, 9), (9, 12))
     ]
@@ -72,9 +72,9 @@ def trial_passes(
         tail_seen=[[0, 3, 4], [0, 3, 5], [0, 3, 5, 6], [0, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]],
     )
     passes = [
-        TrialPass([RowGroup(own, 0, ids[:6], range(6)), beside[0]], [*range(6), *range(6)]),
-        TrialPass([tree, beside[1]], [6, 7, 6, 7, 8]),
-        TrialPass([below, beside[2]], [8, 9, 10, 11, 9, 10, 11]),
+        TrialPass([RowGroup(own, 0, ids[:6], range(6)), others[0]], [*range(6), *range(6)]),
+        TrialPass([tree, others[1]], [6, 7, 6, 7, 8]),
+        TrialPass([below, others[2]], [8, 9, 10, 11, 9, 10, 11]),
     ]
     if far is None:
         return passes

@@ -197,7 +197,7 @@ def _config(
 
 
 def _adapter(path: str, revision: str | None, lora: str | None) -> str | None:
-    """The adapter that the engine would take; one beside the weights of a hub id is not looked for."""
+    """The adapter that the engine would take; one next to the weights of a hub id is not looked for."""
     if lora is None and not Path(path).is_dir():
         return None
     with one_line(f"cannot look for an adapter next to {path!r}"), silenced():

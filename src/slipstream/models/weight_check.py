@@ -111,7 +111,7 @@ class WeightCheck:
         """Collect the products of linear layers in the pass that runs within the body; those that it does not call are
         not compared.
 
-        Each multiplies the rows of signs beside its own, so that a weight that is widened for it is widened once.
+        Each multiplies the rows of signs along with its own, so that a weight that is widened for it is widened once.
         """
         handles = []
         for name, module in modules.items():
@@ -173,7 +173,7 @@ class WeightCheck:
 
 
 class _AppendedSigns:
-    """Gives a linear layer rows of signs beside its own, and takes what it makes of them off its outputs."""
+    """Gives a linear layer rows of signs along with its own, and takes what it makes of them off its outputs."""
 
     def __init__(self, into: dict[str, Expected], name: str, bound: float) -> None:
         self._into, self._name, self._bound = into, name, bound

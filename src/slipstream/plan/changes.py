@@ -245,8 +245,8 @@ def _caches(planner: Planner) -> Iterator[PlanChange]:
         name, wider = (str(each).removeprefix("torch.") for each in (dtype, target.cache_dtype))
         yield PlanChange(
             f"keys and values in {name}",
-            f"lossy beside {wider}: entries are rounded, which moved logits by up to {error:.1%} of their spread where "
-            "it was measured, so the text can change; it stays the same with and without speculation",
+            f"lossy next to {wider}: entries are rounded, which moved logits by up to {error:.1%} of their spread "
+            "where it was measured, so the text can change; it stays the same with and without speculation",
             _TEXT + error,
             f"--kv-cache-dtype {name}",
             {"kv_cache_dtype": name},

@@ -1,4 +1,4 @@
-"""What a pass of a model computes with, beside weights and cache: rows between its operations, and logits.
+"""What a pass of a model computes with, besides weights and cache: rows between its operations, and logits.
 
 The sizes are those of the code that computes: the buffers of the CPU kernels' decoder (`kernels/worker.h`), or what a
 layer of a Transformers model has alive at once.

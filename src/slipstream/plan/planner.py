@@ -202,7 +202,7 @@ class Planner:
     # --- while it starts --------------------------------------------------------------------------------------
 
     def _stages(self) -> Iterator[LoadingStage]:
-        """Models are loaded one after another, each beside those that are held already."""
+        """Models are loaded one after another, each while the earlier ones are held."""
         held = self.process.loading_bytes
         for number, model in enumerate((self.target, *self.draft.models)):
             what = "target" if number == 0 else "draft"
@@ -222,7 +222,7 @@ def read_bytes(model: ModelOutline) -> int:
     """Return the bytes that are held when all weights have been read.
 
     Those that are read as they are stored stay in their file, but for one that a pass reads; else they are copies
-    beside the mapped file.
+    in addition to the mapped file.
     """
     if model.maps_weights:
         return model.widest_bytes + WIDENED_BYTES

@@ -80,7 +80,7 @@ class SocketChild:
                 mine.close()
                 raise
         if read_errors is not None:
-            _read_beside(process.stderr, read_errors)
+            _read_in_thread(process.stderr, read_errors)
         return cls(mine, process)
 
     def kill(self) -> None:
@@ -114,7 +114,7 @@ class ProgramChild:
             start_new_session=True,
             preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
         )
-        return cls(process, _read_beside(process.stdout, read_output))
+        return cls(process, _read_in_thread(process.stdout, read_output))
 
     def stop(self, grace_s: float) -> None:
         """Ask it to end, kill it after `grace_s`, and with it whatever it started and did not end; call it once."""
@@ -130,7 +130,7 @@ class ProgramChild:
         self.reader.join(timeout=2.0)
 
 
-def _read_beside(stream: IO[bytes] | None, read: Callable[[IO[str]], None]) -> threading.Thread:
+def _read_in_thread(stream: IO[bytes] | None, read: Callable[[IO[str]], None]) -> threading.Thread:
     """Have `read` read a child's stream in a thread, as text."""
     assert stream is not None
     text = io.TextIOWrapper(stream, errors="replace")

@@ -1,4 +1,4 @@
-"""Sockets beside an event loop of our own: bounded writing without waiting, reading with it, and wake-ups."""
+"""Sockets for an event loop of our own: bounded writing without waiting, reading with it, and wake-ups."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class StepListener(Protocol):
 
 
 class ServedEngine(Protocol):
-    """An engine behind the routes. Requests go to its `EngineClient`; this is all that the server asks beside."""
+    """An engine behind the routes. Requests go to its `EngineClient`; this is all else that the server calls."""
 
     @property
     def info(self) -> EngineInfo:

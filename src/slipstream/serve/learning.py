@@ -56,7 +56,7 @@ def session_settings(config: ServeConfig) -> SessionSettings | None:
     )
 
 
-def retention_beside(config: ServeConfig) -> RetentionThread | None:
+def retention_thread(config: ServeConfig) -> RetentionThread | None:
     """What deletes old answers for a server whose drafter cannot learn; None where nothing is to be deleted."""
     settings = session_settings(config)
     if settings is None or settings.max_age_s is None:

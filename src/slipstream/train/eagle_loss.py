@@ -4,7 +4,7 @@ When drafting, a head reads its own output, so it is trained on that too: step 0
 later step the head's state of the step before, one token further on (Li et al., "EAGLE-3", NeurIPS 2025). The attention
 of a later step sees the true rows up to the root of its draft, and after them that draft's own rows.
 
-EAGLE-1 is step 0 alone, with a loss on the features beside the one on the tokens (Li et al., ICML 2024).
+EAGLE-1 is step 0 alone, with a loss on the features added to the one on the tokens (Li et al., ICML 2024).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class TrainOptions:
     accumulation: int = 1
     """Forward passes per optimizer step."""
     optimizer: str = "adamw"
-    """adamw, or muon for the matrices of the layers beside adamw for the rest."""
+    """adamw, or muon for the matrices of the layers and adamw for the rest."""
     learning_rate: float = 1e-3
     """AdamW's peak learning rate."""
     muon_learning_rate: float = 0.01

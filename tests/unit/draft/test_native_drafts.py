@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
-from slipstream.draft.heads.head_executor import eagle_executor, heads_executor, pack_beside
+from slipstream.draft.heads.head_executor import eagle_executor, heads_executor, pack_head
 from slipstream.draft.heads.heads_native import NativeEagle, NativeHeads
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads
 from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads
@@ -157,7 +157,7 @@ def test_a_level_is_the_modules(kind: str, quantization: str | None, lm: CausalL
     head = load_eagle(path, lm)
     features = some_features(head)
     if quantization is not None:
-        pack_beside(head, lm, lm.format_beside(quantization))
+        pack_head(head, lm, lm.head_format(quantization))
     expected = passes(Reference(head, lm), features)
     for made, wanted in zip(passes(fused(path, lm, quantization), features), expected, strict=True):
         for ours, theirs in zip(made, wanted, strict=True):
@@ -392,7 +392,7 @@ def test_heads_compute_what_the_modules_do(
     native = heads_executor(random_heads(method, lm, num_layers, shares), lm, quantization)
     assert isinstance(native, NativeHeads)
     if quantization is not None:
-        pack_beside(heads, lm, lm.format_beside(quantization))
+        pack_head(heads, lm, lm.head_format(quantization))
     for number in range(4):
         rows = head_rows(method, number)
         if isinstance(heads, HydraHeads):

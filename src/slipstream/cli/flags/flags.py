@@ -216,13 +216,13 @@ def _fields(settings: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[
 
 def _parameters(settings: type, panel: str | None = None) -> Iterator[inspect.Parameter]:
     help_ = field_help(settings)
-    for field, hint, beside in _fields(settings):
-        if beside and isinstance(beside[0], FlagSet):
-            yield from beside[0].parameters()
+    for field, hint, extras in _fields(settings):
+        if extras and isinstance(extras[0], FlagSet):
+            yield from extras[0].parameters()
         elif dataclasses.is_dataclass(hint):
-            yield from _parameters(typing.cast("type", hint), *beside)
+            yield from _parameters(typing.cast("type", hint), *extras)
         else:
-            for number, info in enumerate(beside or [typer.Option()]):
+            for number, info in enumerate(extras or [typer.Option()]):
                 own = copy.copy(info)
                 own.help = own.help or help_[field.name]
                 own.rich_help_panel = own.rich_help_panel or panel
@@ -234,10 +234,10 @@ def _parameters(settings: type, panel: str | None = None) -> Iterator[inspect.Pa
 def _made(settings: type, arguments: Values) -> Any:
     """The settings from a command's `arguments`, which are removed."""
     values: Values = {}
-    for field, hint, beside in _fields(settings):
+    for field, hint, extras in _fields(settings):
         name = field.name
-        if beside and isinstance(beside[0], FlagSet):
-            values[name] = beside[0].collect(arguments)
+        if extras and isinstance(extras[0], FlagSet):
+            values[name] = extras[0].collect(arguments)
         elif dataclasses.is_dataclass(hint):
             values[name] = _made(typing.cast("type", hint), arguments)
         else:

@@ -63,7 +63,7 @@ class MeasuredServerFlags(ServerFlags):
     """How a server is asked that is measured by its own counters, too."""
 
     metrics_url: str | None = None
-    """Its Prometheus metrics; by default /metrics beside /v1."""
+    """Its Prometheus metrics; by default /metrics next to /v1."""
 
     def measured(self, url: str) -> ServerAddress:
         """The server at `url`, as the flags say."""

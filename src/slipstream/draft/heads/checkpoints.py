@@ -108,7 +108,7 @@ def write_checkpoint(
 
 
 def held_bytes(tensors: Mapping[str, Tensor], target: ModelOutline, quantization: str | None) -> int:
-    """Bytes of a head's floating-point tensors once it is packed for `target`; see `head_executor.pack_beside`."""
+    """Bytes of a head's floating-point tensors once it is packed for `target`; see `head_executor.pack_head`."""
     fmt = target.weight_format
     if quantization is not None:
         fmt = checked_format(quantization, target.device, target.dtype)

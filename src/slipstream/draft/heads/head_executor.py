@@ -107,7 +107,7 @@ class EagerEagle(EagleExecutor):
     """Calls the head's module; rows attend in PyTorch's operators, sequence by sequence."""
 
     def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
-        pack_beside(head, target, fmt)
+        pack_head(head, target, fmt)
         self.head, self.target = head, target
         self._variant = Variant(head.config.head_dim**-0.5)
         self._own_ids = not torch.equal(head.draft_token_ids.cpu(), torch.arange(target.vocab_size))
@@ -115,7 +115,7 @@ class EagerEagle(EagleExecutor):
 
     def footprint(self) -> int:
         table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
-        return table + bytes_beside(self.head)
+        return table + head_bytes(self.head)
 
     def forward(
         self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
@@ -148,23 +148,23 @@ class EagerHeads(HeadsExecutor):
 
     def __init__(self, heads: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(heads, target, fmt)
-        pack_beside(heads, target, fmt)
+        pack_head(heads, target, fmt)
         self.heads = heads
 
     def footprint(self) -> int:
-        return bytes_beside(self.heads)
+        return head_bytes(self.heads)
 
     def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
         return self.heads.some(rows, first, count)
 
 
-def pack_beside(head: nn.Module, target: CausalLM, fmt: WeightFormat) -> None:
+def pack_head(head: nn.Module, target: CausalLM, fmt: WeightFormat) -> None:
     """Pack the linear layers of a head for the kernels that its target's are packed for."""
     if target.is_native or fmt.name != UNCHANGED:
         pack_linears(head, fmt, target.is_native)
 
 
-def bytes_beside(head: nn.Module) -> int:
+def head_bytes(head: nn.Module) -> int:
     """Bytes of a head's weights, packed or not."""
     return packed_bytes(head) + sum(int(weight.nbytes) for weight in head.parameters())
 
@@ -200,7 +200,7 @@ def heads_executor(heads: ProjectedHeads, target: CausalLM, quantization: str | 
 
 
 def _made(kind: str, head: Any, target: CausalLM, quantization: str | None) -> HeadExecutor:
-    fmt = target.format_beside(quantization)
+    fmt = target.head_format(quantization)
     name = f"{kind}.{target.executor.name}"
     found = HEAD_EXECUTORS.load(name if name in HEAD_EXECUTORS.names() else f"{kind}.eager")
     if found.refusal(head, target, fmt) is not None:

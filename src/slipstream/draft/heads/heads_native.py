@@ -50,12 +50,12 @@ class NativeHeads(PackedModel, HeadsExecutor):
     def __init__(self, heads: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> None:
         PackedModel.__init__(self)
         HeadsExecutor.__init__(self, heads, target, fmt)
-        kernel, beside = fmt.kernel, target.executor
-        assert isinstance(beside, CpuKernels)
+        kernel, executor = fmt.kernel, target.executor
+        assert isinstance(executor, CpuKernels)
         assert kernel is not None
         config = heads.config
         self._vocab_size = config.vocab_size
-        self._beside = beside  # whose weights the structs point to
+        self._executor = executor  # whose weights the structs point to
         blocks = [
             BlockStruct(self._linear(block.linear, kernel), self._linear(block.res_connection, kernel))
             for head in heads.blocks
@@ -64,7 +64,7 @@ class NativeHeads(PackedModel, HeadsExecutor):
         outputs = [self._linear(projection, kernel) for projection in heads.projections]
         shared = not outputs
         if shared:
-            outputs = [beside.head.struct]
+            outputs = [executor.head.struct]
         self._struct = HeadsStruct(
             config.num_heads,
             config.num_layers,
@@ -96,7 +96,7 @@ class NativeHeads(PackedModel, HeadsExecutor):
             [RowGroup(range(1), 0, [token_id], [0]) for token_id in token_ids]
         )  # stored nowhere
         batch = BatchStruct(len(states), len(states), 0, 0, *rows.addresses()[:9], logits=logits.data_ptr())
-        embedder, given_at = self._beside.struct, ctypes.c_void_p(states.data_ptr())
+        embedder, given_at = self._executor.struct, ctypes.c_void_p(states.data_ptr())
         with self._lock:
             native.library().slipstream_draft_hydra(
                 *map(ctypes.byref, (self._struct, embedder, batch)),
@@ -137,13 +137,13 @@ class NativeEagle(PackedModel, EagleExecutor):
 
     def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
         PackedModel.__init__(self)
-        kernel, beside = fmt.kernel, target.executor
-        assert isinstance(beside, CpuKernels)
+        kernel, executor = fmt.kernel, target.executor
+        assert isinstance(executor, CpuKernels)
         assert kernel is not None
         config, rotary = head.config, head.rotary
         layer: Any = head.layer
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
-        self._beside = beside  # whose weights the structs point to
+        self._executor = executor  # whose weights the structs point to
         fuses = config.version == 3
         if head.embedding is not None:
             self._keep(head.embedding)
@@ -183,14 +183,14 @@ class NativeEagle(PackedModel, EagleExecutor):
             rotary_scales=self._scales.data_ptr(),
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=self._norm(NormParts(head.norm.weight) if fuses else None),
-            head=(self._pack([head.lm_head], kernel) if fuses else beside.head).struct,
+            head=(self._pack([head.lm_head], kernel) if fuses else executor.head).struct,
             layers=(LayerStruct * 1)(self._layer(parts, kernel)),
         )
         ids = head.draft_token_ids
         self._token_ids = None if torch.equal(ids, torch.arange(config.vocab_size)) else ids.clone()
         self._struct = EagleStruct(
             model=model,
-            embedder=ctypes.pointer(model if self._embedding is not None else beside.struct),
+            embedder=ctypes.pointer(model if self._embedding is not None else executor.struct),
             fc=self._pack([head.fc], kernel).struct,
             embedding_norm=self._keep(layer.input_layernorm.weight) if fuses else None,
             token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),

@@ -1,7 +1,7 @@
 """Medusa heads: each predicts one token further ahead from the same hidden state, independently of the others.
 
 Cai, Li, Geng, Peng, Lee, Chen and Dao, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
-Heads" (ICML 2024). Medusa-1, which is trained here, trains the heads beside a frozen target; Medusa-2 also trains the
+Heads" (ICML 2024). Medusa-1, which is trained here, trains the heads of a frozen target; Medusa-2 also trains the
 target, which gives another target with heads of the same form. The paper's typical acceptance is not used, because it
 changes the target's output distribution.
 """

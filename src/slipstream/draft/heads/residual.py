@@ -64,7 +64,7 @@ class ProjectedHeads(nn.Module):
     blocks: nn.ModuleList
     """Blocks of each head."""
     reads_tokens: ClassVar[bool] = False
-    """Whether a head reads the embeddings of the tokens before its own, beside the target's state."""
+    """Whether a head reads the embeddings of the tokens before its own, besides the target's state."""
 
     def __init__(self, own: list[nn.Linear], shared: Projection | None) -> None:
         super().__init__()

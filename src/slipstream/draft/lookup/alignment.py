@@ -30,7 +30,7 @@ UNMATCHED_TOKENS = 3
 SURE_LEAD = 1.0
 """How far the best place must be ahead of the next one, with two matched tokens before it, to be believed."""
 MEMORY = 0.8
-"""What an earlier stretch counts for beside the latest one."""
+"""What an earlier stretch counts for next to the latest one."""
 
 
 class Place(NamedTuple):

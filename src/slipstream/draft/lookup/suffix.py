@@ -145,7 +145,7 @@ class SuffixDrafter(Drafter):
     never proposed to another request. A preempted sequence stores nothing, because it will continue.
 
     Measured on chats, code and SQL, one core: a proposal takes 0.015 ms with the sequence's own text alone,
-    and 0.08 ms (99 in 100 below 0.3 ms) beside a cache of 600,000 tokens. A cached token costs about 80
+    and 0.08 ms (99 in 100 below 0.3 ms) with a cache of 600,000 tokens. A cached token costs about 80
     bytes, one of a live sequence 170.
     """
 

@@ -5,7 +5,7 @@ decoding like a system of equations: all tokens of a block are drafted at once, 
 draft token by the target's own token at that position.
 
 Lookahead (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", ICML 2024) runs
-Jacobi iterations in a window beside the text and proposes the n-grams that they produce. The paper's window has a
+Jacobi iterations in a window next to the text and proposes the n-grams that they produce. The paper's window has a
 column for each position ahead of the text and a row for each of the last Jacobi iterations; a token sees the first row
 up to its column, and then its own column. Below the last committed token this is a tree: the first row is a chain, and
 each column hangs below its token of the first row. So window and n-grams are one proposal, without a mask or a pass of

@@ -25,7 +25,7 @@ from slipstream.draft.heads.checkpoints import (
     outline_checkpoint,
     stored_bytes,
 )
-from slipstream.draft.heads.head_executor import bytes_beside, heads_executor, pack_beside
+from slipstream.draft.heads.head_executor import head_bytes, heads_executor, pack_head
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
 from slipstream.draft.proposers.growing import GrowingDrafter
@@ -76,11 +76,11 @@ class StateDrafter(GrowingDrafter):
     def take(self, head: nn.Module) -> None:
         """Move a head to the target's device and dtype, pack its linear layers as the target's, and count its bytes."""
         head.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
-        pack_beside(head, self.target, self.target.format_beside(self.options.quantization))
+        pack_head(head, self.target, self.target.head_format(self.options.quantization))
         self._taken.append(head)
 
     def memory_bytes(self) -> int:
-        return super().memory_bytes() + sum(map(bytes_beside, self._taken))
+        return super().memory_bytes() + sum(map(head_bytes, self._taken))
 
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:

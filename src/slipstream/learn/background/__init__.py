@@ -1,1 +1,1 @@
-"""The learner's process beside the server: what runs in it, and how it is started, stopped and listened to."""
+"""The learner's process, next to the server's: what runs in it, and how it is started, stopped and listened to."""

@@ -48,7 +48,7 @@ class LearnerPace:
         self._learner, self._share_of_time, self._clock = learner, beside_share, clock
         self._has_own_core = has_own_core or beside_share >= 1
         self._lock = threading.Lock()
-        self._may_run_beside = self._has_own_core
+        self._may_run = self._has_own_core
         self._is_idle = True
         self._num_held = 0
         self._credit_s = 0.0
@@ -58,7 +58,7 @@ class LearnerPace:
     def step_begins(self) -> None:
         """Stop the learner, unless it may run during this step."""
         self._worked_s, self._is_idle = self._clock(), False
-        if not self._may_run_beside:
+        if not self._may_run:
             self._pause()
 
     def look(self, num_running: int, num_waiting: int, max_running: int) -> None:
@@ -67,33 +67,33 @@ class LearnerPace:
         elapsed_s, self._looked_s = now_s - self._looked_s, now_s
         many = num_waiting > 0 or 2 * num_running > max_running
         if num_running + num_waiting == 0:
-            self._may_run_beside = self._has_own_core
+            self._may_run = self._has_own_core
             if now_s - self._worked_s >= IDLE_S:
                 self._is_idle = True
                 self._learner.resume()
             return
         self._worked_s = now_s  # a step may take long
         if many:
-            self._may_run_beside, self._credit_s = False, 0.0
+            self._may_run, self._credit_s = False, 0.0
             self._pause()
         elif self._has_own_core:
-            self._may_run_beside = True
+            self._may_run = True
             self._learner.resume()
         else:
             self._share(elapsed_s, now_s)
 
     def _share(self, elapsed_s: float, now_s: float) -> None:
         """Give it a slice of time once so much has gone by that a slice is its share."""
-        if self._may_run_beside:
+        if self._may_run:
             if now_s >= self._slice_ends_s:
-                self._may_run_beside = False
+                self._may_run = False
                 self._pause()
             return
         self._credit_s += self._share_of_time * elapsed_s
         if self._credit_s >= SLICE_S:
             self._credit_s = 0.0
             self._slice_ends_s = now_s + SLICE_S
-            self._may_run_beside = True
+            self._may_run = True
             self._learner.resume()
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class LearnerPace:
         finally:
             with self._lock:
                 self._num_held -= 1
-            if not (self._is_idle or self._may_run_beside):
+            if not (self._is_idle or self._may_run):
                 self._pause()
 
     def _pause(self) -> None:

@@ -119,7 +119,7 @@ class Capture:
         version_of: Callable[[Sequence], str] = lambda sequence: "",
         features_of: Features | None = None,
     ) -> None:
-        """`version_of` names the version that drafts for a sequence; `features_of` gives what a head reads beside
+        """`version_of` names the version that drafts for a sequence; `features_of` gives what a head reads besides
         tokens."""
         self.ring = ring
         self.rules = PrivacyRules() if rules is None else rules
@@ -188,7 +188,7 @@ class Capture:
     def _hold_rows(self, noted: list[tuple[StepItem, _Answer]], work: _Work) -> None:
         """Hold what the step checked of these answers, and nothing of others.
 
-        The logits of a step are one tensor: rows that lie beside others' are copied, as holding them holds all.
+        The logits of a step are one tensor: rows that share it with others' are copied, as holding them holds all.
         """
         wanted: dict[int, int] = {}
         """Bytes of the answers' rows by storage."""

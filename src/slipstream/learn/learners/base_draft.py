@@ -37,7 +37,7 @@ class BaseDraft:
     target: str | None = None
     """The folder of the model that a head drafts for."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Those that the logits depend on, beside the weights."""
+    """Those that the logits depend on, besides the weights."""
 
     @classmethod
     def of(cls, speculative: SpeculativeConfig, target: str, weight_format: str = UNCHANGED) -> BaseDraft:

@@ -1,4 +1,4 @@
-"""Batches of records: texts, the branches that the target rejected beside them, and the target's rows of both.
+"""Batches of records: texts, the branches of them that the target rejected, and the target's rows of both.
 
 A branch's tokens lie behind the text in the same row of a batch and attend to the text before the branch and to
 their own path, as draft tokens in a tree do. So the text is computed once for all of its branches.

@@ -21,13 +21,13 @@ class LearnerOptions:
     learning_rate: float = 1e-3
     """AdamW's peak."""
     overlap_weight: float = 1.0
-    """Weight of one minus the overlap, beside the forward divergence."""
+    """Weight of one minus the overlap, next to the forward divergence."""
     depth: int = 4
     """Draft tokens of the chains that are served."""
     rank: int = 16
     """Rank of adapters and of the bigram bias."""
     adapted_layers: int = 1
-    """How many of the last layers low_rank adapts, beside the output layer."""
+    """How many of the last layers low_rank adapts, besides the output layer."""
     seed: int = 0
     """Seed of the order of the records and of fresh tensors."""
 

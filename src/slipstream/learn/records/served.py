@@ -155,7 +155,7 @@ class ServedRecord:
     """When the answer began, seconds since 1970."""
     purpose: Purpose = Purpose.TRAIN
     features: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """What heads read beside tokens, by name; first axis: the tokens of prompt and answer but the last. Empty for
+    """What heads read besides tokens, by name; first axis: the tokens of prompt and answer but the last. Empty for
     drafters that need none."""
     number: int = -1
     """Its place in the ring, which counts on for ever; -1 for one that is not there."""

@@ -57,7 +57,7 @@ class Retention:
 
 
 class RetentionThread:
-    """Deletes what is too old beside a server that learns nothing: the answers of one that did are there still."""
+    """Deletes what is too old for a server that learns nothing: the answers of one that did are there still."""
 
     def __init__(self, folder: LearnFolder, max_age_s: float) -> None:
         self._folder = folder

@@ -24,7 +24,7 @@ MAX_KNOWN = 1024
 
 
 class BaseVersions:
-    """The versions of a folder beside the drafter that serves: those of others wait until theirs serves again."""
+    """The versions of a folder besides the drafter that serves: those of others wait until theirs serves again."""
 
     def __init__(
         self,

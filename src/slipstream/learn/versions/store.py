@@ -333,22 +333,22 @@ class VersionStore:
         held."""
         for leftover in self._folder.versions.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        beside = self._folder.versions / f".tmp-{version.id}"
+        unfinished = self._folder.versions / f".tmp-{version.id}"
         body = json.dumps(version.as_json(), indent=1, ensure_ascii=False).encode("utf-8") + b"\n"
         try:
-            beside.mkdir(mode=0o700)
+            unfinished.mkdir(mode=0o700)
             head = hashlib.sha256(body).hexdigest().encode("ascii") + b"\n"
             for name, content in ((WEIGHTS, data), (ABOUT, head + body)):
-                with (beside / name).open("xb") as stream:
+                with (unfinished / name).open("xb") as stream:
                     view = memoryview(content)
                     for begin in range(0, len(view), _BLOCK):
                         stream.write(view[begin : begin + _BLOCK])
                     stream.flush()
                     os.fsync(stream.fileno())
-            sync_folder(beside)
-            beside.rename(self._folder.versions / version.id)
+            sync_folder(unfinished)
+            unfinished.rename(self._folder.versions / version.id)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise
         sync_folder(self._folder.versions)
 
@@ -360,10 +360,10 @@ class VersionStore:
 
     def _remove(self, path: Path) -> None:
         """Rename first: a version is never seen with a part of its files."""
-        beside = self._folder.versions / f".tmp-removed-{path.name}"
+        removed = self._folder.versions / f".tmp-removed-{path.name}"
         try:
-            path.rename(beside)
+            path.rename(removed)
         except FileNotFoundError:
             return
         sync_folder(self._folder.versions)
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)

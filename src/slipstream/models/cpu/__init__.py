@@ -3,7 +3,7 @@
 Two things call for kernels of our own (`kernels/`, C++ without dependencies). A check of five draft tokens must cost
 about one token, and a step little more than reading its weights: no operator of PyTorch gives both, and the operators
 between the linear layers cost a small model more than its arithmetic. And a row's result must not depend on the rows
-beside it: libraries choose their kernels by the number of rows, ours add up every output in one fixed order.
+next to it: libraries choose their kernels by the number of rows, ours add up every output in one fixed order.
 
 What makes the bits the same on every processor, and in any batch of rows:
 

@@ -141,7 +141,7 @@ class ExpertParts:
         return self.num_experts, self.intermediate, self.num_chosen, self.has_whole_shares, self.clamp
 
     def misfits(self, hidden: int) -> str | None:
-        """Why the kernels cannot read these experts beside states of `hidden` numbers; None where they can."""
+        """Why the kernels cannot read these experts with states of `hidden` numbers; None where they can."""
         number, inner = self.num_experts, self.intermediate
         widths = {
             "router": (self.router, (number, hidden)),

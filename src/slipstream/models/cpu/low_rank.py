@@ -1,4 +1,4 @@
-"""Changes of low rank beside packed weights, as the kernels read them (`kernels/low_rank.h`)."""
+"""Changes of low rank to packed weights, as the kernels read them (`kernels/low_rank.h`)."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def _packed_change(layers: Sequence[GroupedLinear], interleaved: bool, padded: i
 
 
 def packed_adapter_bytes(layers: Sequence[GroupedLinear], interleaved: bool = False) -> int:
-    """What an adapter's changes take beside layers that are packed as one; they may be without numbers."""
+    """What an adapter's changes take besides layers that are packed as one; they may be without numbers."""
     changes = [layer.change for layer in layers]
     if all(change is None for change in changes):
         return 0

@@ -41,7 +41,7 @@ def release(tensor: Tensor) -> None:
     """Return the pages of a tensor to the system. The tensor must not be read again.
 
     Weights that are mapped from their file stay in memory until the whole file is closed. Without this the packed
-    weights would be held beside all the unpacked ones.
+    weights would be held along with all the unpacked ones.
     """
     _drop(_pages(tensor))
 
@@ -80,7 +80,7 @@ def trim_heap() -> None:
     """Return the C library's freed memory to the system, where it can.
 
     Weights are stacked and converted before they are packed. What that takes is freed layer by layer, but glibc keeps
-    it in pieces that the next layer does not fit into: 0.75 GB beside 1.2 GB of weights.
+    it in pieces that the next layer does not fit into: 0.75 GB besides 1.2 GB of weights.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -15,7 +15,7 @@ def read_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float 
     """How many cores' time this process may use: the least of its group's and of the groups' around it.
 
     None where nothing limits it, or where the system has no control groups. Both versions are read: `cpu.max`, and
-    `cpu.cfs_quota_us` beside its period.
+    `cpu.cfs_quota_us` with its period.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -42,7 +42,7 @@ def usable_cores() -> float:
 
 
 def leaves_a_core(number: int | None) -> bool:
-    """Whether an engine of `number` threads, None for all that are available, and a thread beside it for everything
+    """Whether an engine of `number` threads, None for all that are available, and another thread for everything
     else leave a core of those that this process may use."""
     engines = available() if number is None else number
     return usable_cores() - engines - 1 >= 1

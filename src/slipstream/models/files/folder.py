@@ -98,7 +98,7 @@ def is_tokenizer_folder(path: str) -> bool:
     )
 
 
-def chat_template_beside(path: str) -> str | None:
+def folder_chat_template(path: str) -> str | None:
     """The template that older checkpoints of image models keep in a file of its own."""
     file = Path(path) / "chat_template.json"
     if not file.is_file():

@@ -1,7 +1,7 @@
 """LoRA adapters, put into a model while it is loaded.
 
 They are merged into plain weights, so that a pass multiplies no more with one. Weights that stay as a file holds them,
-quantised, keep theirs apart: what it adds is computed in float32 beside the product of integers.
+quantised, keep theirs apart: what it adds is computed in float32 and added to the product of integers.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ def chosen_adapter(path: str, revision: str | None, wanted: str | None) -> str |
     Raises `ModelError` or `ConfigError` for an adapter that cannot be merged, and where there are two.
     """
     if Path(path).is_dir():
-        beside = path if has_adapter(Path(path)) else None
+        found = path if has_adapter(Path(path)) else None
     elif Path(path).is_file():  # a GGUF file
-        beside = None
+        found = None
     elif find_adapter_config_file(path, revision=revision):
         raise ModelError(
             f"{path!r} holds a LoRA adapter next to its weights, which is merged from a folder only: download it with "
             f"`hf download {path} --local-dir FOLDER` and give that folder"
         )
     else:
-        beside = None
-    if wanted and beside and Path(wanted).resolve() != Path(beside).resolve():
+        found = None
+    if wanted and found and Path(wanted).resolve() != Path(found).resolve():
         raise ModelError(
             f"two LoRA adapters: {wanted!r} is asked for, and another lies next to the weights of {path!r}; "
             "move its adapter_* files away, or merge them into the weights first"
         )
-    chosen = wanted or beside
+    chosen = wanted or found
     if chosen is not None:
         _check_adapter(chosen)
     return chosen

@@ -38,7 +38,7 @@ class _Reader:
     parts: tuple[str, ...]
     """Names of a layer's tensors."""
     is_quantised: Callable[[Mapping[str, Tensor]], bool]
-    """Whether a layer that has such tensors is quantised: a plain one beside it has a weight too."""
+    """Whether a layer that has such tensors is quantised: a plain one next to it has a weight too."""
     read: Callable[[str, Mapping[str, Tensor]], GroupedMatrix | Fp8Matrix]
 
 

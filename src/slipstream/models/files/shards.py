@@ -1,6 +1,6 @@
 """The files that hold a folder's weights: those that its index names, where it has one.
 
-A folder may hold other weights beside its shards, of an earlier version of the model or in another form: the index
+A folder may hold other weights besides its shards, of an earlier version of the model or in another form: the index
 decides what counts. Transformers would take `model.safetensors` first, and refuses an index without `metadata`.
 """
 

@@ -55,7 +55,7 @@ class GroupedWeight:
     ) -> GroupedWeight:
         """As `scales * codes + minimums`, all groups [out, groups].
 
-        A group whose scale is nothing beside its minimum has no code that matters: it is its minimum throughout.
+        A group whose scale vanishes against its minimum has no code that matters: it is its minimum throughout.
         """
         flat = scales.abs() * 2.0**14 < minimums.abs()  # zeros must be half floats
         if not bool(flat.any()):

@@ -47,7 +47,7 @@ class Int8Linear(PackedLinear):
 
 
 class Int8(WeightFormat):
-    """A byte a weight, and beside each output a float32 scale and an int32 sum."""
+    """A byte a weight, and for each output a float32 scale and an int32 sum."""
 
     summary = "8-bit integers, one scale an output and one a row of activations"
     kernel: ClassVar[Kernel] = Kernel(

@@ -172,7 +172,7 @@ def max_bytes_a_token(tokenizer: Any, said: TokenBytes | None) -> int | None:
     """The most UTF-8 bytes of text that one token of `tokenizer` represents; `said` are its tokens' bytes where
     known.
 
-    Tokenizers that write characters in another form, or drop spaces beside special tokens, get `SHRINKS` times their
+    Tokenizers that write characters in another form, or drop spaces next to special tokens, get `SHRINKS` times their
     longest token. None where one token may represent unknown text of any length.
     """
     if said is None or len(said.single_bytes()) < 256:

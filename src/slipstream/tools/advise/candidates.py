@@ -32,7 +32,7 @@ HEAD_DEPTH = 4
 """Depth of heads and of the target's own weights: as `CHAIN_DEPTH`."""
 NGRAM_DEPTHS = (2, 4, 8)
 TREE = {"tree_top_k": 3, "num_speculative_tokens": 4, "num_draft_nodes": 8}
-"""The tree that is considered beside the chain of each drafter that can draft one."""
+"""The tree that is considered in addition to the chain of each drafter that can draft one."""
 OFF_NAME = "off"
 
 

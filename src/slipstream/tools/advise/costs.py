@@ -40,7 +40,7 @@ class StepCosts:
     context_s: float
     """Seconds of each token of context of a request, in a step."""
     prompts: Points
-    """(prompt rows beside the decoding ones, seconds that they add)."""
+    """(prompt rows besides the decoding ones, seconds that they add)."""
     drafters: Mapping[str, DrafterCost]
     """By candidate."""
 

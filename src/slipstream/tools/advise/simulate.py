@@ -224,7 +224,7 @@ class Simulator:
         done.num_drafted += checked
         done.num_accepted += accepted
         number = len(decoding)
-        # A step of prompts alone is a step too: what rows of prompts add is beside one that decodes.
+        # A step of prompts alone is a step too: what rows of prompts add is measured on one that decodes.
         mean = context / number if number else None
         seconds = self._costs.step_s(max(number, 1), checked, accepted, mean)
         seconds += self._costs.prompt_s(prompt_rows)

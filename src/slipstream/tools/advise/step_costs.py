@@ -73,7 +73,7 @@ class Samples:
         self.drafts: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         """(member, batch, levels) to seconds."""
         self.prompts: list[tuple[int, int, float]] = []
-        """(requests, rows beside one of each, seconds without drafting) of steps that computed prompts."""
+        """(requests, rows besides one of each, seconds without drafting) of steps that computed prompts."""
         self.draft_prompts: dict[int, list[tuple[int, float]]] = defaultdict(list)
         """Member to (prompt rows, seconds)."""
 

@@ -64,7 +64,7 @@ def read_traffic(workload: str | None, trace: Path | None, log: Path | None) -> 
 
 
 def read_trace(file: Path) -> Requests:
-    """A trace in JSON lines: `arrival_s` (seconds) beside a prompt, as in a workload."""
+    """A trace in JSON lines: `arrival_s` (seconds) and a prompt, as in a workload."""
     found = _questions(file)
     arrivals = {where: _arrival(row, where) for where, row in read_rows(file)}
     found = sorted(found, key=lambda question: arrivals[question.where])

@@ -75,7 +75,7 @@ MAX_DIAGNOSED = 100
 
 @dataclass
 class ReferenceComparison:
-    """Tokens of a server's answers beside those that the reference chooses behind the same text."""
+    """Tokens of a server's answers next to those that the reference chooses behind the same text."""
 
     identity: AnswerComparison
     gaps: list[Floats] = field(default_factory=list)

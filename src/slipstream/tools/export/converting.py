@@ -1,4 +1,4 @@
-"""Checkpoints in an engine's layout, beside its setting; `slipstream.tools.export.checkpoints` converts them."""
+"""Checkpoints in an engine's layout, along with its setting; `slipstream.tools.export.checkpoints` converts them."""
 
 from __future__ import annotations
 

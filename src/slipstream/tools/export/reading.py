@@ -43,12 +43,12 @@ class SettingSource:
     folder: Path | None = None
     """Where files lie that a command names; None: the working directory."""
 
-    def read_beside(self, name: str) -> Mapping[str, Any]:
+    def read_nearby(self, name: str) -> Mapping[str, Any]:
         """The JSON or YAML object of a file that the source names; raises `ConfigError`."""
         path = Path(name)
         if self.folder is not None:  # a script names it from where it is run, or from where it lies
-            beside = [self.folder / path, self.folder / path.name]
-            path = next((each for each in beside if each.is_file()), path)
+            places = [self.folder / path, self.folder / path.name]
+            path = next((each for each in places if each.is_file()), path)
         return _mapping(_text(path), str(path))
 
 

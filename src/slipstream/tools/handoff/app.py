@@ -1,4 +1,4 @@
-"""The watch's own small server: the dashboard, its metrics and alarms, beside the server that it watches.
+"""The watch's own small server: the dashboard, its metrics and alarms, next to the server that it watches.
 
 Its `/metrics` are vLLM's under Slipstream's names, and what the watch adds, for the boards of `deploy/`.
 """

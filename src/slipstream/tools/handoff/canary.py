@@ -65,7 +65,7 @@ class AlternatingCanary:
         self.compare(await self.probe(), off)
 
     async def probe(self) -> list[ProbeAnswer | str]:
-        """The answers of one side, one after the other, beside the clients' requests; an error where one failed."""
+        """The answers of one side, one after the other, along with the clients' requests; an error where one failed."""
         async with connect(self._side.address) as client:
             for number, prompt in self._prompts[:NUM_WARM_UP]:
                 await self._one(client, number, prompt)
@@ -73,8 +73,8 @@ class AlternatingCanary:
 
     async def _one(self, client: httpx2.AsyncClient, number: int, prompt: Prompt) -> ProbeAnswer | str:
         try:
-            beside = await self._side.num_running(client)
-            return await self._side.answer(client, number, prompt, beside)
+            num_concurrent = await self._side.num_running(client)
+            return await self._side.answer(client, number, prompt, num_concurrent)
         except RemoteError as error:  # a probe is not worth the server
             logger.warning("a paired probe failed: %s", error)
             return str(error)

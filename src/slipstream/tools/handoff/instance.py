@@ -42,30 +42,30 @@ class InstanceProbes:
                 await self.pair(client)
 
     async def pair(self, client: httpx2.AsyncClient) -> None:
-        """One pair. The off side gets requests of ours beside its probe, as many as the on side has of its clients."""
+        """One pair. The off side runs requests of ours with its probe, as many as the on side has of its clients."""
         number, prompt = next(self._prompts)
 
-        async def ask_off(beside: int) -> ProbeAnswer:
+        async def ask_off(num_concurrent: int) -> ProbeAnswer:
             others = await self._off.num_running(client)
-            async with self._off.load(client, max(beside - others, 0)):
+            async with self._off.load(client, max(num_concurrent - others, 0)):
                 beside_there = await self._off.num_running(client)  # as many as came about
                 return await self._off.answer(client, number, prompt, beside_there)
 
         off: ProbeAnswer | None = None
         try:
-            beside = await self._on.num_running(client)
-            if beside > MAX_BACKGROUND:
+            num_concurrent = await self._on.num_running(client)
+            if num_concurrent > MAX_BACKGROUND:
                 self.log.drop(
-                    f"the server has {beside} requests; probes give the off side at most {MAX_BACKGROUND}"
+                    f"the server has {num_concurrent} requests; probes give the off side at most {MAX_BACKGROUND}"
                 )
                 return
             if self._rng.random() < 0.5:
-                off = await ask_off(beside)
-                beside = await self._on.num_running(
+                off = await ask_off(num_concurrent)
+                num_concurrent = await self._on.num_running(
                     client
                 )  # it may have changed meanwhile: then the pair is dropped
-            on = await self._on.answer(client, number, prompt, beside)
-            off = off or await ask_off(beside)
+            on = await self._on.answer(client, number, prompt, num_concurrent)
+            off = off or await ask_off(num_concurrent)
         except RemoteError as error:
             self.log.drop(str(error))
             logger.warning("a paired probe failed: %s", error)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 MAX_DIFFERENCE = 0.25
-"""Between the numbers of requests that run beside a pair's two answers, as a share of the larger."""
+"""Between the numbers of requests that run along with a pair's two answers, as a share of the larger."""
 MAX_BACKGROUND = 64
 """Requests that are sent to the idle side, to give it the busy side's load."""
 BACKGROUND_TIMEOUT_S = 30.0
@@ -37,7 +37,7 @@ class ProbeAnswer:
 
     num_tokens: int
     seconds: float
-    num_beside: int
+    num_concurrent: int
     """Requests that ran at the same time."""
 
 
@@ -66,8 +66,12 @@ class PairLog:
 
         None, and the pair is dropped, where the load was not the same or an answer was too short to time.
         """
-        if abs(on.num_beside - off.num_beside) > MAX_DIFFERENCE * max(on.num_beside, off.num_beside):
-            self.drop(f"{on.num_beside} requests ran during one answer and {off.num_beside} during the other")
+        if abs(on.num_concurrent - off.num_concurrent) > MAX_DIFFERENCE * max(
+            on.num_concurrent, off.num_concurrent
+        ):
+            self.drop(
+                f"{on.num_concurrent} requests ran during one answer and {off.num_concurrent} during the other"
+            )
             return None
         if min(on.num_tokens, off.num_tokens) < 2:
             self.drop("an answer had fewer than two tokens")
@@ -94,15 +98,15 @@ class ProbeSide:
         self._probes = probes
 
     async def answer(
-        self, client: httpx2.AsyncClient, number: int, prompt: Prompt, beside: int
+        self, client: httpx2.AsyncClient, number: int, prompt: Prompt, num_concurrent: int
     ) -> ProbeAnswer:
-        """One timed answer; `beside` is the number of requests that run there. Raises `RemoteError`."""
+        """One timed answer; `num_concurrent` is the number of requests that run there. Raises `RemoteError`."""
         exchange = await self._ask(client, number, prompt)
         if exchange.error is not None:
             raise RemoteError(f"{self.address.url} does not answer a probe: {exchange.error}")
         if exchange.num_output_tokens is None:
             raise RemoteError(f"{self.address.url} reports no usage, so its tokens cannot be counted")
-        return ProbeAnswer(exchange.num_output_tokens, exchange.latency_s, beside)
+        return ProbeAnswer(exchange.num_output_tokens, exchange.latency_s, num_concurrent)
 
     async def num_running(self, client: httpx2.AsyncClient) -> int:
         """Requests that it runs now; raises `RemoteError`."""

@@ -1,6 +1,6 @@
 """Writes a quantised checkpoint in the layouts of compressed-tensors.
 
-Four bits are `pack-quantized`, codes in words. Eight bits are `int-quantized`, bytes beside activations that are
+Four bits are `pack-quantized`, codes in words. Eight bits are `int-quantized`, bytes with activations that are
 rounded to 8 bits row by row as they come (W8A8): engines that have integer products for CPUs have them for this form.
 """
 

@@ -26,7 +26,7 @@ Stratum = tuple[Integers, Integers]
 
 @dataclass(frozen=True, slots=True)
 class MmdTest:
-    """The discrepancy of two samples beside its values under random relabelling."""
+    """The discrepancy of two samples next to its values under random relabelling."""
 
     statistic: float
     """Over the prompts, the mean of the squared discrepancy, weighted by nm/(n + m); at most 2."""

@@ -22,7 +22,7 @@ ONLY = "OpenVINO GenAI runs draft models, EAGLE-3 heads and prompt lookup"
 
 
 def write_openvino(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
-    """Write `convert.sh`, and the head that it reads; running it makes `target` and `draft` beside it.
+    """Write `convert.sh`, and the head that it reads; running it makes `target` and `draft` next to it.
 
     Raises `ExportError` for what OpenVINO GenAI cannot run.
     """

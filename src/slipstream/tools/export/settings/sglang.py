@@ -278,7 +278,7 @@ def _record(
     if _PREFIX + "adaptive" not in given:
         return record
     file = given.get(_PREFIX + "adaptive-config")
-    schedule = None if file is None else _schedule(source.read_beside(str(file)))
+    schedule = None if file is None else _schedule(source.read_nearby(str(file)))
     if schedule is None:
         notes.append(
             'the depth that SGLang adapts to what was accepted is left out; here {"method": "auto"} chooses it'

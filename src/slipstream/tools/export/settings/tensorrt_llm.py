@@ -195,7 +195,7 @@ class TensorrtLlmSettings(SettingsFormat):
             (flags.values[flag] for flag in ("--config", "--extra_llm_api_options") if flag in flags.values),
             None,
         )
-        return (None if file is None else _from_mapping(source.read_beside(file), file)), target
+        return (None if file is None else _from_mapping(source.read_nearby(file), file)), target
 
     def read(
         self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource

@@ -251,8 +251,8 @@ def _found(source: SettingSource) -> tuple[str | None, Mapping[str, Any] | None]
     text = named.get("speculative_config", flags.get("-sc"))
     found = _with_short(dotted or (None if text is None else _object(text, source)), named)
     if found is None and "config" in named:  # a file of the same flags
-        beside, found = _in_file(source.read_beside(named["config"]), source)
-        target = target or beside
+        nearby, found = _in_file(source.read_nearby(named["config"]), source)
+        target = target or nearby
     return target, found
 
 

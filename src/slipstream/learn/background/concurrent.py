@@ -25,7 +25,7 @@ _num_short = 0
 _usual_s = 0.0
 
 
-def run_beside(work: Callable[[], T], num_threads: int | None) -> T:
+def run_concurrently(work: Callable[[], T], num_threads: int | None) -> T:
     """What `work` returns or raises, called in a thread of its own that makes way for others; waits for it.
 
     Models that are loaded in it compute with `num_threads` later, None for all that are available.
