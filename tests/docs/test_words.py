@@ -61,6 +61,7 @@ KEPT = [
     (r"models/cpu/", r"lanes?"),
     (r"config\.py", r"(learn_|num_)?lanes"),
     (r"learn/storage/(state|folder)\.py", r"lanes"),
+    (r"learn/served_versions\.py", r"\"lane\""),
     (r"serve/learning\.py", r"own_lanes|\"floor\""),
     (r"cli/measure\.py", r"(memory|compute)_floor_s|floor_ratio"),
     (r"learn/decisions/(replay|by_hand)\.py", r"\"floor|floor is now"),

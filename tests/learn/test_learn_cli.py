@@ -73,6 +73,9 @@ def test_status_and_versions(folder: LearnFolder) -> None:
     found = told("status", path)
     assert found["ring"]["num_records"] == 20
     assert [one["id"] for one in found["versions"]] == ids(folder)
+    state = found["state"]
+    assert state["lanes"] == state["scopes"] == told("freeze", path, "--off")["lanes"], "the name before"
+    assert [one["floor_hash"] for one in told("versions", path)["versions"]] == ["base-a"] * 3
     code, text, _ = run("versions", path, "--verify")
     assert code == 0
     assert all(name in text for name in (*ids(folder), "tau=2.5", "everyone", "base"))
@@ -153,7 +156,8 @@ def test_export(folder: LearnFolder, tmp_path: Path) -> None:
     assert (tmp_path / "out/weights.safetensors").read_bytes() == VersionStore(folder).weights_file(
         first
     ).read_bytes()
-    assert json.loads((tmp_path / "out/version.json").read_text())["id"] == first
+    about = json.loads((tmp_path / "out/version.json").read_text())
+    assert (about["id"], about["base_hash"], about["floor_hash"]) == (first, "base-a", "base-a")
     assert "already" in run("export", path, str(tmp_path / "out"), "--version", first)[2]
     file = tmp_path / "served.jsonl"
     assert run("export", path, str(file), "--records", "--tenant", "beta", "--held-out")[0] == 0

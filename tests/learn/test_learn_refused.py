@@ -79,6 +79,7 @@ def test_old_answers_are_deleted_where_nothing_can_be_learned(client: AsyncEngin
     ring.close()
     learning = Learning(client, ServeConfig(learn=str(path), learn_max_age="30d"))
     assert "of another model" in learning.status.faults["learning_failed"]
+    assert learning.as_json()["serving"] == "floor", "as earlier releases said"
     deadline_s = time.monotonic() + 280
     while len(left := list(read_ring(LearnFolder(path)))) > 1 and time.monotonic() < deadline_s:
         time.sleep(0.01)

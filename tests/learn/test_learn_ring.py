@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import struct
-import zlib
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,19 +13,15 @@ from learn_cases import some_record
 
 from slipstream.errors import CorruptRecordError, LearnError
 from slipstream.learn.decisions.by_hand import forget
-from slipstream.learn.records.served import Purpose, ServedRecord, purpose_of, tenant_key
+from slipstream.learn.records.served import Purpose, ServedRecord, purpose_of
 from slipstream.learn.storage.database import LearnDatabase
-from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
 from slipstream.learn.storage.ring import (
     MIN_BYTES,
     Ring,
     RingIdentity,
-    check_remembered,
-    read_ring,
     remove_older,
 )
-from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 
 IDENTITY = RingIdentity("model-a", "template-a")
 
@@ -230,38 +224,47 @@ def test_two_servers_do_not_share_a_folder(on_disk: Callable[[], Ring]) -> None:
     on_disk().close()
 
 
-def test_what_an_earlier_release_left_is_taken_over(on_disk: Callable[[], Ring], folder: LearnFolder) -> None:
-    old_folder(
-        folder, [some_record(number, tenant="beta" if number == 3 else "alpha") for number in range(7)]
-    )
-    assert [one.number for one in read_ring(folder)] == [0, 1, 2, 4, 5, 6], "beta is forgotten"
-    assert not folder.old_files
-    assert StateStore(folder).read().scope().serving == "v000002-aa"
-    assert [one["event"] for one in EventLog(folder).read()] == ["promoted"]
-    ring = on_disk()
-    assert all(same(one, some_record(one.number)) for one in ring.read())
-    assert ring.append(some_record(7)) == 7
-    with pytest.raises(LearnError, match="forgotten"):
-        check_remembered(folder, (tenant_key("beta"),), 1000.0)
-    ring.close()
-    with pytest.raises(LearnError, match="of another model"):
-        Ring(folder, RingIdentity("model-b", "template-a"))
+def between(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[], object], after: Callable[[], object]
+) -> None:
+    """Have another thread's work come just before, and just after, the next transaction."""
+    writing = LearnDatabase.writing
+
+    @contextlib.contextmanager
+    def interleaved(self: LearnDatabase) -> Iterator[sqlite3.Connection]:
+        monkeypatch.setattr(LearnDatabase, "writing", writing)
+        before()
+        with self.writing() as connection:
+            yield connection
+        after()
+
+    monkeypatch.setattr(LearnDatabase, "writing", interleaved)
 
 
-def old_folder(folder: LearnFolder, records: list[ServedRecord]) -> None:
-    """What a server of release 0.1 left: two segments, of which the second has a torn end, and three files."""
-    folder.create()
-    ring = folder.path / "ring"
-    ring.mkdir()
-    head = {"slipstream_ring": 1, "model_hash": "model-a", "template_hash": "template-a"}
-    for first, end in ((0, 4), (4, len(records))):
-        data = json.dumps(head).encode() + b"\n"
-        for number in range(first, end):
-            payload = records[number].encoded()
-            crc = zlib.crc32(payload, zlib.crc32(struct.pack("<Q", number)))
-            data += struct.pack("<4sIIQ", b"SLR1", len(payload), crc, number) + payload
-        (ring / f"{first:012d}.ring").write_bytes(data + data[-90:])
-    state = LearnState().with_scope(ScopeVersions(serving="v000002-aa"))
-    (folder.path / "state.json").write_text(json.dumps(state.as_json()))
-    (folder.path / "events.jsonl").write_text('{"time_s": 1.0, "event": "promoted"}\n{"event": "cut')
-    (folder.path / "forgotten.json").write_text(json.dumps({tenant_key("beta"): 2000.0}))
+def test_two_threads_that_append_together_keep_the_bound(
+    make: Callable[[], Ring], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = make()
+    size = len(some_record(0, num_tokens=30).encoded())
+    for number in range(MIN_BYTES // size - 1):
+        ring.append(some_record(number, num_tokens=30))
+    status = ring.status()
+    assert size <= MIN_BYTES - status.num_bytes < 2 * size, "there is room for one more"
+    between(monkeypatch, lambda: None, lambda: ring.append(some_record(1000, num_tokens=30)))
+    ring.append(some_record(1001, num_tokens=30))
+    assert ring.status().num_bytes <= MIN_BYTES
+
+
+def test_what_is_forgotten_beside_an_append_leaves_its_room(
+    make: Callable[[], Ring], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = make()
+    size = len(some_record(0, num_tokens=30).encoded())
+    num = MIN_BYTES // size - 4
+    for number in range(num):
+        ring.append(some_record(number, num_tokens=30, tenant="beta" if number >= num // 2 else "alpha"))
+    between(monkeypatch, lambda: ring.append(some_record(1000, num_tokens=30)), lambda: None)
+    ring.forget("beta")
+    for number in range(num // 2):
+        ring.append(some_record(2000 + number, num_tokens=30))
+    assert ring.status().first == 0, "nothing had to go"

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.core.request import RequestOptions
 from slipstream.engine.async_engine import AsyncEngine
+from slipstream.errors import LearnError
 from slipstream.learn.background.learner import WorkerConfig
 from slipstream.learn.background.learner_process import MAX_STARTS, LearnerProcess
 from slipstream.learn.decisions import by_hand
@@ -25,9 +27,12 @@ from slipstream.learn.learners.base_draft import BaseDraft
 from slipstream.learn.learners.learner_options import LearnerOptions
 from slipstream.learn.learners.registry import make_learner
 from slipstream.learn.records.privacy import PrivacyRules
+from slipstream.learn.records.served import share_of
+from slipstream.learn.served_versions import ServedVersions
 from slipstream.learn.session import LearnSession, SessionSettings, begin_learning
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.state import StateStore
+from slipstream.learn.storage.ring import Ring
+from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.store import Version, VersionStore
 from slipstream.models import load_tokenizer
 from slipstream.text.prompts import encode_chat
@@ -153,6 +158,36 @@ def test_a_damaged_version_is_never_served_and_raises_an_alarm(client: AsyncEngi
         assert version in StateStore(LearnFolder(tmp_path)).read().retired
     finally:
         session.close()
+
+
+def test_an_operator_is_followed_though_the_log_cannot_be_emptied(
+    client: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> None:
+        raise LearnError("cannot write: No space left on device")
+
+    session = session_on(client, tmp_path)
+    try:
+        monkeypatch.setattr(Ring, "tidy", refused)
+        by_hand.freeze(LearnFolder(tmp_path), True)
+        wait_until(lambda: session.status().frozen)
+        wait_until(lambda: "No space left" in session.status().faults.get("learning_failed", ""))
+    finally:
+        session.close()
+
+
+def test_the_share_of_a_request_is_what_it_was_in_earlier_releases() -> None:
+    """A canary goes on with the requests that it had before an update."""
+
+    class Loop:
+        def version_for(self, share: float) -> str:
+            return f"share {share}"
+
+    nothing: Any = None
+    served = ServedVersions(nothing, nothing, nothing, LearnState())
+    served.loops[None, None] = cast(Any, Loop())
+    sequence: Any = SimpleNamespace(request_id="request-1", tenant="", task="")
+    assert served.choose(sequence) == f"share {share_of('request-1', 'lane')}"
 
 
 def test_the_learner_is_told_the_rules(client: AsyncEngine, tmp_path: Path) -> None:

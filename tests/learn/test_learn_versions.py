@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -124,10 +125,34 @@ def test_a_state_of_the_release_before_is_read(folder: LearnFolder) -> None:
 
 
 def test_a_state_that_cannot_be_read_says_so(folder: LearnFolder) -> None:
+    EventLog(folder).add("promoted")
     with LearnDatabase(folder).writing() as connection:
         put_document(connection, "state", '{"format": 2, "scopes": 3}')
-    with pytest.raises(LearnError, match="remove it to serve the base drafter"):
+    with pytest.raises(
+        LearnError, match="to serve the base drafter and keep all else, run sqlite3 "
+    ) as found:
         StateStore(folder).read()
+    with LearnDatabase(folder).writing() as connection:
+        connection.execute(str(found.value).split('"')[1])  # as it advises
+    assert StateStore(folder).read() == LearnState()
+    assert [one["event"] for one in EventLog(folder).read()] == ["promoted"]
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EventLog(folder).add("promoted")
+    before = {file.name for file in folder.path.iterdir()}
+    monkeypatch.setattr(os, "access", lambda file, mode: False)
+    with LearnDatabase(folder).reading() as connection:
+        assert connection.execute("SELECT count(*) FROM events").fetchone() == (1,)
+        assert {file.name for file in folder.path.iterdir()} == before, "SQLite needs no file beside it"
+
+
+def test_an_event_that_is_no_object_is_not_read(folder: LearnFolder) -> None:
+    with LearnDatabase(folder).writing() as connection:
+        connection.executemany("INSERT INTO events (value) VALUES (?)", [("7",), ('{"event": "promoted"}',)])
+    assert EventLog(folder).read() == [{"event": "promoted"}]
 
 
 def test_a_damaged_database_says_so(folder: LearnFolder) -> None:

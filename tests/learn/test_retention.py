@@ -113,6 +113,16 @@ def test_it_looks_now_and_then_and_tells_what_hinders_it(
     assert retention.look() == 0
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_where_nothing_was_kept_nothing_is_made(tmp_path: Path, exists: bool) -> None:
+    folder = LearnFolder(tmp_path / "learn")
+    if exists:
+        folder.path.mkdir()
+    retention = Retention(folder, HOUR_S)
+    assert (retention.look(), retention.fault) == (0, "")
+    assert [*tmp_path.rglob("*")] == [folder.path] * exists
+
+
 def refused(self: LearnDatabase) -> Iterator[None]:
     raise LearnError("cannot write in 'learn': Read-only file system")
 

@@ -94,6 +94,7 @@ def test_the_engines_process_learns_and_follows_the_folder(plain: LLM, tmp_path:
         while not any(one.metrics.draft_version for one in found):  # it is loaded beside serving
             found += await answers(engine, prompts, len(found))
         assert learning.as_json()["serving"] == version
+        assert learning.as_json()["versions"][0]["version"] == "floor", "as earlier releases said"
         assert {one.metrics.draft_version for one in found} == {"", version}
         for number, output in enumerate(found):
             assert output.outputs[0].token_ids == expected[number % 5].outputs[0].token_ids

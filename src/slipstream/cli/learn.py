@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,7 +170,7 @@ def freeze(flags: FreezeFlags) -> None:
     from slipstream.learn.decisions.by_hand import freeze as freeze_
 
     _told(
-        freeze_(_existing(flags.folder), not flags.off),
+        freeze_(_existing(flags.folder), not flags.off).as_json(),
         "learning goes on" if flags.off else "frozen",
         flags.json,
     )
@@ -182,7 +183,7 @@ def promote(flags: PromoteFlags) -> None:
     from slipstream.learn.decisions.by_hand import promote as promote_
 
     scope = promote_(_existing(flags.folder), flags.version, flags.tenant, flags.task)
-    _told(scope, f"{_versions(scope)} serves {_whose(scope)}", flags.json)
+    _told(asdict(scope), f"{_versions(scope)} serves {_whose(scope)}", flags.json)
 
 
 @app.command(cls=PlainHelp)
@@ -192,7 +193,7 @@ def rollback(flags: RollbackFlags) -> None:
     from slipstream.learn.decisions.by_hand import roll_back
 
     scope = roll_back(_existing(flags.folder), flags.tenant, flags.task)
-    _told(scope, f"{_versions(scope)} serves {_whose(scope)}", flags.json)
+    _told(asdict(scope), f"{_versions(scope)} serves {_whose(scope)}", flags.json)
 
 
 @app.command(cls=PlainHelp)
@@ -209,7 +210,7 @@ def forget(flags: ForgetFlags) -> None:
         text = (
             f"there is nothing of tenant {flags.tenant!r}: no records, and no versions that learned from any"
         )
-    _told(gone, text, flags.json)
+    _told(asdict(gone), text, flags.json)
 
 
 @app.command(cls=PlainHelp)
@@ -253,9 +254,9 @@ def _existing(path: Path) -> LearnFolder:
     return folder
 
 
-def _told(what: Any, text: str, json: bool) -> None:
+def _told(what: Mapping[str, Any], text: str, json: bool) -> None:
     if json:
-        print_json(asdict(what))
+        print_json(what)
     else:
         print(text)
 

@@ -233,7 +233,6 @@ class LearnSession:
         if not self.process.pid:
             self._keeping.close()
         self._retention.look()
-        self._ring.tidy(self._pace.running)
         self._set_fault("learning_failed", self._capture.status().fault or self._retention.fault)
         self.process.tell_costs(self._costs.base, self._costs.of("?", self._learner))
         state = self._states.read()
@@ -241,6 +240,9 @@ class LearnSession:
             self._follow(state)
         elif not self._served_versions.are_loaded(state):
             self._apply(state)
+        self._ring.tidy(
+            self._pace.running
+        )  # last, since it may fail: an operator's word must be followed all the same
 
     def _set_fault(self, kind: str, message: str) -> None:
         if message:

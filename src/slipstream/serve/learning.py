@@ -23,7 +23,7 @@ from slipstream.serve.config import ServeConfig, seconds_of_age
 from slipstream.serve.process.remote import RemoteEngine
 
 BASE_LABEL = "floor"
-"""The base drafter as a metric's label: dashboards of earlier releases ask for this value."""
+"""The base drafter in metrics and in the dashboard's JSON: what reads them since earlier releases asks for this."""
 
 
 def privacy_rules(config: ServeConfig) -> PrivacyRules:
@@ -113,13 +113,13 @@ class Learning(Collector):
         """For the dashboard. Nothing of it is a text or a tenant's name."""
         status, captured = self.status, self._captured
         return {
-            "serving": status.serving or "base",
+            "serving": status.serving or BASE_LABEL,
             "canary": status.canary,
             "frozen": status.frozen,
             "own_scopes": status.own_scopes,
             "own_lanes": status.own_scopes,  # the name before, for one more release
             "versions": [
-                {"version": version or "base", "num_requests": num, "tokens_a_pass": total / num}
+                {"version": version or BASE_LABEL, "num_requests": num, "tokens_a_pass": total / num}
                 for version, (num, total) in status.by_version.items()
             ],
             "num_refused": status.num_refused,

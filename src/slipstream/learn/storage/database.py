@@ -12,7 +12,7 @@ from pathlib import Path
 from slipstream.errors import LearnError
 from slipstream.learn.records.privacy import belongs_to
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.old_files import take_over
+from slipstream.learn.storage.old_files import copy_old_files, take_over
 from slipstream.learn.storage.tables import FORMAT, make_tables
 
 WAIT_S = 30.0
@@ -33,6 +33,7 @@ class LearnDatabase:
         self._folder = folder
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
+        self._preview: LearnDatabase | None = None
         if stays_open or folder is None:
             with self._explained():
                 self._connection = self._connect()
@@ -40,15 +41,19 @@ class LearnDatabase:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection on which each statement reads for itself; a database that is not there is empty."""
-        with self._explained():
+        """A connection on which each statement reads for itself; a database that is not there is empty.
+
+        Nothing on disk changes: what an earlier release left is read into memory, and stays until somebody writes.
+        """
+        with self._explained(), contextlib.ExitStack() as ending:
             if self._folder is None:
                 assert self._connection is not None
-                with self._lock:
-                    yield self._connection
+                ending.enter_context(self._lock)
+                yield self._connection
+            elif self._folder.old_files:
+                yield ending.enter_context(self._preview_of(self._folder).reading())
             else:
-                with contextlib.closing(self._connect(makes_it=False)) as connection:
-                    yield connection
+                yield ending.enter_context(contextlib.closing(self._connect(writes=False)))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -94,14 +99,34 @@ class LearnDatabase:
                 self._connection.close()
                 self._connection = None
 
-    def _connect(self, makes_it: bool = True) -> sqlite3.Connection:
-        folder = self._folder
-        is_there = folder is not None and (folder.database.exists() or bool(folder.old_files))
-        if folder is not None and (is_there or makes_it):
+    def _preview_of(self, folder: LearnFolder) -> LearnDatabase:
+        """What the database will be once the old files have been taken over; it is read once."""
+        while self._preview is None:
+            preview = LearnDatabase(None)
+            assert preview._connection is not None
+            with contextlib.closing(self._connect(writes=False)) as connection:
+                connection.backup(preview._connection)
+            try:
+                copy_old_files(preview._connection, folder)
+            except FileNotFoundError:  # somebody takes them over at this moment
+                continue
+            self._preview = preview
+        return self._preview
+
+    def _connect(self, writes: bool = True) -> sqlite3.Connection:
+        folder, target, is_fixed = self._folder, ":memory:", False
+        if folder is not None and writes:
             with contextlib.suppress(FileExistsError):  # SQLite would let others read it
                 os.close(os.open(folder.database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        target = str(folder.database) if folder is not None and (is_there or makes_it) else ":memory:"
-        connection = sqlite3.connect(target, WAIT_S, isolation_level=None, check_same_thread=False)
+        if folder is not None and folder.database.exists():
+            target = str(folder.database)
+            # Where the index of the log cannot be made, SQLite reads only a file that it is told does not change.
+            is_fixed = not writes and not self.log_bytes and not os.access(folder.path, os.W_OK)
+            if is_fixed:
+                target = f"{folder.database.absolute().as_uri()}?immutable=1"
+        connection = sqlite3.connect(
+            target, WAIT_S, isolation_level=None, check_same_thread=False, uri=is_fixed
+        )
         try:
             connection.create_function("belongs_to", 2, belongs_to, deterministic=True)
             connection.execute("PRAGMA secure_delete = ON").fetchall()
@@ -112,7 +137,7 @@ class LearnDatabase:
                 )
             if found < FORMAT:
                 make_tables(connection)
-            if folder is not None and folder.old_files:
+            if folder is not None and writes and folder.old_files:
                 take_over(connection, folder)
         except BaseException:
             connection.close()

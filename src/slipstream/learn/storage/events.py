@@ -36,4 +36,5 @@ class EventLog:
             rows = connection.execute(
                 "SELECT value FROM events ORDER BY number DESC LIMIT ?", (last,)
             ).fetchall()
-        return [json.loads(text) for [text] in reversed(rows)]
+        events = [json.loads(text) for [text] in reversed(rows)]
+        return [event for event in events if isinstance(event, dict)]  # earlier builds took over any JSON

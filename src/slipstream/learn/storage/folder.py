@@ -6,10 +6,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.errors import LearnError
+
+WRITER_WAIT_S = 2.0
+"""How long one waits to add records: a command that takes over an earlier release's files holds the place so long."""
 
 
 class LearnFolder:
@@ -33,6 +37,11 @@ class LearnFolder:
         names = ("ring", "state.json", "events.jsonl", "forgotten.json")
         return [file for name in names if (file := self.path / name).exists()]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a server has learned here."""
+        return self.database.is_file() or bool(self.old_files)
+
     def create(self) -> None:
         """Make the folder for its owner alone; raises `LearnError` where nothing can be written there."""
         try:
@@ -45,7 +54,7 @@ class LearnFolder:
 
     def check(self) -> None:
         """Raise `LearnError` unless a server has learned here."""
-        if not self.database.is_file() and not self.old_files:
+        if not self.is_used:
             raise LearnError(
                 f"{str(self.path)!r} is no folder of slipstream serve --learn: it has no {self.database.name}"
             )
@@ -63,14 +72,19 @@ class LearnFolder:
 
     @contextlib.contextmanager
     def held_by_one_server(self) -> Iterator[None]:
-        """Be the one who adds records; raises `LearnError` where another process is."""
+        """Be the one who adds records; raises `LearnError` where another process is for more than `WRITER_WAIT_S`."""
+        until_s = time.monotonic() + WRITER_WAIT_S
         with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(self.lock("writer", waits=False))
-            except BlockingIOError:
-                raise LearnError(
-                    f"another server learns in {str(self.path)!r}; give --learn a folder of this one's own"
-                ) from None
+            while True:
+                try:
+                    held.enter_context(self.lock("writer", waits=False))
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= until_s:
+                        raise LearnError(
+                            f"another server learns in {str(self.path)!r}; give --learn a folder of this one's own"
+                        ) from None
+                time.sleep(0.02)
             yield
 
     def clear_leftovers(self) -> None:

@@ -1,4 +1,8 @@
-"""Takes over what earlier releases left in a folder: a ring of segments, and files of JSON."""
+"""Takes over what earlier releases left in a folder: a ring of segments, and files of JSON.
+
+The folder may have a database already, where a server went back to an earlier release for a while: nothing in it is
+lost, and what the files add to it is added once.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import CorruptRecordError, LearnError
 from slipstream.learn.records.served import ServedRecord, tenant_keys
 from slipstream.learn.storage.folder import LearnFolder
-from slipstream.learn.storage.tables import insert_record, is_forgotten, put_document
+from slipstream.learn.storage.tables import count_from, document, insert_record, is_forgotten, put_document
 
 _FRAME = struct.Struct("<4sIIQ")
 """Mark, length of the payload, CRC-32 of number and payload, number."""
@@ -26,56 +31,101 @@ def take_over(connection: sqlite3.Connection, folder: LearnFolder) -> None:
 
     Raises `LearnError` where a server of an earlier release still writes there, or a file cannot be read.
     """
-    with folder.held_by_one_server():
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            _take_over_json(connection, folder)
-            for file in sorted((folder.path / "ring").glob("*.ring")):
-                _take_over_segment(connection, file)
+    connection.execute("BEGIN IMMEDIATE")  # waits for another process that takes them over
+    try:
+        with folder.held_by_one_server():
+            copy_old_files(connection, folder)
             connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
-        for file in [
-            *folder.old_files,
-            *(folder.path / f".{name}.lock" for name in ("ring", "state", "events")),
-        ]:
-            if file.is_dir():
-                shutil.rmtree(file)
-            else:
-                file.unlink(missing_ok=True)
+            for file in [
+                *folder.old_files,
+                *(folder.path / f".{name}.lock" for name in ("ring", "state", "events")),
+            ]:
+                if file.is_dir():
+                    shutil.rmtree(file)
+                else:
+                    file.unlink(missing_ok=True)
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
-def _take_over_json(connection: sqlite3.Connection, folder: LearnFolder) -> None:
+def copy_old_files(connection: sqlite3.Connection, folder: LearnFolder) -> None:
+    """Add what the files hold, and is not there yet, to the database; they stay. Raises `LearnError`."""
+    _copy_json(connection, folder)
+    for file in sorted((folder.path / "ring").glob("*.ring")):
+        if file.stem.isdigit():
+            _copy_segment(connection, file)
+
+
+def _copy_json(connection: sqlite3.Connection, folder: LearnFolder) -> None:
     forgotten, state, events = (
         folder.path / name for name in ("forgotten.json", "state.json", "events.jsonl")
     )
     if forgotten.exists():
-        rows = list(_json(forgotten).items())
-        connection.executemany("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", rows)
+        advice = (
+            "repair it, an object of hashes of tenants with the seconds since 1970 until which each is forgotten: "
+            "without it, what was deleted may be learned again"
+        )
+        with _advising(forgotten, advice):
+            until_s = {key: float(value) for key, value in json.loads(forgotten.read_bytes()).items()}
+        connection.executemany(
+            "INSERT INTO forgotten VALUES (?, ?) ON CONFLICT (tenant_key) "
+            "DO UPDATE SET until_s = max(until_s, excluded.until_s)",
+            until_s.items(),
+        )
     if state.exists():
-        put_document(connection, "state", json.dumps(_json(state)))
+        with _advising(state, "remove it to serve the base drafter; records, versions and events stay"):
+            _copy_state(connection, json.loads(state.read_bytes()))
     if events.exists():
+        there = {text for [text] in connection.execute("SELECT value FROM events")}
         for line in events.read_bytes().splitlines():
             with contextlib.suppress(ValueError):  # a crash cut it off
-                connection.execute("INSERT INTO events (value) VALUES (?)", (json.dumps(json.loads(line)),))
+                event = json.loads(line)
+                if isinstance(event, dict) and (text := json.dumps(event)) not in there:
+                    connection.execute("INSERT INTO events (value) VALUES (?)", (text,))
 
 
-def _json(file: Path) -> dict[str, object]:
+def _copy_state(connection: sqlite3.Connection, old: Any) -> None:
+    """What the database says of versions in use stays; what the old state forbids is forbidden there too."""
+    new = dict(old)
+    text = document(connection, "state")
+    if text is not None:
+        try:
+            kept = dict(json.loads(text))
+        except (ValueError, TypeError):  # its reader tells that it is damaged
+            return
+        new = {
+            **kept,
+            "number": 1 + max(one.get("number", 0) for one in (kept, old)),
+            "frozen": any(one.get("frozen", False) for one in (kept, old)),
+            "retired": {**old.get("retired", {}), **kept.get("retired", {})},
+            "rebuild_since_s": max(one.get("rebuild_since_s", 0.0) for one in (kept, old)),
+        }
+    put_document(connection, "state", json.dumps(new))
+
+
+@contextlib.contextmanager
+def _advising(file: Path, advice: str) -> Iterator[None]:
     try:
-        return dict(json.loads(file.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise LearnError(
-            f"{str(file)!r} cannot be used: {error}; remove it to serve the base drafter"
-        ) from None
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LearnError(f"{str(file)!r} cannot be used: {error}; {advice}") from None
 
 
-def _take_over_segment(connection: sqlite3.Connection, file: Path) -> None:
+def _copy_segment(connection: sqlite3.Connection, file: Path) -> None:
+    count_from(connection, int(file.stem))  # a segment is named by its first number, and may be empty
     with file.open("rb") as stream, contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
         identity = json.loads(stream.readline(4096))  # a writer may have died before the line was whole
         del identity["slipstream_ring"]
-        put_document(connection, "identity", json.dumps(identity))
+        known = document(connection, "identity")
+        if known is None:
+            put_document(connection, "identity", json.dumps(identity))
+        elif json.loads(known) != identity:
+            raise LearnError(
+                f"{str(file)!r} holds answers of another model or chat template than the database beside it; "
+                f"move {str(file.parent)!r} elsewhere"
+            )
         data = stream.read()
         for number, payload in _frames(data):
             with contextlib.suppress(CorruptRecordError):

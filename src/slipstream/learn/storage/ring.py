@@ -126,10 +126,12 @@ class Ring:
                 if document(connection, "identity") is None:
                     put_document(connection, "identity", json.dumps(asdict(self.identity)))
                 number = insert_record(connection, record, data)
-        except LearnError:
+                self._room -= (
+                    num_bytes  # within the transaction, so that no other thread's append comes between
+                )
+        except BaseException:
             self._counted = None
             raise
-        self._room -= num_bytes
         return number
 
     def read(
@@ -144,8 +146,11 @@ class Ring:
 
     def forget(self, tenant: str) -> int:
         """As `forget_records`."""
-        self._counted = None
-        return _forget(self._database, tenant)
+        with self._database.writing() as connection:
+            num = _forget(connection, tenant)
+            self._counted = None  # after the deletion: another thread may count before it
+        self._database.empty_log(WAIT_S)
+        return num
 
     def status(self) -> RingInfo:
         """How full it is."""
@@ -209,15 +214,21 @@ def forget_records(folder: LearnFolder, tenant: str) -> int:
 
     From then on nothing of theirs that began before is written again, or learned from (`check_remembered`).
     """
-    return _forget(LearnDatabase(folder), tenant)
+    database = LearnDatabase(folder)
+    with database.writing() as connection:
+        num = _forget(connection, tenant)
+    database.empty_log(WAIT_S)
+    return num
 
 
 def remove_older(folder: LearnFolder, before_s: float, now_s: float | None = None) -> int:
     """Delete the records of answers that began before a time, seconds since 1970; returns how many.
 
     One that seems to begin after `now_s` was made with a wrong clock: its age is not known, so it is deleted too.
-    Raises `LearnError`.
+    Where nothing was ever kept, nothing is made. Raises `LearnError`.
     """
+    if not folder.is_used:
+        return 0
     now_s = time.time() if now_s is None else now_s
     database = LearnDatabase(folder)
     with database.writing() as connection:
@@ -263,13 +274,6 @@ def _info(database: LearnDatabase, max_bytes: int) -> RingInfo:
     return RingInfo(num, int(total), max_bytes, first, last)
 
 
-def _forget(database: LearnDatabase, tenant: str) -> int:
-    with database.writing() as connection:
-        connection.execute(
-            "INSERT OR REPLACE INTO forgotten VALUES (?, ?)", (tenant_key(tenant), time.time())
-        )
-        num = connection.execute(
-            "DELETE FROM records WHERE belongs_to(tenant, ?)", (as_text(tenant),)
-        ).rowcount
-    database.empty_log(WAIT_S)
-    return num
+def _forget(connection: sqlite3.Connection, tenant: str) -> int:
+    connection.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?)", (tenant_key(tenant), time.time()))
+    return connection.execute("DELETE FROM records WHERE belongs_to(tenant, ?)", (as_text(tenant),)).rowcount

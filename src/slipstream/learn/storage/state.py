@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -103,7 +104,8 @@ class LearnState:
         return set().union(*(one.in_use for one in self.scopes))
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        plain = asdict(self)
+        return {"format": FORMAT, **plain, "lanes": plain["scopes"]}  # the name before, for one more release
 
     @classmethod
     def from_json(cls, value: Any) -> LearnState:
@@ -111,14 +113,18 @@ class LearnState:
         try:
             found = dict(value)
             written = found.pop("format")
+            lanes = found.pop("lanes", None)
             if written == 1:
-                found["scopes"], written = found.pop("lanes"), FORMAT
+                found["scopes"], written = lanes, FORMAT
             if written != FORMAT:
                 raise LearnError("it was written by another release of slipstream")
             scopes = tuple(
                 ScopeVersions(**{**one, "previous": tuple(one["previous"])}) for one in found.pop("scopes")
             )
-            return cls(scopes=scopes, **found)
+            state = cls(scopes=scopes, **found)
+            return state.retire(
+                state.retired
+            )  # a scope may name some where states of two releases were merged
         except (TypeError, KeyError, ValueError) as error:
             raise LearnError(f"it is damaged: {error}") from None
 
@@ -153,5 +159,6 @@ class StateStore:
         except (ValueError, LearnError) as error:
             file = str(self._folder.database)
             raise LearnError(
-                f"the state in {file!r} cannot be used: {error}; remove it to serve the base drafter"
+                f"the state in {file!r} cannot be used: {error}; to serve the base drafter and keep all else, run "
+                f"sqlite3 {shlex.quote(file)} \"DELETE FROM documents WHERE name = 'state'\""
             ) from None

@@ -32,16 +32,34 @@ def make_tables(connection: sqlite3.Connection) -> None:
 def insert_record(
     connection: sqlite3.Connection, record: ServedRecord, data: bytes, number: int | None = None
 ) -> int:
-    """Add a record, encoded as `data`; returns its number, the next one if none is given. One whose number is taken is
-    left out."""
+    """Add a record, encoded as `data`; returns its number.
+
+    That is `number` where one is given and no other record has it, else the next one. With a `number`, a record that is
+    there already is not added again.
+    """
+    what = record.created_s, len(data), zlib.crc32(data)
+    if number is not None:
+        same = "SELECT number FROM records WHERE created_s = ? AND num_bytes = ? AND crc = ?"
+        if (row := connection.execute(same, what).fetchone()) is not None:
+            return int(row[0])
+        if connection.execute("SELECT 1 FROM records WHERE number = ?", (number,)).fetchone() is not None:
+            number = None
     if number is None:
         [number] = connection.execute(
             "SELECT coalesce(max(seq) + 1, 0) FROM sqlite_sequence WHERE name = 'records'"
         ).fetchone()
     names = (as_text(one) for one in (record.purpose, record.tenant, record.task))
-    row = number, *names, record.created_s, len(data), zlib.crc32(data), data
-    connection.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    connection.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (number, *names, *what, data))
     return int(number)
+
+
+def count_from(connection: sqlite3.Connection, number: int) -> None:
+    """Give the next record at least this number."""
+    connection.execute(
+        "INSERT INTO sqlite_sequence (name, seq) SELECT 'records', -1 "
+        "WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'records')"
+    )
+    connection.execute("UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = 'records'", (number - 1,))
 
 
 def as_text(name: str) -> str:

@@ -117,15 +117,19 @@ class Version:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON, for a file or a message."""
-        return {"format": FORMAT, **asdict(self)}
+        return {
+            "format": FORMAT,
+            **asdict(self),
+            "floor_hash": self.base_hash,
+        }  # the name before, for one release
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Version:
         """Read it from a file; raises `LearnError`."""
         found = dict(value)
-        written = found.pop("format", None)
+        written, floor_hash = found.pop("format", None), found.pop("floor_hash", None)
         if written == 1:
-            found["base_hash"], written = found.pop("floor_hash", None), FORMAT
+            found["base_hash"], written = floor_hash, FORMAT
         if written != FORMAT:
             raise LearnError("it was written by another release of slipstream")
         try:
@@ -280,7 +284,7 @@ class VersionStore:
         version = self.verify(version_id)
         output.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.weights_file(version_id), output / WEIGHTS)
-        text = json.dumps(asdict(version), indent=1, ensure_ascii=False)
+        text = json.dumps(version.as_json(), indent=1, ensure_ascii=False)
         (output / ABOUT).write_text(text + "\n", encoding="utf-8")
         return version
 
