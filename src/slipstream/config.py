@@ -139,7 +139,7 @@ class SpeculativeConfig:
     """Time limit of a drafter's call, in seconds. A drafter that exceeds it is paused, after repeated failures retired;
     requests continue without drafts."""
     reasoning: Mapping[str, Any] | None = None
-    """Who drafts whole steps of thinking, and how steps are told apart: `{"model": PATH, "separator": "\\n\\n"}`; see
+    """Who drafts whole steps of thinking, and how steps are separated: `{"model": PATH, "separator": "\\n\\n"}`; see
     `ReasoningConfig`. For requests that ask for it, whose text it may change; needs `allow_lossy`."""
 
     def __post_init__(self) -> None:

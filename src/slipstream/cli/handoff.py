@@ -280,7 +280,7 @@ def _announce(handoff: Handoff, watch_url: str, json: bool) -> None:
     plan = handoff.plan
     assert handoff.watch is not None
     if json:
-        told = {
+        document = {
             "url": plan.url,
             "model": handoff.watch.server.model,
             "method": plan.method,
@@ -290,7 +290,7 @@ def _announce(handoff: Handoff, watch_url: str, json: bool) -> None:
             "watch_url": watch_url,
             "pids": handoff.pids,
         }
-        print(json_.dumps(told), flush=True)
+        print(json_.dumps(document), flush=True)
         return
     lines = [
         f"vLLM       {plan.url}/v1",

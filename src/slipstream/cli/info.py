@@ -111,7 +111,7 @@ class _Described:
             return cls(flags, describe(config, speculative), speculative, f"no: {error}")
 
     def details(self) -> dict[str, Any]:
-        """All that is told without a measurement."""
+        """All that is known without a measurement."""
         flags, model = self.flags, self.flags.model
         details = _details(self.about, model_name(model))
         drafters = details["drafters"]

@@ -132,11 +132,11 @@ def _records(flags: ReplayFlags) -> list[ServedRecord]:
     say_loading(flags.model)
     engine = make_engine(flags.model, None, {"max_num_seqs": 32})
 
-    def told(done: int, total: int) -> None:
+    def show(done: int, total: int) -> None:
         if done % 50 == 0 or done == total:
             stderr().print(f"answered {done} of {total}", markup=False)
 
-    return asked_trace(engine, questions, params, told)
+    return asked_trace(engine, questions, params, show)
 
 
 def _line(one: ReplayedRound) -> str:

@@ -56,7 +56,7 @@ class Linear:
     """Seconds as a sum of non-negative parts, each in proportion to one quantity: decayed least squares of errors
     relative to what was measured, so that a call that hung hardly counts.
 
-    Quantities that always come together cannot be told apart by it. There the prior stays, so that what was learned
+    Quantities that always come together cannot be distinguished by it. There the prior stays, so that what was learned
     from steps that drafted is not lost in many that do not. What is learned is kept, and worked in when it is needed.
     """
 

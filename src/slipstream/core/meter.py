@@ -75,7 +75,7 @@ def say(what: str) -> None:
 def meter(what: str, total: int | None = None, *, refreshes: bool = True) -> Iterator[Meter]:
     """A meter of `total` answers, or of shares, which is removed at the end.
 
-    `refreshes` False draws it only when it is told something, so that the drawing does not slow down what is timed in
+    `refreshes` False draws it only when it is called, so that the drawing does not slow down what is timed in
     this process.
     """
     shown = Meter(what, total, refreshes)

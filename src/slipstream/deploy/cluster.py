@@ -165,7 +165,7 @@ def run(
 ) -> str:
     """Run the application, or update the one of that name; returns its address when it serves.
 
-    Replicas are updated one after another: their requests go on elsewhere. `say` is told how far it is, whenever that
+    Replicas are updated one after another: their requests go on elsewhere. `say` gets the progress, whenever that
     changes. Raises `DeployError` with the reason where it does not come to serve.
     """
     from ray import serve
@@ -187,15 +187,15 @@ def run(
 
 def _wait_until_it_serves(name: str, say: Callable[[str], None]) -> None:
     """Raises `DeployError` where it fails."""
-    told = ""
+    said = ""
     while (now := standing(name)).state != "RUNNING":
         if now.state == "DEPLOY_FAILED":
             raise DeployError(f"{name} does not come to serve: {now.reason or 'Ray gives no reason'}")
         words = "; ".join(f"{part}: {count}" for part, count in now.counts().items())
         words += f" ({now.reason})" if now.reason else ""
-        if words and words != told:
+        if words and words != said:
             say(words)
-            told = words
+            said = words
         time.sleep(POLL_S)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from functools import lru_cache
 
 MAX_BLOCKS = 1024
-"""Longer prompts are told apart by their beginning."""
+"""Longer prompts are distinguished by their beginning."""
 _NO_REPLICA: frozenset[str] = frozenset()
 
 

@@ -26,7 +26,7 @@ from slipstream.errors import SlipstreamError
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDescription:
-    """What a replica's process is told."""
+    """What a replica's process is started with."""
 
     id: str
     secret: str = field(repr=False)
@@ -92,7 +92,7 @@ def _wait_for_parent(loop: asyncio.AbstractEventLoop, left: asyncio.Event) -> No
 
 
 def main() -> int:
-    """Serve until told otherwise; returns the exit status."""
+    """Serve until it is stopped; returns the exit status."""
     described = ReplicaDescription(**json.loads(sys.stdin.readline()))
     try:
         with contextlib.suppress(KeyboardInterrupt):

@@ -73,7 +73,7 @@ class Relay:
         self.on_steps: Callable[[DecodedSteps], None] | None = None
         """Told of the steps that a replica has made, a few times a second."""
         self.by_account = True
-        """Whether there is more than one account: what `on_steps` is told keeps them apart, and requests take turns by
+        """Whether there is more than one account: `on_steps` gets them apart, and requests take turns by
         account."""
         self._guard = FaultGuard("counting a replica's steps")
         self._secret = secret

@@ -79,7 +79,7 @@ class ReplicaServer:
         beat_s: float = BEAT_S,
         about: dict[str, Any] | None = None,
     ) -> None:
-        """`secret` is what fronts must know; `info` is what they are told, and `about`, by default `engine_info`."""
+        """`secret` is what fronts must know; `info` is what they are given, and `about`, by default `engine_info`."""
         self.engine = engine
         self.info = info
         self.report = ReplicaReport()
@@ -265,17 +265,17 @@ class ReplicaServer:
             await self.engine.ask(counter.attach)
             while True:
                 counter.by_account = self.engine.engine.shares_by_account = self.by_account
-                self.report, told = await self.engine.ask(counter.report)
+                self.report, steps = await self.engine.ask(counter.report)
                 if self._fronts:
-                    beat = self._beat_frame(told)
+                    beat = self._beat_frame(steps)
                     for front in list(self._fronts):
                         front.peer.send(beat)
                 await asyncio.sleep(self._beat_s)
         logger.error("the engine has stopped; the replica goes")
         await self.close()
 
-    def _beat_frame(self, told: DecodedSteps) -> bytes:
+    def _beat_frame(self, steps: DecodedSteps) -> bytes:
         """The same for all fronts. Steps that no message holds are left out: they are counted in the report."""
         with self._guard:
-            return CODEC.frame(ReplicaBeat(self.report, told if told.steps else None))
+            return CODEC.frame(ReplicaBeat(self.report, steps if steps.steps else None))
         return CODEC.frame(ReplicaBeat(self.report))

@@ -64,7 +64,7 @@ class RoutedEngine:
     ) -> RequestHandle:
         """`put` is called in this event loop with each update, or with the error that ends the request.
 
-        `timeout_s` is the request's deadline; `on_seam` is told at the end how often it was moved and whether to
+        `timeout_s` is the request's deadline; `on_seam` is called at the end with how often it was moved and whether to
         unlike arithmetic. Raises `OverloadedError` where the request is not taken.
         """
         params = _with_seed(params)

@@ -341,7 +341,7 @@ class Router:
             yield from orders
 
     def _take_all(self, state: ReplicaState, now_s: float) -> list[Order]:
-        """Take all requests from a replica, which is not there to be told."""
+        """Take all requests from a replica, which is gone and cannot be notified."""
         orders: list[Order] = []
         for request in list(state.requests):
             orders += self._take(self._tickets[request], now_s)

@@ -85,11 +85,11 @@ class ServedFleet(EngineClient):
     def report_to(self, listener: StepListener, accounts: Accounts) -> None:
         """As in `ServedEngine`: the steps of all replicas, of requests from other fronts too."""
 
-        def pass_on(told: DecodedSteps) -> None:
+        def pass_on(steps: DecodedSteps) -> None:
             named = [
-                (row._replace(group=accounts.name(row.group, row.task)), times) for row, times in told.rows
+                (row._replace(group=accounts.name(row.group, row.task)), times) for row, times in steps.rows
             ]
-            listener.on_steps(replace(told, rows=named))
+            listener.on_steps(replace(steps, rows=named))
 
         self.relay.by_account = accounts.are_kept_apart
         self.relay.on_steps = pass_on

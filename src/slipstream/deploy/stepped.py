@@ -34,7 +34,7 @@ class StepCounter:
         self._reported = NOTHING
         self._rows: list[DecodedRow] = []
         self._steps: deque[CountedStep] = deque(maxlen=MAX_STEPS)
-        self._told: dict[DecodedRow, int] = {}
+        self._row_counts: dict[DecodedRow, int] = {}
         self._prompts = [0, 0]
         """Tokens of prompts since the last report, and those of them that were cached."""
         self._guard = FaultGuard("counting a step")
@@ -84,11 +84,11 @@ class StepCounter:
             engine=self._engine,
             counts=counts,
         )
-        told = DecodedSteps(list(self._steps), list(self._told.items()), *self._prompts)
+        steps = DecodedSteps(list(self._steps), list(self._row_counts.items()), *self._prompts)
         self._steps.clear()
-        self._told, self._prompts = {}, [0, 0]
+        self._row_counts, self._prompts = {}, [0, 0]
         self._reported, self._since_s = counts, now_s
-        return report, told
+        return report, steps
 
     def _group(self, options: RequestOptions) -> str:
         """What a front makes names of: never a whole tenant, of which there is one for every user."""
@@ -117,8 +117,8 @@ class StepCounter:
             self._prompts[0] += row.num_prompt_tokens
             self._prompts[1] += row.num_cached_tokens
             row = row._replace(num_prompt_tokens=0, num_cached_tokens=0)
-        told = self._told
-        if row in told:
-            told[row] += 1
-        elif len(told) < MAX_ROWS:
-            told[row] = 1
+        counts = self._row_counts
+        if row in counts:
+            counts[row] += 1
+        elif len(counts) < MAX_ROWS:
+            counts[row] = 1

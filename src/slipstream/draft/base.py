@@ -128,7 +128,7 @@ class Drafter(ABC):
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
-        """The traits with these options, as far as they are told without loading anything.
+        """The traits with these options, as far as they are known without loading anything.
 
         Where the class does not say `max_nodes`, it is what `configured_depth` says.
         """
@@ -201,7 +201,7 @@ class Drafter(ABC):
     def rewind(self, sequence: Sequence) -> None:
         """Forget what is known of tokens that were taken back: `token_ids` ends earlier than at the last call.
 
-        An engine never takes anything back. A drafter inside a `cascade` is told of the draft model's tokens as if they
+        An engine never takes anything back. A drafter inside a `cascade` is given the draft model's tokens as if they
         were committed, and rewound when the target rejects them. By default the sequence is released.
         """
         self.release(sequence)

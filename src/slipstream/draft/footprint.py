@@ -1,4 +1,4 @@
-"""What a drafter will hold in memory, told before anything is loaded."""
+"""What a drafter will hold in memory, known before anything is loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Footprint:
     is_known: bool = True
     """False where what it holds depends on what is missing."""
     note: str = ""
-    """What could not be told."""
+    """What is not known."""
 
     @classmethod
     def unknown(cls, missing: str) -> Footprint:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 MAX_UNREAD_TOKENS = 1024
 """Tokens that may wait for their reader before requests are paused; they go on when half of them are read. A few steps
-may still come: those that are under way when the engine is told."""
+may still come: those that are under way when the engine is notified."""
 
 
 class PausableRequest(Protocol):

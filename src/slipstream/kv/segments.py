@@ -1,4 +1,4 @@
-"""The contiguous layout of the cache: a sequence's slots are one segment. No tensors: the pool moves entries when told.
+"""The contiguous layout of the cache: a sequence's slots are one segment. No tensors: the pool moves entries.
 
 A sequence's entries lie in one segment, in the order of its tokens, so that attention reads them without a copy.
 Segments grow in place where they can and are moved where they cannot. A later prompt takes a retained segment over, or

@@ -132,7 +132,7 @@ class LearnSession:
         self._thread.start()
 
     def _worker_config(self) -> dict[str, Any]:
-        """The values of `WorkerConfig` that the learner's process is told."""
+        """The values of `WorkerConfig` that the learner's process gets."""
         settings, versions = self._settings, self._versions
         return {
             "folder": str(settings.folder),

@@ -106,7 +106,7 @@ class _Deferred(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Gives `_Deferred` modules for the named modules and what lies below them, until it is told to stop.
+    """Gives `_Deferred` modules for the named modules and what lies below them, until it is stopped.
 
     Only the thread that made it is answered, and only for packages that are installed.
     """

@@ -66,7 +66,7 @@ def reading(dtype: torch.dtype | str | None) -> Iterator[None]:
     """Let Transformers read the matrices of float32 models in another type within the body; None changes nothing.
 
     `STORED` reads each in the checkpoint's own type. Models with other matrices than plain ones are read in float32,
-    and so are all with a version of Transformers that cannot be told: the same numbers in twice the memory, with a
+    and so are all with a version of Transformers that is not known: the same numbers in twice the memory, with a
     warning.
     """
     if dtype is not None and inherited_plan is None:

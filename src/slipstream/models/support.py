@@ -1,4 +1,4 @@
-"""What can be told from a configuration alone: whether a model can be decoded here, and its context length."""
+"""What is known from a configuration alone: whether a model can be decoded here, and its context length."""
 
 from __future__ import annotations
 

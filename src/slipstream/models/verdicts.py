@@ -81,7 +81,7 @@ def verdict_of(
     """The verdict on a checkpoint that is loaded with these settings (plain JSON values), whether it is kept or not.
 
     `kernels` identifies those that compute, and `classes` are what the model is loaded and run by. None where that
-    cannot be told: of a checkpoint that is not on this machine yet, and of classes that are neither Slipstream's nor
+    is not known: of a checkpoint that is not on this machine yet, and of classes that are neither Slipstream's nor
     Transformers' own, whose code may change under the same name.
     """
     places = [_place(path, revision), *([] if adapter is None else [_place(adapter, None)])]

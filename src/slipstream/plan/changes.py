@@ -21,13 +21,13 @@ from slipstream.plan.fitting import largest_batch, longest_context
 from slipstream.plan.planner import Planner
 
 NUM_CHANGES = 3
-"""How many are told."""
+"""How many are given."""
 _FEWEST_ROWS = 64
 """Passes of fewer rows would compute prompts slowly."""
 CACHE_ERRORS = {torch.float16: 1.2e-3, torch.bfloat16: 6e-3, torch.int8: 3.4e-2}
 """The largest change of a row's logits, over their spread, that rounded entries made: of the embedded target."""
 _WORTH = 1.25
-"""So many times the batch or context must fit, with another change, for both to be told."""
+"""So many times the batch or context must fit, with another change, for both to be given."""
 
 # What a change costs, from least to most: first what no request notices but in time, then what requests may be refused,
 # then what changes the text. A share of what is lost is added to the second kind.
@@ -134,7 +134,7 @@ def _pairs(
         if changed is None:
             continue
         for less, plan in _less(changed, batch, context, memory_bytes):
-            # A second change must be worth it: the requests that it saves are told.
+            # A second change must be worth it: the requests that it saves are given.
             if (less.batch or 0) > _WORTH * alone["batch"] or (less.context or 0) > _WORTH * alone["context"]:
                 yield FittingChange((change, less), plan)
 
@@ -316,5 +316,5 @@ def _less(
 
 def _as_flag(method: str, options: Mapping[str, Any], reasoning: Mapping[str, Any] | None) -> str:
     """The flag that asks for this drafter, and for steps as they were asked for."""
-    told = {"method": method, **options, **({} if reasoning is None else {"reasoning": dict(reasoning)})}
-    return f"--speculative-config {shlex.quote(json.dumps(told))}"
+    config = {"method": method, **options, **({} if reasoning is None else {"reasoning": dict(reasoning)})}
+    return f"--speculative-config {shlex.quote(json.dumps(config))}"

@@ -53,7 +53,7 @@ class DeploymentPlan:
     stages: tuple[LoadingStage, ...]
     """Before the first request."""
     notes: tuple[str, ...] = ()
-    """What could not be told from the configurations."""
+    """What could not be known from the configurations."""
 
     @property
     def running_bytes(self) -> int:

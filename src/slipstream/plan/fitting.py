@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.plan.planner import Planner
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Requests at once for which the longest context is told."""
+"""Requests at once for which the longest context is given."""
 MAX_BATCH = 4096
 """No larger batch is looked for unless one is asked for."""
 

@@ -59,7 +59,7 @@ class Planner:
             verifier=verifier,
             target_outline=self.target,
         )
-        """What drafters are told of the target."""
+        """What drafters are given of the target."""
         self.draft = self._drafter.footprint(self._options, self.context)
         if self.speculative.reasoning is not None:
             self.draft = self._with_step_drafter(self.speculative.reasoning)

@@ -1,4 +1,4 @@
-"""What an engine needs to know for step-level speculation: who drafts, and how steps are told apart."""
+"""What an engine needs to know for step-level speculation: who drafts, and how steps are separated."""
 
 from __future__ import annotations
 

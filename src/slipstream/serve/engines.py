@@ -24,12 +24,12 @@ Take = Callable[[EngineStats, ControlReport], T]
 
 
 class StepListener(Protocol):
-    """Who is told of an engine's steps: of each, or of several together."""
+    """A listener to an engine's steps, one at a time or several together."""
 
     def on_step(self, step: StepReport | None, rows: Seq[DecodedRow]) -> None:
         """Told of a step's report and of the rows that it decoded, together or one after the other."""
 
-    def on_steps(self, told: DecodedSteps) -> None:
+    def on_steps(self, decoded: DecodedSteps) -> None:
         """Told of several steps at once."""
 
 

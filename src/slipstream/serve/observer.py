@@ -172,13 +172,13 @@ class EngineObserver:
             self.metrics.steps.on_step(step)
             self.history.on_step(step)
 
-    def on_steps(self, told: DecodedSteps) -> None:
+    def on_steps(self, decoded: DecodedSteps) -> None:
         """As in `StepListener`."""
-        self.metrics.steps.on_repeated_rows(told.rows)
-        self.metrics.steps.on_prompts(told.num_prompt_tokens, told.num_cached_tokens)
-        for step in told.steps:
+        self.metrics.steps.on_repeated_rows(decoded.rows)
+        self.metrics.steps.on_prompts(decoded.num_prompt_tokens, decoded.num_cached_tokens)
+        for step in decoded.steps:
             self.metrics.steps.on_step(step.report)
-        self.history.on_steps(told)
+        self.history.on_steps(decoded)
 
     def _read(self, stats: EngineStats, report: ControlReport) -> tuple[ControlReport, Snapshot]:
         self.metrics.on_stats(stats)

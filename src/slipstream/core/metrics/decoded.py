@@ -34,7 +34,7 @@ class DecodedRow(NamedTuple):
 
 
 class CountedStep(NamedTuple):
-    """One step of several that are told together."""
+    """One step of several that are reported together."""
 
     report: StepReport
     num_answers: int

@@ -25,7 +25,7 @@ class OtherVocabularyDrafter(DraftModelDrafter):
 
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
-        """As with the target's tokenizer: how many of its own tokens the draft reads for one is told by the
+        """As with the target's tokenizer: how many of its own tokens the draft reads for one is known by the
         tokenizers, which are not loaded."""
         return replace(footprint_of(options, context, cls.configured(options, context)), note=UNKNOWN_TOKENS)
 

@@ -132,7 +132,7 @@ class DraftTree:
         """How the kernels can draw the whole chain; None where they cannot.
 
         They cannot where a token depends on the text in another way than through the logits, or where the probabilities
-        that it was drawn with are to be told (`probabilistic`): of other methods a verifier compares the tokens alone.
+        that it was drawn with are to be given (`probabilistic`): of other methods a verifier compares the tokens alone.
         """
         shape, params = self.shape, self.processor.filters_only
         if shape.widths is not None or not shape.is_chain or params is None:

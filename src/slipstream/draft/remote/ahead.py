@@ -1,6 +1,6 @@
-"""The worker's side of drafting: a drafter that runs ahead of every text it was told of. No sockets, threads or clocks.
+"""The worker's side of drafting: a drafter that runs ahead of every text it was sent. No sockets, threads or clocks.
 
-Draft tokens count as committed until the target says otherwise: the drafter is told of them as if they had been
+Draft tokens count as committed until the target says otherwise: the drafter is given them as if they had been
 accepted, and rewound to the last token that agrees with what was really committed.
 """
 

@@ -3,7 +3,7 @@
 While the target verifies, the worker drafts the next tokens on the assumption that all it has drafted is accepted (as
 PEARL does: Liu et al., "PEARL: Parallel speculative decoding with adaptive draft length", ICLR 2025). What was accepted
 keeps the rest of the draft alive, anything else drops it. A continuation that has not arrived when the next step begins
-is the empty proposal: the engine does not wait, unless it is told how long it may.
+is the empty proposal: the engine does not wait, unless it is set how long it may.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 KINDS = frozenset({ProposalKind.ONE_HOT, ProposalKind.COUPLED})
 """What can be sent as token ids alone; sampled drafts would need the distributions that they were drawn from."""
 QUIET_AFTER = 16
-"""Steps without being asked after which a worker is told no more of a request until it is asked for again."""
+"""Steps in which a request wants no draft, after which a worker is sent no more of it until it does."""
 REOPEN_AFTER = 64
 """Steps before a worker that did not take a request is given it again."""
 PATIENCE = 4
@@ -93,7 +93,7 @@ class RemoteRequest:
         self.steps_to_reopen = 0
         """Before a worker that did not know it is given it again."""
         self.num_told = 0
-        """Committed tokens that the worker was told of."""
+        """Committed tokens that were sent to the worker."""
         self.told_s = 0.0
         self.commit = 0
         """The number of the last message about it."""
@@ -230,7 +230,7 @@ class RemoteDrafter(Drafter):
         return request
 
     def _tell(self, request: RemoteRequest, sequence: Sequence) -> None:
-        """Send what the worker has not been told; the whole text where it is another one, or connected anew."""
+        """Send what was not sent to the worker yet; the whole text where it is another one, or connected anew."""
         continuation = request.continuation
         continuation.follow(sequence.token_ids)
         if not request.is_open:

@@ -44,7 +44,7 @@ STEADY_S = 5.0
 """A connection that lasted so long begins with the first pause again."""
 PING_EVERY_S = 1.0
 MAX_INBOX = 4096
-"""Messages that may wait for the engine: a worker sends one or two for what it is told."""
+"""Messages that may wait for the engine: a worker sends one or two for what it is sent."""
 DOUBT_S = 2.0
 """A worker that answers no ping for so long is given nothing, and counts as away until it is heard of."""
 SILENCE_S = 5.0
@@ -154,7 +154,7 @@ class SocketLink(Link):
         try:
             frame = encode(message)
         except ProtocolError as error:
-            logger.warning("draft worker %s is not told of a request: %s", self.name, error)
+            logger.warning("draft worker %s is not sent a request: %s", self.name, error)
             return
         with self._lock:
             if self._outbox is None:

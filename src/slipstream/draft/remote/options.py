@@ -1,4 +1,4 @@
-"""What engines and draft workers are told by their users. Nothing here imports torch."""
+"""What users set for engines and draft workers. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RemoteOptions:
 
 @dataclass(frozen=True)
 class ServedOptions:
-    """What `slipstream draft-worker` is told in addition to target, drafter and engine."""
+    """What `slipstream draft-worker` is given in addition to target, drafter and engine."""
 
     max_requests: int = 32
     """The most requests, of all engines together, that are drafted for; others go without."""

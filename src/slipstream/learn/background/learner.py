@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LEAST_URGENT = 19
 """The largest niceness."""
 BEGUN = "begun"
-"""The first thing that is told: from then on the process may be stopped."""
+"""The first message: from then on the process may be stopped."""
 _MAX_UNFINISHED = 8
 """Scopes whose unfinished candidates are kept in memory."""
 BEAT_S = 5.0
@@ -55,7 +55,7 @@ KEEP_S = 30.0
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the learner's process is told."""
+    """What the learner's process is started with."""
 
     folder: str
     base: Mapping[str, Any]
@@ -85,7 +85,7 @@ class WorkerConfig:
 
 
 class ServerLink:
-    """What the server says, and what it is told; the process ends with the stream."""
+    """What the server sends, and what it is sent; the process ends with the stream."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

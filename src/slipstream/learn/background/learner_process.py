@@ -68,7 +68,7 @@ class LearnerProcess:
         """Why nothing is learned now; empty while the process lives and is heard of."""
         self._costs: DraftingCosts | None = None
         self._said_costs: DraftingCosts | None = None
-        """What the process that runs is to know and was told so far: what it could not take is said again."""
+        """What the process that runs is to know and was sent so far: what it could not take is sent again."""
         self._signals = threading.Lock()
         self._has_begun = False
         self._paused_at_s: float | None = None
@@ -121,7 +121,7 @@ class LearnerProcess:
         logger.warning("learning: %s; serving goes on", self.fault)
 
     def pause(self) -> None:
-        """Stop it where it is; from any thread. One that has not told that it has begun goes on: until then it might
+        """Stop it where it is; from any thread. One that has not said that it has begun goes on: until then it might
         outlive this process."""
         with self._signals:
             if self._paused_at_s is None and self._has_begun and self._signal(signal.SIGSTOP):

@@ -84,7 +84,7 @@ class _Ended:
     sequence: Sequence
     method: str
     version: str
-    """Version that drafted: once the sequence is released it cannot be told."""
+    """Version that drafted: once the sequence is released it is not known."""
     features: Mapping[str, NDArray[Any]]
 
 

@@ -1,6 +1,6 @@
 """What becomes of a candidate that held-out answers found better: tried on a share, given to everyone, rolled back.
 
-A state machine of one scope, without clock, files or tensors. It is told which candidates the learner has made and what
+A state machine of one scope, without clock, files or tensors. It gets which candidates the learner has made and what
 finished requests gained, and says what to do. Versions are compared on live traffic by requests that hash at random to
 one or the other at the same time, so that a change of topic moves both: their differences are bet on
 (`stats.betting.Stakes`). Such a test may be looked at after every request.
@@ -19,7 +19,7 @@ BASE = ""
 """The id of what is never replaced."""
 _STAKES = (0.1, 0.25, 0.5, 0.9)
 _FIRST = 10
-"""Requests whose mean is the first level that a fall is told from."""
+"""Requests whose mean is the first level that a fall is measured from."""
 _MEMORY = 200
 """Requests over which the level is averaged."""
 _TOLERANCE = 0.05

@@ -32,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 _WARMUP = 0.1
 _MAX_GRAD_NORM = 1.0
 _WINDOW = 10
-"""Steps whose mean is told."""
+"""Steps whose mean is reported."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class ServedRecord:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    """With `nonce`, the random numbers of the answer: what a coupled draft would have drawn can be told from them."""
+    """With `nonce`, the random numbers of the answer: what a coupled draft would have drawn follows from them."""
     nonce: int = 0
     num_steps: int = 0
     """Passes of the target that decoded the answer."""

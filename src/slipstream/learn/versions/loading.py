@@ -34,7 +34,7 @@ class BaseVersions:
         depth: int,
         on_waiting: Callable[[str], None],
     ) -> None:
-        """`depth` is the length of the chains that are served; `on_waiting` is told each version of another drafter."""
+        """`depth` is the length of the chains that are served; `on_waiting` gets each version of another drafter."""
         self._drafter, self._speculative = drafter, drafter.options.base()
         self.base, self.base_hash = base, base.digest()
         self._depth, self._on_waiting = depth, on_waiting

@@ -57,10 +57,10 @@ def forget(tensor: Tensor) -> None:
         return
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
-            told = os.pread(file.fileno(), 8 * len(pages), 8 * (pages.start // mmap.PAGESIZE))
+            entries = os.pread(file.fileno(), 8 * len(pages), 8 * (pages.start // mmap.PAGESIZE))
     except OSError:
         return
-    flags = np.frombuffer(told, dtype=np.uint64)
+    flags = np.frombuffer(entries, dtype=np.uint64)
     is_there, is_swapped, is_of_a_file = ((flags >> np.uint64(bit)) & np.uint64(1) for bit in (63, 62, 61))
     if len(flags) == len(pages) and not (is_swapped | (is_there & ~is_of_a_file)).any():
         _drop(pages)

@@ -183,7 +183,7 @@ def _check_kind(config: Any) -> None:
 def _check_whole_weights(model: Any, folder: str, stand_ins: set[int]) -> None:
     """Raise `ModelError` where an adapter holds whole weights of layers whose own are stand-ins.
 
-    PEFT saves those of embedding and output layer with an adapter that changes them, unless it is told not to.
+    PEFT saves those of embedding and output layer with an adapter that changes them, unless it is set not to.
     """
     from peft.utils.save_and_load import load_peft_weights
 

@@ -115,10 +115,10 @@ class History:
             self._add_rows(zip(rows, repeat(1)))
             self._add_batch(len(rows), sum(row.draft_depth for row in rows if row.num_drafted))
 
-    def on_steps(self, told: DecodedSteps) -> None:
+    def on_steps(self, decoded: DecodedSteps) -> None:
         """Count several steps, all as of now."""
-        self._add_rows(told.rows)
-        for report, num_answers, depths in told.steps:
+        self._add_rows(decoded.rows)
+        for report, num_answers, depths in decoded.steps:
             self.on_step(report)
             if num_answers:
                 self._add_batch(num_answers, depths)

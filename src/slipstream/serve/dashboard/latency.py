@@ -90,12 +90,12 @@ class LatencyWindow:
         if len(self._readings) < 2:
             return {}
         first, last = self._readings[0][1], self._readings[-1][1]
-        told: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, counts in last.items():
             grown = counts.since(first[name]) if name in first else counts
             if grown is not None and grown.num:
-                told[name] = quantiles(grown)
-        return told
+                found[name] = quantiles(grown)
+        return found
 
 
 def _shrank(before: Mapping[str, BucketCounts], after: Mapping[str, BucketCounts]) -> bool:

@@ -90,7 +90,7 @@ class StepMetrics:
             self._hits.inc(num_cached)
 
     def on_repeated_rows(self, rows: Iterable[tuple[DecodedRow, int]]) -> None:
-        """As `on_rows`, each row as often as its number says; the tokens of prompts are told by `on_prompts`."""
+        """As `on_rows`, each row as often as its number says; the tokens of prompts come by `on_prompts`."""
         emitted = num_drafts = drafted = accepted = 0
         drafted_at: list[int] = []
         accepted_at: list[int] = []

@@ -66,7 +66,7 @@ class _Served:
     is_known: bool = False
     """To the server: its first update must not wait."""
     paused: bool = False
-    """As the server said last; the engine is told once it has the request."""
+    """As the server said last; passed to the engine once it has the request."""
 
     @property
     def id(self) -> int:
@@ -140,7 +140,7 @@ class EngineHost:
         self._selector.register(self._waker, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the server closes or is gone. Raises what the engine raises, after it has told the server."""
+        """Serve until the server closes or is gone. Raises what the engine raises, after it has notified the server."""
         with self._phase_lock:
             self._phase = _Phase.RUNS
         try:

@@ -109,7 +109,7 @@ class RemoteEngine(EngineClient):
     def report_to(self, listener: StepListener, accounts: Accounts) -> None:
         """As in `ServedEngine`; called in the event loop.
 
-        Whether there are `accounts` the engine's process was told when it loaded.
+        Whether there are `accounts` the engine's process learned when it loaded.
         """
         self._listener = listener
 

@@ -8,5 +8,5 @@ WORKER = "slipstream.serve.process.worker"
 
 
 def spawn_engine() -> SocketChild:
-    """A new process, which waits to be told what to load."""
+    """A new process, which waits for what to load."""
     return SocketChild.start(module_command(WORKER))

@@ -57,7 +57,7 @@ def load_message(
     engine_options: Mapping[str, Any],
     server: ServeConfig,
 ) -> Load:
-    """What the engine's process is told to load."""
+    """What the engine's process is to load."""
     return Load(
         model,
         speculative,

@@ -60,7 +60,7 @@ def main() -> None:
     sock.sendall(CODEC.frame(Loaded(EngineInfo.of(engine))))
     host = EngineHost(engine, sock, frames, has_keys=load.has_keys, stream_interval_s=load.stream_interval_s)
     session = None
-    if load.learn is not None:  # where it cannot, the server is told and the engine serves all the same
+    if load.learn is not None:  # where it cannot, the server is notified and the engine serves all the same
         session, host.learn_status = begin_learning(host, load.learn)
     try:
         host.run()

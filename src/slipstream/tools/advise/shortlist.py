@@ -18,7 +18,7 @@ from slipstream.tools.advise.served import speculative_of
 from slipstream.tools.advise.simulate import Simulator, always
 
 NUM_RANKED = 8
-"""Settings with the best steady rates, which are told apart by closed loops."""
+"""Settings with the best steady rates, which closed loops rank."""
 MIN_RIVAL_GAIN = 1.01
 """By which the runner-up must be faster to take the place of what was predicted to be best."""
 BY_TASK = "by task"

@@ -51,7 +51,7 @@ def account(
 
 
 def _check_usage(check: AuditCheck, request: AuditRequest, reply: AuditReply, known: Knowledge) -> None:
-    number, told = request.number, reply.num_output_tokens
+    number, reported = request.number, reply.num_output_tokens
     prompt = reply.prompt_token_ids or request.token_ids
     if prompt is not None and reply.num_prompt_tokens is not None:
         check.expect(
@@ -59,33 +59,35 @@ def _check_usage(check: AuditCheck, request: AuditRequest, reply: AuditReply, kn
             f"request {number}: usage counts {reply.num_prompt_tokens} prompt tokens, the prompt has {len(prompt)}",
             number,
         )
-    if told is None:
+    if reported is None:
         return
     if reply.num_total_tokens is not None and reply.num_prompt_tokens is not None:
         check.expect(
-            reply.num_total_tokens == told + reply.num_prompt_tokens,
+            reply.num_total_tokens == reported + reply.num_prompt_tokens,
             f"request {number}: usage's total of {reply.num_total_tokens} tokens is not the sum of its parts",
             number,
         )
     most = request.max_tokens * request.num_answers
     check.expect(
-        told <= most, f"request {number}: usage counts {told} tokens, at most {most} were asked for", number
+        reported <= most,
+        f"request {number}: usage counts {reported} tokens, at most {most} were asked for",
+        number,
     )
     counts = [answer.num_tokens for answer in reply.answers]
     exact = [one for one in counts if one is not None]
     if len(exact) == len(counts):
         hidden = sum(answer.num_hidden for answer in reply.answers)
         check.expect(
-            sum(exact) <= told <= sum(exact) + hidden,
-            f"request {number}: usage counts {told} tokens, the answers have {sum(exact)}",
+            sum(exact) <= reported <= sum(exact) + hidden,
+            f"request {number}: usage counts {reported} tokens, the answers have {sum(exact)}",
             number,
         )
     elif known.count is not None:
         encoded = sum(known.count(answer.text) for answer in reply.answers)
         room = max(MIN_RETOKENISED, MAX_RETOKENISED_SHARE * encoded)
         check.expect(
-            abs(told - encoded) <= room + len(reply.answers),  # an end token each has no text
-            f"request {number}: usage counts {told} tokens, the text encodes to {encoded}",
+            abs(reported - encoded) <= room + len(reply.answers),  # an end token each has no text
+            f"request {number}: usage counts {reported} tokens, the text encodes to {encoded}",
             number,
         )
 
@@ -111,7 +113,7 @@ def _check_end(check: AuditCheck, request: AuditRequest, answer: AuditAnswer, kn
 
 
 def _may_end(request: AuditRequest, answer: AuditAnswer, known: Knowledge) -> bool | None:
-    """Whether something is there that an answer may stop at; None where that cannot be told."""
+    """Whether something is there that an answer may stop at; None where that is not known."""
     params = request.params
     if params.get("structured") is not None:
         return True

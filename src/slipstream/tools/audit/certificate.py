@@ -41,7 +41,7 @@ class Certificate:
 
     decision: AuditDecision
     reasons: list[str]
-    """Why it is not certified, or why it could not be told; empty for a certificate."""
+    """Why it is not certified, or why that is not known; empty for a certificate."""
     claim: str
     """What is certified, and the smallest deviation that would have been found; no more is claimed."""
     audited: dict[str, Any]

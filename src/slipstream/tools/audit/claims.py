@@ -46,7 +46,7 @@ class SmallestDeviations:
         )
 
     def add_tests(self, tests: Seq[AuditTest]) -> None:
-        """What the tests could have told."""
+        """What the tests could have detected."""
         for test in tests:
             if test.smallest:
                 self._figures[test.name] = test.smallest

@@ -131,9 +131,9 @@ def compare_with_reference(
             check.num_compared += 1
             tops = answer.tops or []
             if len(tops) == len(answer.token_ids):
-                told = np.array([np.nan if top.is_filled_in else top.logprob for top in tops])
-                finite = np.isfinite(told)
-                found.log_prob_differences.append((told - replayed.raw_log_probs)[finite])
+                reported = np.array([np.nan if top.is_filled_in else top.logprob for top in tops])
+                finite = np.isfinite(reported)
+                found.log_prob_differences.append((reported - replayed.raw_log_probs)[finite])
             for place, (own, chosen) in enumerate(zip(answer.token_ids, replayed.chosen, strict=True)):
                 if own != chosen:
                     diagnosed = len(found.identity.differences) < MAX_DIAGNOSED

@@ -2,7 +2,7 @@
 
 Of heads that draft a part of the target's vocabulary, safetensors checkpoints store offsets (`target id = draft id +
 d2t[draft id]`), GGUF files the target's ids themselves, and frequency-ranked heads of EAGLE-1 a list of ids in a file
-of its own. A map read the wrong way has plausible shapes and drafts nonsense, so the kind is told from the numbers.
+of its own. A map read the wrong way has plausible shapes and drafts nonsense, so the kind is recognised by the numbers.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ KNOWN_LENGTHS = frozenset({"slipstream", "vllm", "llamacpp", "sglang"})
 SAME_FILTERS = frozenset({"slipstream", "vllm", "sglang"})
 """Owners whose servers apply the temperature before top-p, as the reference does."""
 NUM_NOISE_REQUESTS = 40
-"""Requests by which it is told whether a server draws with the reference's noise."""
+"""Requests that show whether a server draws with the reference's noise."""
 UNKNOWN_VOCABULARY = 256
 """Token ids for parameters that name tokens, where the vocabulary is not known."""
 
@@ -159,7 +159,7 @@ class _Run:
             if not why:
                 stops = CounterWatch(self._sides[:1])
                 extras.append(asyncio.run(self._ask_again(repeats[0], check_stops)))
-                # Engines may count what a stop string cuts off an accepted block: that is told, and decides nothing.
+                # Engines may count what a stop string cuts off an accepted block: that is noted, and decides nothing.
                 notes += [f"with stop strings: {one.text}" for one in stops.check()[0].findings]
         except KeyboardInterrupt:
             why, interrupted = "the audit was interrupted", True

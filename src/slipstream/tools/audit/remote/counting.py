@@ -73,10 +73,10 @@ class CounterWatch:
         replies, answers, failed, prompt, output = (
             now - before for now, before in zip(self._sums(), self._start, strict=True)
         )
-        told = all(side.info.returns_usage for side in self._sides)
+        counts = all(side.info.returns_usage for side in self._sides)
         requests = answers if grown.num_requests == answers else replies
         return ClientCounts(
-            requests, failed, prompt if told else None, output if told else None, num_chunks=0
+            requests, failed, prompt if counts else None, output if counts else None, num_chunks=0
         )
 
     def _moves(self) -> bool:

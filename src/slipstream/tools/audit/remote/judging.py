@@ -146,14 +146,16 @@ class Judge:
         kinds = "every token" if shared else "every token at temperature 0"
         check = AuditCheck(SAME, f"{kinds} of the audited side against {self._other()}, under the same seed")
 
-        def told(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int) -> float | None:
+        def reported(
+            request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int
+        ) -> float | None:
             return reported_margin(request, mine, other, place, self._position(request, place))
 
         def margin(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer, place: int) -> float | None:
-            return counted_margin(request, told(request, mine, other, place), rounding.tie_margin)
+            return counted_margin(request, reported(request, mine, other, place), rounding.tie_margin)
 
         def tells(request: AuditRequest, mine: AuditAnswer, other: AuditAnswer) -> bool:
-            return told(request, mine, other, 0) is not None
+            return reported(request, mine, other, 0) is not None
 
         identity = compare(alike, self._mine, theirs, margin, rounding.tie_margin, check, tells)
         gaps = [

@@ -117,7 +117,7 @@ class ReferenceTest(BettingTest):
 
     @property
     def information(self) -> float:
-        """The summed variance of the log-probabilities: what a temperature is told by, in squared nats."""
+        """The summed variance of the log-probabilities: what shows a temperature, in squared nats."""
         return self._variance
 
     def add(self, scores: TokenScores, extra: Mapping[str, Floats] | None = None) -> None:

@@ -132,7 +132,7 @@ def _answer(plan: RemotePlan, prompt: Prompt) -> Exchange:
 def must_answer(
     server: ServerAddress, prompt: Prompt, raw: bool, extra: Mapping[str, Any], stream: bool = True
 ) -> Exchange:
-    """One answer outside the measurement; raises `RemoteError` for a failure, so that one of all requests is told once,
+    """One answer outside the measurement; raises `RemoteError` for a failure, so that one of all requests is said once,
     before they are sent."""
 
     async def once() -> Exchange:

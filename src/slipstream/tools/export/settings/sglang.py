@@ -90,7 +90,7 @@ USED_FLAGS = names_of(TABLE).union(
 )
 FLAGS = (*USED_FLAGS, *(_PREFIX + name for name in OTHER_FLAGS))
 _DEFAULT_NGRAM_TOKENS = 12
-"""What it checks in a step of NGRAM unless told otherwise, the root included."""
+"""What it checks in a step of NGRAM unless set otherwise, the root included."""
 _DEFAULT_BREADTH = 10
 _NUMBERS = ("num-steps", "eagle-topk", "num-draft-tokens")
 _DEFAULT_SHAPES = {DRAFT_MODEL.name: (3, 1, 4), EAGLE.name: (5, 4, 8), EAGLE3.name: (5, 4, 8)}

@@ -48,7 +48,7 @@ LOSSY = "assistant_ensemble_weight"
 """Mixes the draft's distribution into the target's."""
 DEFAULT_DEPTH = 20
 DEFAULT_THRESHOLD = 0.4
-"""Below which probability of a draft token it ends a draft, unless told otherwise."""
+"""Below which probability of a draft token it ends a draft, unless set otherwise."""
 DEFAULT_NGRAM = 2
 _DRAFTS = (*DRAFT_MODELS, LAYER_SKIP.name)
 TABLE = (
