@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sqlite3
 import struct
 import threading
 import zlib
@@ -18,8 +19,10 @@ from slipstream.errors import LearnError
 from slipstream.learn.decisions.by_hand import freeze
 from slipstream.learn.records.served import ServedRecord, tenant_key
 from slipstream.learn.status import LearnStatus
+from slipstream.learn.storage import database
 from slipstream.learn.storage.events import EventLog
 from slipstream.learn.storage.folder import LearnFolder
+from slipstream.learn.storage.old_files import copy_old_files
 from slipstream.learn.storage.ring import MIN_BYTES, Ring, RingIdentity, check_remembered, read_ring
 from slipstream.learn.storage.state import LearnState, ScopeVersions, StateStore
 
@@ -75,6 +78,20 @@ def test_after_a_while_with_the_earlier_release_nothing_is_lost(folder: LearnFol
     assert (state.scope().serving, state.frozen) == ("v000009-cc", True)
     assert state.retired == {"v000001-bb": "slower", "v000003-dd": "forgotten"}
     assert [one["event"] for one in EventLog(folder).read()] == ["frozen", "promoted"]
+
+
+def test_what_is_taken_over_while_it_is_read_is_shown(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beside(connection: sqlite3.Connection, folder: LearnFolder) -> None:
+        monkeypatch.undo()
+        freeze(folder, True)  # takes the files over
+        copy_old_files(connection, folder)
+
+    old_folder(folder, [some_record(number) for number in range(7)])
+    monkeypatch.setattr(database, "copy_old_files", beside)
+    assert len(list(read_ring(folder))) == 7
+    assert not folder.old_files
 
 
 def test_a_version_that_the_earlier_release_retired_serves_no_more(folder: LearnFolder) -> None:

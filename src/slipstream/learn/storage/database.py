@@ -50,8 +50,8 @@ class LearnDatabase:
                 assert self._connection is not None
                 ending.enter_context(self._lock)
                 yield self._connection
-            elif self._folder.old_files:
-                yield ending.enter_context(self._preview_of(self._folder).reading())
+            elif (preview := self._preview_of(self._folder)) is not None:
+                yield ending.enter_context(preview.reading())
             else:
                 yield ending.enter_context(contextlib.closing(self._connect(writes=False)))
 
@@ -88,9 +88,14 @@ class LearnDatabase:
     def log_bytes(self) -> int:
         """Size of the log."""
         try:
-            return 0 if self._folder is None else Path(f"{self._folder.database}-wal").stat().st_size
+            return 0 if self._folder is None else self._log_file.stat().st_size
         except FileNotFoundError:
             return 0
+
+    @property
+    def _log_file(self) -> Path:
+        assert self._folder is not None
+        return Path(f"{self._folder.database}-wal")
 
     def close(self) -> None:
         """Close the connection that stays open; one that is in memory stays as long as the object does."""
@@ -99,19 +104,20 @@ class LearnDatabase:
                 self._connection.close()
                 self._connection = None
 
-    def _preview_of(self, folder: LearnFolder) -> LearnDatabase:
-        """What the database will be once the old files have been taken over; it is read once."""
-        while self._preview is None:
+    def _preview_of(self, folder: LearnFolder) -> LearnDatabase | None:
+        """What the database will be once the old files have been taken over, read once; None where there are none."""
+        while old_files := folder.old_files:
+            if self._preview is not None:
+                return self._preview
             preview = LearnDatabase(None)
             assert preview._connection is not None
             with contextlib.closing(self._connect(writes=False)) as connection:
                 connection.backup(preview._connection)
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 copy_old_files(preview._connection, folder)
-            except FileNotFoundError:  # somebody takes them over at this moment
-                continue
-            self._preview = preview
-        return self._preview
+                if folder.old_files == old_files:  # else they are in the database now
+                    self._preview = preview
+        return None
 
     def _connect(self, writes: bool = True) -> sqlite3.Connection:
         folder, target, is_fixed = self._folder, ":memory:", False
@@ -120,8 +126,8 @@ class LearnDatabase:
                 os.close(os.open(folder.database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         if folder is not None and folder.database.exists():
             target = str(folder.database)
-            # Where the index of the log cannot be made, SQLite reads only a file that it is told does not change.
-            is_fixed = not writes and not self.log_bytes and not os.access(folder.path, os.W_OK)
+            # Where no log is there or can be made, SQLite reads only a file that it is told does not change.
+            is_fixed = not (writes or self._log_file.exists() or os.access(folder.path, os.W_OK))
             if is_fixed:
                 target = f"{folder.database.absolute().as_uri()}?immutable=1"
         connection = sqlite3.connect(
@@ -153,6 +159,7 @@ class LearnDatabase:
                 raise LearnError(f"records cannot be kept in memory: {error}") from None
             if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                 raise LearnError(
-                    f"{str(self._folder.database)!r} is damaged: {error}; remove it to serve the base drafter"
+                    f"{str(self._folder.database)!r} is damaged: {error}; sqlite3's .recover may save what it holds; "
+                    "remove it to serve the base drafter"
                 ) from None
             raise self._folder.unwritable(error) from None

@@ -37,7 +37,7 @@ def take_over(connection: sqlite3.Connection, folder: LearnFolder) -> None:
             copy_old_files(connection, folder)
             connection.execute("COMMIT")
             for file in [
-                *folder.old_files,
+                *reversed(folder.old_files),  # the ring last: a reader sees at once that files go
                 *(folder.path / f".{name}.lock" for name in ("ring", "state", "events")),
             ]:
                 if file.is_dir():
