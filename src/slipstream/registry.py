@@ -21,12 +21,12 @@ def entry_points(group: str) -> metadata.EntryPoints:
 
 @functools.lru_cache(maxsize=32)
 def _installed(group: str, _: tuple[str, ...]) -> metadata.EntryPoints:
-    """Those on a search path, read once: it takes some 10 ms, and loading a model asks for a dozen names."""
+    """Those on a search path, read once: it takes some 10 ms, and loading a model looks up a dozen names."""
     return metadata.entry_points(group=group)
 
 
 class Registry(Generic[T]):
-    """Finds the classes of one kind by name. A class is imported when it is asked for, not before.
+    """Finds the classes of one kind by name. A class is imported when it is first looked up.
 
     A name is one of `built_in`, one that was registered, or an entry point of `group`; the first of them that has it
     wins, so that a built-in name cannot be taken over. A name with a colon is the place of a class itself,

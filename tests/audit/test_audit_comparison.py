@@ -28,7 +28,7 @@ REQUESTS = [
 class Late(ServerSide):
     """A server in this process whose first answers take the longest; request 3 fails."""
 
-    async def ask(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
+    async def send(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
         for _ in range(3 * (len(REQUESTS) - request.number)):
             await asyncio.sleep(0)
         return AuditReply(request.number, error="gone" if request.number == 3 else None)

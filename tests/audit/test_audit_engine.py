@@ -127,7 +127,7 @@ def test_an_engine_that_allows_loss_is_never_certified(off: Engine) -> None:
     found = certify(LocalAudit(settings(2), DRAFT), lossy, off)
     assert found.decision is AuditDecision.NOT_CERTIFIED
     [reason] = found.reasons
-    assert reason.startswith("allow_lossy lets requests ask for step-level speculation")
+    assert reason.startswith("allow_lossy lets requests choose step-level speculation")
 
 
 def test_a_lossy_verifier_is_never_certified(

@@ -111,8 +111,8 @@ def test_a_lossy_verifier_of_our_server_is_refused_at_once(reference: Engine) ->
 class ForgetfulSide(ServerSide):
     """Loses the token ids of one answer."""
 
-    async def ask(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
-        reply = await super().ask(client, request, stream)
+    async def send(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
+        reply = await super().send(client, request, stream)
         for answer in reply.answers if request.number == 3 else ():
             answer.token_ids = None
         return reply

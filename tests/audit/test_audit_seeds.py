@@ -39,7 +39,7 @@ class Drawing(ServerSide):
     certainty = 0.5
     wrong = 0.0
 
-    async def ask(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
+    async def send(self, client: Any, request: AuditRequest, stream: bool = False) -> AuditReply:
         tokens = drawn(self.noise, request.seed, self.certainty, request.max_tokens)
         chance = random.Random(f"wrong {self.noise} {request.seed}")
         tokens = [token if chance.random() >= self.wrong else 9 for token in tokens]

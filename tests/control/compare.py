@@ -82,10 +82,10 @@ class Fixed:
     def announce(self, *_: Any) -> int:
         return int(self.choice.drafter)
 
-    def note_asked(self, *_: Any, **__: Any) -> None:
+    def note_called(self, *_: Any, **__: Any) -> None:
         pass
 
-    observe = release = note_asked
+    observe = release = note_called
 
 
 def run(

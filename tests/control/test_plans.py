@@ -121,7 +121,7 @@ def test_nobody_is_given_a_drafter_that_must_read_a_long_text_for_little() -> No
         for number in range(1, 9):  # a token of text takes a tenth of a step
             for missed in (0, 100):
                 for each in range(number):
-                    policy.note_asked(0, 1000 * number + missed + each, missed)
+                    policy.note_called(0, 1000 * number + missed + each, missed)
                 call_s = 1e-5 + 0.1 * STEP_S * max(missed - 1, 0) * number
                 call = DraftCall(number, 2, 2 * number, 0, call_s)
                 observe(policy, requests(number), STEP_S, calls=[call])
@@ -215,7 +215,7 @@ def test_whether_a_prompt_pays_is_decided_by_the_whole_of_it() -> None:
     """A chunk of it is computed in a step; a drafter that began would have to compute the rest too."""
     policy = make(CHAIN)
     for number in range(1, 40):
-        policy.note_asked(0, number, number % 5 * 100)
+        policy.note_called(0, number, number % 5 * 100)
         call = DraftCall(1, 4, 4, 0, 1e-5 + 0.1 * STEP_S * max(number % 5 * 100 - 1, 0))
         observe(policy, [drafted(number, 4, 4)], STEP_S, calls=[call])
         policy.choose(requests(1), 0)

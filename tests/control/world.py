@@ -273,7 +273,7 @@ class World:
         self.num_asked[number] += sum(depths)
         for i in asked:
             request = self.running[i]
-            self.policy.note_asked(number, request.sequence_id, request.length)
+            self.policy.note_called(number, request.sequence_id, request.length)
             missed += max(request.length - self._lengths[number].get(request.sequence_id, 0) - 1, 0)
             self._lengths[number][request.sequence_id] = request.length
         if drafter.traits.is_chain:

@@ -235,7 +235,9 @@ def test_the_backend_computes_sliding_windows_and_refuses_what_it_cannot(install
     mistral = MistralConfig(**SMALL, **windowed)
     assert type(adapt(tiny(mistral), attention_backend=name).backend).__name__ == "PlainBackend"
     falcon = ModelTraits(FalconConfig(), torch.device("cpu"), torch.float32, native=True)
-    with pytest.raises(ConfigError, match=f"'{name}' cannot run falcon: its attention asks a cache"):
+    with pytest.raises(
+        ConfigError, match=f"'{name}' cannot run falcon: its attention reads keys from a cache"
+    ):
         choose_backend(name, falcon)
     gemma = Gemma2Config(**SMALL, num_key_value_heads=2, intermediate_size=96, head_dim=16)
     with pytest.raises(ConfigError, match=f"'{name}' cannot run gemma2: its attention has capped logits"):

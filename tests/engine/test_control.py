@@ -278,7 +278,7 @@ def test_a_drafter_that_hangs_is_left(
     [method] = llm.engine.control_report().methods
     assert method.retired
     assert method.num_failures >= 1
-    assert sum("is not asked for 30 s" in record.message for record in caplog.records) == 1
+    assert sum("is not called for 30 s" in record.message for record in caplog.records) == 1
     assert texts(llm, prompts[4:6]) == texts(plain, prompts[4:6]), "and later requests come without it"
 
 

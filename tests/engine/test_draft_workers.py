@@ -242,7 +242,7 @@ def test_keys_are_asked_for_and_must_be_the_same(worker: Address, monkeypatch: p
     with pytest.raises(ConfigError, match="can be reached from other machines, so it needs a shared key"):
         DraftWorker(served, Address.parse("0.0.0.0:0"))
     with running_worker(EMBEDDED_TARGET, {"method": "ngram"}, key=KEY) as guarded:
-        with pytest.raises(ConfigError, match="asks for a key"):
+        with pytest.raises(ConfigError, match="requires a key"):
             LLM(speculative_config=remote(guarded))
         monkeypatch.setenv(variable, "another key, long enough")
         with pytest.raises(ConfigError, match="the engine does not know the key"):

@@ -368,7 +368,7 @@ def test_the_verb(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     assert "layer 2 of 2" in done.output
     assert "there was text for" not in done.output
     few = run(checkpoint, tmp_path / "few", "--data", texts, "--num-texts", 200, "--length", 32)
-    assert "rows of the 200 asked for" in few.output
+    assert "rows of the 200 requested" in few.output
     plain = run(checkpoint, tmp_path / "plain", "--no-calibration", "--quantization", "int4_g64")
     assert plain.exit_code == 2
     assert "has 160 inputs, which groups of 64 do not divide; use int4 or int8" in plain.output

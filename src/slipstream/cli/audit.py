@@ -75,7 +75,7 @@ class AuditFlags:
     """full, served, common, samples, plain or greedy; by default what both sides understand alike."""
     workload: Workload = "sample"
     num_prompts: Annotated[int, Option("--prompts", min=1)] = 40
-    """The most different prompts, each asked several times."""
+    """The most different prompts, each sent several times."""
     seed: Annotated[int, Option(min=0)] = 0
     """All that is random in the audit is derived from it."""
     concurrency: Annotated[int, Option(min=1)] = 8

@@ -142,7 +142,7 @@ class _Answers:
 
     @classmethod
     def read(cls, flags: GenerateFlags) -> _Answers:
-        """What is asked; raises `ConfigError` or `RequestError`, before the model is loaded."""
+        """The prompts; raises `ConfigError` or `RequestError`, before the model is loaded."""
         jobs = read_jobs(flags.prompt, flags.file)
         params = SamplingParams.from_mapping(flags.sampling | flags.constraint())
         expected = None if flags.prediction is None else parse_prediction(read_text(flags.prediction))

@@ -101,7 +101,7 @@ class HandoffFlags:
     served_model: str | None = None
     """The model's name there; by default the first that it lists."""
     api_key_env: str | None = None
-    """Environment variable with the key that vLLM and the dashboard's data ask for."""
+    """Environment variable with the key that vLLM and the dashboard's data require."""
     off: Annotated[ProbeFlags, "Off side of paired probes"]
     watch: Annotated[WatchFlags, "Watch"]
     json: Json = False

@@ -106,7 +106,7 @@ class LearnExportFlags(ScopeFlags):
 @app.command(cls=PlainHelp)
 @with_flags
 def status(flags: LearnFlags) -> None:
-    """Show what was captured, which versions serve, and what happened last. No server is asked."""
+    """Show what was captured, which versions serve, and what happened last. No server is contacted."""
     from slipstream.learn.status import LearnStatus
 
     found = LearnStatus.of(_folder(flags.folder))

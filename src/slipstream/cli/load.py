@@ -77,7 +77,7 @@ class LoadFlags:
         return params | extra
 
     def plan(self) -> LoadPlan:
-        """The load, with everything checked that can be before it begins; asks the server for its model."""
+        """The load, with everything checked that can be before it begins; gets the model's name from the server."""
         from slipstream.assets.workload.reading import read_workload
         from slipstream.tools.bench.result import Arrivals
         from slipstream.tools.bench.server.load import LoadPlan, first_turns

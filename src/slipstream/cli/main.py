@@ -46,7 +46,7 @@ VERBS = {
 
 
 class _Verbs(Mapping[str, Any]):
-    """The verbs' commands, each made when it is first asked for: making the flags of all takes half a second."""
+    """The verbs' commands, each made when it is first needed: making the flags of all takes half a second."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}

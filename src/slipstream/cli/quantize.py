@@ -67,7 +67,7 @@ def quantize(flags: QuantizeFlags) -> None:
     path = EMBEDDED_TARGET if model == "embedded" else model
     outcome = quantise(path, out, filled(QuantizeOptions, flags), flags.data, _Reporter())
     if 0 < outcome.num_rows < flags.num_texts:
-        few = f"there was text for {outcome.num_rows} rows of the {flags.num_texts} asked for"
+        few = f"there was text for {outcome.num_rows} rows of the {flags.num_texts} requested"
         stderr().print(f"{few}; with little text, calibration gains little", markup=False)
     print_rows(results(), [("model", f"{model} in {flags.quantization}"), *_rows(outcome, out)])
 

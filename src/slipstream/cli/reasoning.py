@@ -150,7 +150,7 @@ class _CalibrationTask:
     exact: bool
 
     def run(self, options: StepOptions | None) -> CalibrationCell:
-        """Answer them all; None asks for no drafted steps."""
+        """Answer them all; None drafts no steps."""
         name = "the target alone" if options is None else f"threshold {options.least:g}"
         print(f"{name}: {len(self.prompts)} problems …", file=sys.stderr, flush=True)
         seeds = [

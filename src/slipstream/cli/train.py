@@ -70,7 +70,7 @@ class RegenerateFlags:
     engine: EngineValues
 
     def answerer(self) -> tuple[Answerer, dict[str, Any]]:
-        """Who answers, and what is noted of that; an engine is loaded, or the server asked for its model."""
+        """Who answers, and what is noted of that; an engine is loaded, or the server's model is looked up."""
         if self.url is not None:
             return self._server(self.url.rstrip("/"))
         refuse(

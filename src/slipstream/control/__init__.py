@@ -1,6 +1,6 @@
 """What a step costs and what speculation then earns: measured profiles and their arithmetic, without tensors.
 
-In every step the engine asks `policy` which drafter drafts how deep for which request. Afterwards it reports what was
+In every step `policy` decides which drafter drafts how deep for which request. Afterwards it reports what was
 drafted, checked and accepted, and what the parts of the step took. The policy sees no tokens. It keeps a plan for each
 load, with and without prompts in the step. `optimise` searches a plan: the most expected tokens over expected time.
 `acceptance` counts accepted draft tokens by drafter, task and request, each the prior of the next, and `traffic` keeps

@@ -43,7 +43,7 @@ class Drafts:
 
     def add(self, num_checked: int, num_reached: int, num_accepted: int) -> None:
         """One draft of `num_checked` tokens, of which the path to the first `num_reached` was looked at; one more than
-        there are where the drafter ended its chain before the depth that was asked for."""
+        there are where the drafter ended its chain before the depth that was requested."""
         if not num_accepted <= num_reached <= num_checked + 1:
             raise ValueError(
                 f"{num_accepted} accepted, {num_reached} reached and {num_checked} checked cannot be"

@@ -127,7 +127,7 @@ class DraftCost:
         # Drafters are explored one request at a time, which does not tell what more of them take: the prior does.
         self._parts = Linear([0.0] * 5, [pass_s * share for share in (1.0, 1.0, 0.02, 0.02, 0.02)])
         self._missed = Mean()
-        """Tokens that a sequence had usually gained while the drafter was not asked for it."""
+        """Tokens that a sequence had usually gained while the drafter was not called for it."""
         self._num_calls = 0
 
     @property
@@ -167,7 +167,7 @@ class StepCost:
         """`pass_s` is the expected time of a target pass by rows."""
         self._pass_s = pass_s
         self._known: dict[int, float] = {}
-        """Rows to seconds of a pass: asking a profile takes longer."""
+        """Rows to seconds of a pass: reading a profile takes longer."""
         # With one request, a step that has a draft and a request that has one are the same; most of it is the step's.
         spread = [pass_s(1.0) * share for share in (0.3, 0.02, 0.05, 0.01, 0.01)]
         self._parts = Linear([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [*spread, 0.3, 0.3])
@@ -209,10 +209,10 @@ class TextSeen:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
-        """Sequence to the step in which the drafter was asked last, and the text's length then."""
+        """Sequence to the step in which the drafter was called last, and the text's length then."""
 
     def note(self, step: int, sequence_id: int, length: int) -> int:
-        """The drafter is asked for a sequence; returns the tokens that it has to compute first, beyond a step's."""
+        """The drafter is called for a sequence; returns the tokens that it has to compute first, beyond a step's."""
         last, seen = self._seen.get(sequence_id, (-1, 0))
         self._seen[sequence_id] = step, length
         return 0 if last == step - 1 else max(length - seen - 1, 0)

@@ -131,8 +131,8 @@ class Policy:
         self._speculates = any(choice.drafts for choice in choices)
         return choices
 
-    def note_asked(self, drafter: int, sequence_id: int, length: int) -> None:
-        """A drafter is asked for a sequence in this step, whose text has `length` tokens."""
+    def note_called(self, drafter: int, sequence_id: int, length: int) -> None:
+        """A drafter is called for a sequence in this step, whose text has `length` tokens."""
         self._num_missed[drafter] += self.traffic.seen[drafter].note(self._step, sequence_id, length)
 
     def announce(self, request: StepRequest, num_rows: int, num_computed: int, max_tokens: float) -> int:
@@ -210,7 +210,7 @@ class Policy:
         )
         best = self._resolve(problem, [before.choice(request) for request in requests])
         options = [problem.options[place] for place in best.places.tolist()]
-        choices = [self._as_asked(option) for option in options]
+        choices = [self._as_requested(option) for option in options]
         nothing = problem.nothing()
         alone = problem.price(
             np.array([problem.place_of(option._replace(drafter=NO_DRAFTER, depth=0)) for option in options])
@@ -263,8 +263,8 @@ class Policy:
             usable = [number for number in usable if number in used]
         return usable
 
-    def _as_asked(self, option: Choice) -> Choice:
-        """Trees are not chosen in depth: they are asked for all that they can be."""
+    def _as_requested(self, option: Choice) -> Choice:
+        """Trees are not chosen in depth: they are requested as large as they can be."""
         if option.drafter == NO_DRAFTER or self.drafters[option.drafter].is_chain:
             return option
         return option._replace(depth=self.drafters[option.drafter].max_depth)
@@ -317,7 +317,7 @@ class Policy:
             self._begin_trial(request, option.drafter, [1] * NUM_TRIAL_STEPS)
 
     def _begin_trial(self, request: StepRequest, drafter: int, depths: Seq[int]) -> None:
-        choices = [self._as_asked(Choice(drafter, depth)) for depth in depths]
+        choices = [self._as_requested(Choice(drafter, depth)) for depth in depths]
         self._trials.begin(request, choices, self._step)
 
     def _try(self, requests: Seq[StepRequest], choices: list[Choice]) -> None:
@@ -338,7 +338,7 @@ class Policy:
             choices[place] = bounded(choice, requests[place])
 
     def may_score(self, lookup: int) -> bool:
-        """Whether a lookup is to be asked what it would have proposed, and there is credit for it; pays for it.
+        """Whether a lookup is to be called for what it would have proposed, and there is credit for it; pays for it.
 
         Where it costs less than a step earns it does not wait for credit: otherwise the trials that come first would
         keep it from being noticed that the text repeats.

@@ -19,9 +19,9 @@ class Choice(NamedTuple):
     depth: int = 0
     """Levels of a chain, the most nodes of anything else."""
     lookup: int = NO_DRAFTER
-    """Who is asked before that, or `NO_DRAFTER`."""
+    """The lookup that is called before that, or `NO_DRAFTER`."""
     min_tokens: int = 0
-    """A proposal of the lookup with at least so many tokens makes asking the drafter needless."""
+    """A proposal of the lookup with at least so many tokens makes calling the drafter needless."""
 
     @property
     def drafts(self) -> bool:
@@ -42,7 +42,7 @@ class PolicyDrafter:
     """Levels of a chain; nodes of a tree or a lookup, whose size is not chosen."""
     is_chain: bool
     looks_up: bool = False
-    """Takes next to no time, so it is asked before the others, and used where its proposal is long enough."""
+    """Takes next to no time, so it is called before the others, and used where its proposal is long enough."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class StepRequest:
     num_output: int = 0
     """Tokens of its answer so far."""
     allowed: frozenset[int] | None = None
-    """The only drafters that may be asked: its caller names them, or the others have failed it. None is all."""
+    """The only drafters that may be called: its caller names them, or the others have failed it. None is all."""
 
     # before the pass
     choice: Choice = NOTHING
@@ -74,7 +74,7 @@ class StepRequest:
     num_tokens: int = 0
     """Committed."""
     lookup: int = NO_DRAFTER
-    """Who was asked first and had nothing, or whose draft was checked; one that was too short comes by `score`."""
+    """Who was called first and had nothing, or whose draft was checked; one that was too short comes by `score`."""
 
 
 Number = Any
@@ -82,7 +82,7 @@ Number = Any
 
 
 class DraftCall(NamedTuple):
-    """How much a drafter was asked for in one call, and of a call that was made who it was and what it took."""
+    """How much a drafter was to draft in one call, and of a call that was made who it was and what it took."""
 
     num_sequences: Number
     num_levels: Number
@@ -118,7 +118,7 @@ class MethodReport:
     num_failures: int
     """How often it was retired for a sequence that it failed."""
     retired: bool
-    """True while it is not asked: it hung, or failed too often."""
+    """True while it is not called: it hung, or failed too often."""
 
 
 @dataclass(frozen=True, slots=True)

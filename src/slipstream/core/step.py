@@ -33,13 +33,13 @@ class StepItem:
     # proposed
     proposal: Proposal = EMPTY_PROPOSAL
     method: str = ""
-    """The drafter that was asked, by name; `off` where `auto` asked none."""
+    """The drafter that was called, by name; `off` where `auto` called none."""
     drafter: int | None = None
-    """Its number among the engine's drafters; None where none was asked, or a lookup had too little."""
+    """Its number among the engine's drafters; None where none was called, or a lookup had too little."""
     drafted: Proposal = EMPTY_PROPOSAL
     """What it proposed; a grammar may have changed the tree that is checked."""
     found: Proposal = EMPTY_PROPOSAL
-    """What the lookup that was asked first proposed, used or not."""
+    """What the lookup that was called first proposed, used or not."""
     is_forced: bool = False
     """All draft tokens are those that the grammar forces: no drafter proposed any."""
 

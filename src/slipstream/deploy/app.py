@@ -56,7 +56,7 @@ class ClusterDirectory:
 
 
 class Replica:
-    """One engine. Ray watches it by `check_health` and asks it for `record_autoscaling_stats`."""
+    """One engine. Ray watches it by `check_health` and calls its `record_autoscaling_stats`."""
 
     async def __init__(self, settings: DeploySettings) -> None:  # type: ignore[misc]  # Ray awaits it
         context = serve.get_replica_context()

@@ -41,7 +41,7 @@ class ReplicaReport:
     num_drafted_sequences: int = 0
     """Answers for which drafters keep state."""
     retired_drafters: tuple[str, ...] = ()
-    """Drafters that are not asked any more, or not for now."""
+    """Drafters that are not called any more, or not for now."""
     tokens_per_s: float = 0.0
     """Emitted since the last report."""
     acceptance_length: float = 0.0

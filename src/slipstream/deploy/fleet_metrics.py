@@ -25,7 +25,7 @@ _COUNTERS = {
     "moved": "Times a request went on at another replica.",
     "lost_replicas": "Replicas that went without a drain, or with requests under way.",
     "silent_replicas": "Times a replica was not heard of for too long.",
-    "drained_replicas": "Replicas that asked their requests to be taken elsewhere.",
+    "drained_replicas": "Replicas that handed their requests to others.",
     "crossed_unlike": "Requests that went on with other arithmetic than they were begun with.",
     "prompt_blocks": "Blocks of prompts that were routed.",
     "known_blocks": "Blocks of prompts that the chosen replica held.",

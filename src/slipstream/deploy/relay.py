@@ -54,7 +54,7 @@ class Passage:
     """A request while it is under way."""
 
     begin: BeginRequest
-    """What it asks for."""
+    """Its parameters."""
     answers: Seq[AnswerRecord]
     """What was passed on; `put` keeps them."""
     put: Put

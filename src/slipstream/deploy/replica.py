@@ -50,7 +50,7 @@ MAX_UNREAD_BYTES = 64 * 2**20
 
 @dataclass(slots=True)
 class _Attempt:
-    """A request of one front: what aborts or pauses it, once the engine has it, and what was asked for before."""
+    """A request of one front: what aborts or pauses it, once the engine has it, and what was requested before."""
 
     handle: RequestHandle | None = None
     cancelled: bool = False
@@ -114,7 +114,7 @@ class ReplicaServer:
         return sum(self._queued.values())
 
     async def drain(self, timeout_s: float) -> bool:
-        """Ask the fronts to take their requests elsewhere; True once none is left, False after `timeout_s`."""
+        """Request that the fronts take their requests elsewhere; True once none is left, False after `timeout_s`."""
         self.is_draining = True
         for front in self._fronts:
             front.send(ReplicaDrains())

@@ -1,4 +1,4 @@
-"""The fleet in the place of the server's engine: what the routes ask, answered for all replicas together."""
+"""The fleet in the place of the server's engine: what the routes call, for all replicas together."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ options. A drafter keeps what it needs by sequence id, learns from `observe`, an
 - An ensemble unites its members' trees, and each member observes its own nodes only. A cascade's draft model checks an
   inner drafter's tokens by equality, since a draft token is a function of its logits and of noise that is keyed by
   position, and rolls the inner drafter back by `rewind`.
-- `auto` knows three kinds: chains, whose depth is chosen; lookups, which are asked first, because they are quick, and
+- `auto` knows three kinds: chains, whose depth is chosen; lookups, which are called first, because they are quick, and
   used where their draft is long; and all others, which are used as they are or not at all.
 - Drafters of other packages are called in a thread of their own and get copies only, so one that never returns delays
   nothing, and what it still writes changes nothing. A late drafter is used again after a pause, with an empty state.

@@ -43,16 +43,16 @@ class DraftContext:
     target: CausalLM | None = None
     """The target itself, for drafters that read its weights or run parts of it; None where nothing is loaded."""
     unused_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the target's checkpoint that the target does not read, each read from its file when it is asked for.
+    """Tensors of the target's checkpoint that the target does not read, each read from its file when it is first used.
     Empty for drafters whose `spec` does not say that it reads them."""
     target_layers: tuple[int, ...] | None = None
     """The layers that `target` runs: those of whose tokens it keeps keys and values. None is all."""
     target_outline: ModelOutline | None = None
     """What is known of a target that is not loaded, for `Drafter.footprint`."""
     draft_timeout_s: float = 30.0
-    """How long a call of a drafter may take. A drafter that takes longer is not asked for a while, in the end never."""
+    """How long a call of a drafter may take. One that takes longer is not called for a while, in the end never."""
     loaded_drafter: Drafter | None = None
-    """One that is loaded already, whose draft model may be used again where the same is asked for: see
+    """One that is loaded already, whose draft model may be used again where the options are the same: see
     `reusable_model`."""
     is_priced: bool = False
     """True where a policy measures what the drafter's calls cost, and drops a drafter that costs more than it saves, as
@@ -184,8 +184,8 @@ class Drafter(ABC):
         the prompt too should begin.
 
         Must not change the sequences (drafters that are not Slipstream's own get copies of them), and may be called
-        several times in a step: if it raises for a batch, the engine asks again for each sequence alone, and retires it
-        for those for which it raises again; `auto` asks for some of the sequences at a time; and a `cascade` asks its
+        several times in a step: if it raises for a batch, the engine calls it for each sequence alone, and retires it
+        for those for which it raises again; `auto` calls for some of the sequences at a time; and a `cascade` calls its
         inner drafter before each of its passes. What is proposed need not be checked: other tokens may be.
         """
 

@@ -61,7 +61,7 @@ class MethodSpec:
     """True where its weights are tensors of the target's checkpoint that the target does not read: its drafter finds
     them as `DraftContext.unused_tensors`."""
     is_lookup: bool = False
-    """True where it looks into texts only: asking it again costs next to nothing, and it drafts as configured."""
+    """True where it looks into texts only: calling it again costs next to nothing, and it drafts as configured."""
     drafts_chains: bool = False
     """True where `num_speculative_tokens` says anew for each step how deep it drafts."""
     trainer: str | None = None

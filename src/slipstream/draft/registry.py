@@ -1,4 +1,4 @@
-"""Drafters by name. Built-in ones are imported when they are asked for; others are registered or come as entry points.
+"""Drafters by name. Built-in ones are imported when they are first used; others are registered or come as entry points.
 
 A package adds a drafter with one line of its own `pyproject.toml`:
 

@@ -1,4 +1,4 @@
-"""What a drafter is, as plain data: engines, policies and groups of drafters read it instead of asking."""
+"""What a drafter is, as plain data: engines, policies and groups of drafters read it instead of calling it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DrafterTraits:
     """What holds for a drafter as long as it runs. The defaults suit one without memory, weights or draft model."""
 
     max_nodes: int = 0
-    """The most nodes that one proposal can have; the engine never asks for more."""
+    """The most nodes that one proposal can have; the engine never requests more."""
     kinds: frozenset[ProposalKind] = frozenset({ProposalKind.ONE_HOT})
     """The proposal kinds that it may return."""
     chain_length: int | None = None
@@ -63,7 +63,7 @@ class DrafterTraits:
     """True where a chain may end before its budget because the drafter lacks confidence in what follows: it has a
     `confidence_threshold`."""
     looks_up: bool = False
-    """True where a proposal takes next to no time and asking for one changes nothing, so that it may be asked for just
+    """True where a proposal takes next to no time and calling for one changes nothing, so that it may be called just
     to see whether it would have been accepted."""
     observes_all: bool = True
     """False where `observe` learns nothing from sequences for which nothing of its own was checked."""

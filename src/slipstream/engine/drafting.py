@@ -46,12 +46,12 @@ class Drafting:
     """An engine's drafters, each behind a guard, and what chooses among them.
 
     One drafts for each sequence in a step, and learns what became of its draft. Drafters that learn from all text
-    observe all that is committed, so one that was not asked for a while is up to date. Where one fails, decoding goes
+    observe all that is committed, so one that was not called for a while is up to date. Where one fails, decoding goes
     on without its drafts. The last of them drafts what callers expect; it is no choice of requests or policies.
     """
 
     def __init__(self, drafter: Drafter, method: str, policy: Policy | None = None) -> None:
-        """`method` names the drafter; of `auto` its members are asked. Without a policy each sequence is drafted for as
+        """`method` names the drafter; `auto` has its members called. Without a policy each sequence is drafted for as
         far as the scheduler allows."""
         self._drafter = drafter
         self._group = drafter if isinstance(drafter, AutoDrafter) else None
@@ -85,7 +85,7 @@ class Drafting:
             learns and guard.drafter.traits.observes_all
             for learns, guard in zip(self._learns, self.guards, strict=True)
         )
-        """Whether some drafter learns from sequences that it was not asked for."""
+        """Whether some drafter learns from sequences that it was not called for."""
 
     def group_tasks_by(self, name: Callable[[RequestOptions], str], task: Callable[[str], str]) -> None:
         """Keep the statistics of a request under `name` of its options, from which `task` tells its task."""
@@ -99,10 +99,10 @@ class Drafting:
         """Set what is proposed for each sequence, and who proposed it. What is `given`, by sequence id, is drafted
         already: it is proposed whole, or not at all.
 
-        Where the target is still computing the prompt, the drafter is asked with a budget of 0, so that it can
+        Where the target is still computing the prompt, the drafter is called with a budget of 0, so that it can
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
         the grammar's forced tokens too, and no draft tokens that the grammar refuses. Where an answer is followed in
-        what its caller expects, that is the proposal, and no drafter is asked.
+        what its caller expects, that is the proposal, and no drafter is called.
         """
         policy = self.policy
         self._draft_expected(scheduled, given or {})
@@ -112,7 +112,7 @@ class Drafting:
             for item in scheduled:
                 if item.drafter == self._prediction:
                     item.drafter, item.proposal = None, EMPTY_PROPOSAL
-        self.ask(wanted)
+        self.call_drafters(wanted)
         for item in scheduled:
             sequence = item.sequence
             if sequence.grammar is not None and item.max_draft_tokens > 0 and not in_probe:
@@ -201,7 +201,7 @@ class Drafting:
                 yield item, Choice(drafter)
 
     def _look_up(self, policy: Policy, item: StepItem) -> None:
-        """Ask a lookup that was not chosen what it would have proposed, to see later whether it was right.
+        """Call a lookup that was not chosen for what it would have proposed, to see later whether it was right.
 
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
         """
@@ -212,7 +212,7 @@ class Drafting:
                 continue
             limit = min(item.max_draft_tokens, traits.max_depth)
             if limit and policy.may_score(number):
-                [proposal] = self.guards[number].ask([sequence], [limit])
+                [proposal] = self.guards[number].propose([sequence], [limit])
                 self._unchecked.append((sequence, number, proposal, item.length_before))
                 return
 
@@ -227,13 +227,13 @@ class Drafting:
         return StepRequest(sequence.id, self.task_of(sequence), limit, length, num_output, allowed)
 
     def serves(self, number: int, sequence: Sequence) -> bool:
-        """Whether a drafter may be asked for a sequence: its caller names no other one, and it has not failed it."""
+        """Whether a drafter may be called for a sequence: its caller names no other one, and it has not failed it."""
         wanted = sequence.options.draft_method in (None, self.names[number], self._methods[number])
         return wanted and self.guards[number].serves(sequence)
 
     # --- the drafters' calls ----------------------------------------------------------------------------------
 
-    def ask(self, wanted: Wanted) -> None:
+    def call_drafters(self, wanted: Wanted) -> None:
         """Call the drafters that are wanted, each once: the lookups, and then those whose drafts are still needed."""
         self.calls = []  # what predictions take is the step's own time
         first: dict[int, Wanted] = {}
@@ -243,18 +243,18 @@ class Drafting:
                 first.setdefault(choice.lookup, []).append((item, choice))
             elif choice.drafter != NO_DRAFTER:
                 then.setdefault(choice.drafter, []).append((item, choice))
-        for number, asked in sorted(first.items()):
-            self._call(number, [item for item, _ in asked], [item.max_draft_tokens for item, _ in asked])
-            for item, choice in asked:
+        for number, pairs in sorted(first.items()):
+            self._call(number, [item for item, _ in pairs], [item.max_draft_tokens for item, _ in pairs])
+            for item, choice in pairs:
                 item.found = item.proposal
                 if len(item.found) >= choice.min_tokens:
                     continue
                 item.drafter, item.drafted, item.proposal = None, EMPTY_PROPOSAL, EMPTY_PROPOSAL
                 if choice.drafter != NO_DRAFTER:
                     then.setdefault(choice.drafter, []).append((item, choice))
-        for number, asked in sorted(then.items()):
-            limits = [min(choice.depth, item.max_draft_tokens) for item, choice in asked]
-            self._call(number, [item for item, _ in asked], limits)
+        for number, pairs in sorted(then.items()):
+            limits = [min(choice.depth, item.max_draft_tokens) for item, choice in pairs]
+            self._call(number, [item for item, _ in pairs], limits)
 
     def _call(self, number: int, items: Seq[StepItem], limits: Seq[int]) -> None:
         """Set what one drafter proposes, for those that it serves."""
@@ -266,7 +266,7 @@ class Drafting:
         if not items:
             return
         started_s = time.perf_counter()
-        proposals = guard.ask([item.sequence for item in items], budgets)
+        proposals = guard.propose([item.sequence for item in items], budgets)
         seconds = time.perf_counter() - started_s
         for item, proposal in zip(items, proposals, strict=True):
             item.drafter = number
@@ -274,7 +274,7 @@ class Drafting:
         self._record_call(number, items, budgets, seconds)
 
     def _record_call(self, number: int, items: Seq[StepItem], budgets: Seq[int], seconds: float) -> None:
-        """Keep what a call was for, and say who was asked: but for lookups, which have nothing to catch up with.
+        """Keep what a call was for, and say who was called: but for lookups, which have nothing to catch up with.
         Announced prompts have no budget."""
         drafting = [budget for budget in budgets if budget]
         levels, num_tokens = max(drafting, default=0), sum(drafting)
@@ -286,7 +286,7 @@ class Drafting:
             return
         for item, budget in zip(items, budgets, strict=True):
             if budget:
-                policy.note_asked(number, item.sequence.id, item.length_before)
+                policy.note_called(number, item.sequence.id, item.length_before)
 
     def _name_of(self, item: StepItem) -> str:
         """The drafter that was called for it; `off` where the policy chose none."""

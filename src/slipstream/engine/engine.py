@@ -38,7 +38,7 @@ D = TypeVar("D", bound=Drafter)
 class Engine:
     """A target model, a drafter and a verifier, serving many requests at once. Not thread-safe.
 
-    `engine.factory` makes one. `intake` checks and prepares what callers ask for; it may be used from any thread.
+    `engine.factory` makes one. `intake` checks and prepares what callers request; it may be used from any thread.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many sequences run and how many wait; may be asked at any time, from any thread."""
+        """How many sequences run and how many wait; may be called at any time, from any thread."""
         return len(self.scheduler.running), len(self.scheduler.waiting)
 
     def control_report(self) -> ControlReport:

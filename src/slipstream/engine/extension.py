@@ -23,7 +23,7 @@ class StepExtension:
     tokens are appended. By default it changes nothing, so every token is the target's own."""
 
     lossy = False
-    """True where an answer that asks for it may not be the target's own."""
+    """True where an answer that requests it may not be the target's own."""
 
     propose_s = 0.0
     """What the last `propose` took."""
@@ -32,7 +32,7 @@ class StepExtension:
 
     def propose(self) -> dict[int, Proposal]:
         """Sequence id to a chain that the next pass checks whole, or not at all where there is no room for it. It has
-        as many nodes as the sequence's `num_step_nodes`, and no drafter is asked for that sequence."""
+        as many nodes as the sequence's `num_step_nodes`, and no drafter is called for that sequence."""
         return {}
 
     def verify(self, items: Seq[StepItem], verify: Verify) -> None:
@@ -60,7 +60,7 @@ class StepExtension:
     # --- its state --------------------------------------------------------------------------------------------
 
     def drafters(self) -> list[Drafter]:
-        """The drafters that it asks, for whose memory the engine plans."""
+        """The drafters that it calls, for whose memory the engine plans."""
         return []
 
     def begin(self, num_slots: int, end_token_ids: frozenset[int], max_model_len: int) -> None:

@@ -132,7 +132,7 @@ def _warn_of_threads(num_threads: int | None) -> None:
 
 
 def _create_extension(speculation: ParsedSpeculation, drafter: Drafter) -> StepExtension:
-    """What the configuration asks for as `reasoning`."""
+    """What the configuration sets as `reasoning`."""
     if speculation.reasoning is None:
         return StepExtension()
     config = drafter.context.engine_config

@@ -36,7 +36,7 @@ from slipstream.text.stream import NoText, TextStream
 
 
 class Intake:
-    """Makes requests of what callers ask, and gives each its seeds."""
+    """Makes requests of what callers send, and gives each its seeds."""
 
     def __init__(self, served: EngineParts) -> None:
         seed, vocab_size = served.config.seed, served.model.vocab_size
@@ -184,7 +184,7 @@ class Intake:
     def compile_grammar(
         self, params: SamplingParams, tried_bytes: int | None = None, tenant: str = ""
     ) -> Future[Grammar] | None:
-        """Begin to compile what `params.structured` asks for, None where nothing is; may be called from any thread.
+        """Begin to compile the grammar of `params.structured`, None where nothing is; may be called from any thread.
 
         `tried_bytes` is what `GrammarCompiler.try_` found, where another process has tried it. What was compiled
         before is reused by the same `tenant` alone. The future raises `RequestError` where it cannot be followed.

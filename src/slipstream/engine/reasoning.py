@@ -42,7 +42,7 @@ MAX_SILENT_CALLS = 16
 
 @dataclass(slots=True)
 class _Thinker:
-    """One sequence that asked for step-level speculation."""
+    """One sequence that requested step-level speculation."""
 
     sequence: Sequence
     tracker: StepTracker
@@ -139,7 +139,7 @@ class StepSpeculation(StepExtension):
             )
 
     def open(self, sequence: Sequence, processor: LogitsProcessor) -> None:
-        """Follow an answer that asked for it; tokens that came with it are read."""
+        """Follow an answer that requested it; tokens that came with it are read."""
         options = sequence.options.reasoning
         if options is None:
             return
@@ -220,7 +220,7 @@ class StepSpeculation(StepExtension):
     def _write_once(self, writing: Seq[_Thinker]) -> None:
         """One call of the draft for all of them."""
         budgets = [self.config.chunk_tokens] * len(writing)
-        proposals = self._guard.ask([thinker.draft_sequence for thinker in writing], budgets)
+        proposals = self._guard.propose([thinker.draft_sequence for thinker in writing], budgets)
         seen: list[Observation] = []
         for thinker, proposal in zip(writing, proposals, strict=True):
             before = len(thinker.draft_sequence.token_ids)

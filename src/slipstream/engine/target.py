@@ -1,4 +1,4 @@
-"""The target that an engine's configuration asks for."""
+"""The target of an engine's configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_target(config: EngineConfig) -> tuple[CausalLM, Any]:
 
 
 def shared_target(like: Engine, config: EngineConfig) -> tuple[CausalLM, Any]:
-    """The model and tokenizer of an engine, for another of `config`; `ConfigError` where it asks for others."""
+    """The model and tokenizer of an engine, for another of `config`; `ConfigError` where it needs others."""
     check_same_target(like.model, like.config, config)
     return like.model, like.tokenizer
 

@@ -31,7 +31,7 @@ class KVCache:
         self.accounting.commit(owner, token_ids)
 
     def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
-        """[end - begin, width]: what a drafter asked to be kept of `owner`'s computed tokens `begin` to `end`."""
+        """[end - begin, width]: what a drafter had kept of `owner`'s computed tokens `begin` to `end`."""
         return self.pool.features[self.pool.index(self.accounting.slots(owner)[begin:end])]
 
     def keep_features(self, slots: SlotMap | torch.Tensor, features: torch.Tensor) -> None:

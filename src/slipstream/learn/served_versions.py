@@ -30,7 +30,7 @@ class SteppedEngine(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """To be asked for what does not change, and for hooks."""
+        """For what does not change, and for hooks."""
         ...
 
     def between_steps(self, change: Callable[[Engine], T]) -> T:

@@ -1,4 +1,4 @@
-"""What a folder of learning holds, as it is now; nothing is changed, and no server is asked."""
+"""What a folder of learning holds, as it is now; nothing is changed, and no server is contacted."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ encoder-decoders, recurrent state, ALiBi, chunked attention. What the configurat
 A weight is held once. Layers are packed one after the other, and each one's unpacked weights are given back before the
 next. Matrices of a 16-bit checkpoint stay in their type (`matrices`), except experts of families that the kernels do
 not know, matrices of several types, and matrices that get an adapter, which are widened as they are read. An embedding
-that is tied to the output layer is read out of the packed one, so drafters that need either ask `CausalLM.embed` and
+that is tied to the output layer is read out of the packed one, so drafters that need either call `CausalLM.embed` and
 `CausalLM.project`.
 """
 

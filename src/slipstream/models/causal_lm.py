@@ -24,12 +24,12 @@ from slipstream.models.trial import NUM_TRIAL_ROWS
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What a forward pass yields for the rows that were asked for, group after group."""
+    """What a forward pass yields for the rows that are wanted, group after group."""
 
     logits: Tensor
     """[wanted rows, vocab]"""
     hidden: dict[int, Tensor]
-    """Layer index (0 is the embedding) to [all rows, width]; only the layers that were asked for."""
+    """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
     rows: ForwardBatch
     """The rows that were computed."""
 

@@ -71,7 +71,7 @@ class Checkpoint:
     def unused_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the model is known not to read, such as the layers of multi-token prediction.
 
-        By their names in the files, and each read when it is asked for; of a GGUF file none.
+        By their names in the files, and each read when it is first used; of a GGUF file none.
         """
         if self.gguf is not None:
             return {}

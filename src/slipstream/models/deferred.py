@@ -28,7 +28,7 @@ from typing import Any
 _lock = threading.RLock()
 """Guards the finders. Nothing is imported while it is held."""
 _package_lock = threading.RLock()
-"""Held while the `__init__` of a deferred package runs: other threads that ask for its names wait for their end."""
+"""Held while the `__init__` of a deferred package runs: other threads that need its names wait for their end."""
 
 DYNAMO = "torch._dynamo"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -49,7 +49,7 @@ class Placeholder:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and not _is_loaded(self._module):
-            raise AttributeError(name)  # `typing` and `functools` ask for such names of everything
+            raise AttributeError(name)  # `typing` and `functools` look such names up in everything
         return getattr(self._real(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -117,7 +117,7 @@ class _Finder(MetaPathFinder, Loader):
         self._thread = threading.get_ident()
 
     def is_mine(self) -> bool:
-        """Whether the thread that asks is the one that made it."""
+        """Whether the calling thread is the one that made it."""
         return self._thread == threading.get_ident()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -293,7 +293,7 @@ class _Method:
 
 
 class _Package(ModuleType):
-    """A package whose `__init__` runs when a name is asked for that is none of its submodules."""
+    """A package whose `__init__` runs when a name is looked up that is none of its submodules."""
 
     def __getattr__(self, name: str) -> Any:
         package = self.__name__
@@ -322,7 +322,7 @@ class _Package(ModuleType):
 
 
 def defer_package(name: str) -> None:
-    """Let submodules of a package be imported without its `__init__`, which runs when one of its names is asked for.
+    """Let submodules of a package be imported without its `__init__`, which runs when one of its names is looked up.
 
     Does nothing where the package is imported already, or not installed. The packages above it must be imported.
     """

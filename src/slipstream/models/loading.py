@@ -114,7 +114,7 @@ class _Choice:
     dtype: torch.dtype
     """Type that it computes in."""
     weights: str | None
-    """The weight format that is asked for."""
+    """The weight format that is requested."""
     format: WeightFormat
     backend: AttentionBackend
 
@@ -127,7 +127,7 @@ class _Choice:
 
 
 def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
-    """Raises for what `options` ask for and the checkpoint, the machine or the kernels cannot give."""
+    """Raises for what `options` request and the checkpoint, the machine or the kernels cannot give."""
     where = resolve_device(options.device)
     dtype, quantization, trusts = options.dtype, options.quantization, options.trust_remote_code
     says_how = dtype != "auto" or quantization is not None
@@ -244,7 +244,7 @@ def adapt(
     """Wrap a Transformers model that was made with the `slipstream` attention, once it has passed the canary.
 
     With `pack` the model's own weights are freed, and views of them become invalid. `dtype` is the type that it
-    computes in, where its matrices may have another; None asks the model. `stored_as` says how a file holds those that
+    computes in, where its matrices may have another; None: as the model. `stored_as` says how a file holds those that
     are still quantised. `given` are fields of `LoadOptions`: `quantization`, `max_model_len`, `attention_backend` and
     `executor` are read.
     """

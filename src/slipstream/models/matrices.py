@@ -170,7 +170,7 @@ def widened(model: nn.Module) -> Iterator[None]:
 def unread(model: nn.Module) -> Iterator[set[str]]:
     """Within the body linear layers, and experts that the kernels know, give zeros of the right shape.
 
-    So a pass that only asks what a model does, and not what comes of it, reads no weights. Yields the names of the
+    So a pass that only records what a model does, and not what comes of it, reads no weights. Yields the names of the
     layers that were called so far.
     """
     called: set[str] = set()
@@ -235,7 +235,7 @@ class _Widened:
 
 
 class _WidenedStack:
-    """Weights of experts, float32 as they are asked for."""
+    """Weights of experts, float32 when they are read."""
 
     def __init__(self, stack: Tensor) -> None:
         self._stack = stack

@@ -1,4 +1,4 @@
-"""What a model runs on and in: device, types, kernels, as asked for and as the machine and the checkpoint permit."""
+"""What a model runs on and in: device, types, kernels, as requested and as the machine and the checkpoint permit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for but PyTorch sees no GPU; use cpu")
+        raise ConfigError(f"device {name!r} was requested but PyTorch sees no GPU; use cpu")
     return device
 
 
@@ -46,7 +46,7 @@ def resolve_cache_dtype(
 ) -> torch.dtype:
     """How keys and values are held.
 
-    `name` and `dtype` are what was asked for, `stored` is the checkpoint's type and `computed` what the model computes
+    `name` and `dtype` are what was requested, `stored` is the checkpoint's type and `computed` what the model computes
     in. `auto` is the checkpoint's own type where our kernels run whole passes (`fused`): they widen what they read.
     PyTorch's attention would copy the whole cache in every pass.
     """
@@ -65,7 +65,7 @@ def resolve_weight_dtype(
     native: bool,
     is_plain: Callable[[], bool],
 ) -> tuple[torch.dtype, str | None]:
-    """The type that a model computes in, and the weight format that `name` asks for; None where it asks for none.
+    """The type that a model computes in, and the weight format that `name` requests; None where it requests none.
 
     In the native kernels all arithmetic is float32, and 16 bits say how weights are kept. They can be where `is_plain`,
     see `has_only_plain_matrices`; other models are PyTorch's in that type.

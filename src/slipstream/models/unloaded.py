@@ -59,9 +59,9 @@ class UnloadedModel:
     dtype: torch.dtype
     stored_dtype: torch.dtype | None
     asked: str | None
-    """The weight format that `dtype` asks for."""
+    """The weight format that `dtype` requests."""
     matrix_dtype: torch.dtype
-    """In which matrices are read where nothing else asks for a type."""
+    """In which matrices are read where nothing else sets a type."""
     device: torch.device
     native: bool
     backend: AttentionBackend

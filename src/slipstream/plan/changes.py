@@ -45,7 +45,7 @@ class PlanChange:
     weight: float
     """Orders changes: a cheaper one has less."""
     flags: str
-    """How to ask for it on the command line."""
+    """How to set it on the command line."""
     engine: Mapping[str, Any]
     """Fields of `EngineConfig` to replace."""
     speculative: SpeculativeConfig | None = None
@@ -73,7 +73,7 @@ class FittingChange:
 
     @property
     def flags(self) -> str:
-        """How to ask for them."""
+        """How to set them."""
         return " ".join(change.flags for change in self.changes)
 
     @property
@@ -315,6 +315,6 @@ def _less(
 
 
 def _as_flag(method: str, options: Mapping[str, Any], reasoning: Mapping[str, Any] | None) -> str:
-    """The flag that asks for this drafter, and for steps as they were asked for."""
+    """The flag that sets this drafter, and steps as they were requested."""
     config = {"method": method, **options, **({} if reasoning is None else {"reasoning": dict(reasoning)})}
     return f"--speculative-config {shlex.quote(json.dumps(config))}"

@@ -10,7 +10,7 @@ from slipstream.plan.planner import Planner
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Requests at once for which the longest context is given."""
 MAX_BATCH = 4096
-"""No larger batch is looked for unless one is asked for."""
+"""No larger batch is looked for unless one is requested."""
 
 
 @dataclass(frozen=True, slots=True)

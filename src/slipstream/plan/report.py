@@ -126,7 +126,7 @@ def plan_json(plan: DeploymentPlan) -> Mapping[str, Any]:
 
 
 def _contexts(longest: int, wanted: int) -> list[int]:
-    """Contexts for which the largest batch is given: doubling from 512 to the model's, and the one asked for."""
+    """Contexts for which the largest batch is given: doubling from 512 to the model's, and the one requested."""
     found = {wanted, longest}
     length = 512
     while length < longest:

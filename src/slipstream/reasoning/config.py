@@ -23,7 +23,7 @@ class ReasoningConfig:
     method: str = DRAFT_MODEL.name
     """The drafter that writes the steps: one that drafts chains of the target's vocabulary."""
     name: str = ""
-    """By which requests may ask for this draft; empty: the last part of the path of its `model`, else the method."""
+    """By which requests may choose this draft; empty: the last part of the path of its `model`, else the method."""
     separator: str = "\n\n"
     """Text that ends a step."""
     think_start: str | None = None
@@ -31,7 +31,7 @@ class ReasoningConfig:
     think_end: str = "</think>"
     """Text that ends the thinking; what follows is the answer, which is never drafted in steps."""
     question: str | None = None
-    """What is asked behind a step for its mark, as text of the target's tokens, up to where the digit follows. None: a
+    """The question behind a step for its mark, as text of the target's tokens, up to where the digit follows. None: a
     further turn of the model's chat template, or plain text where it has none."""
     chunk_tokens: int = CHUNK_TOKENS
     """Draft tokens of each step under way that are written between two of the target's passes."""

@@ -42,7 +42,7 @@ class StepJudge(ABC):
 
 
 class ScoreJudge(StepJudge):
-    """Asks the target for a mark from 0 to 9: the mean of the digits, by their probabilities.
+    """Has the target give a mark from 0 to 9: the mean of the digits, by their probabilities.
 
     As in Pan et al., "SpecReason" (NeurIPS 2025), but in the pass that computes the step anyway.
     """

@@ -117,7 +117,7 @@ class ProgramChild:
         return cls(process, _read_in_thread(process.stdout, read_output))
 
     def stop(self, grace_s: float) -> None:
-        """Ask it to end, kill it after `grace_s`, and with it whatever it started and did not end; call it once."""
+        """Signal it to end, kill it after `grace_s`, and with it whatever it started and did not end; call it once."""
         if self.process.poll() is None:
             self.process.terminate()
             see_out(self.process, grace_s)

@@ -83,7 +83,7 @@ class ServeConfig:
     max_waiting: int = 256
     """Most answers that wait, of each API key; a request with more is refused with 429."""
     max_logprobs: int = 20
-    """The most alternatives for each token that a request may ask for."""
+    """The most alternatives for each token that a request may want."""
     max_stored_responses: int = 256
     """Responses of /v1/responses that are stored in memory for each API key (without keys each user), to be
     continued and read again. 0 stores none."""

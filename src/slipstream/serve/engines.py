@@ -1,4 +1,4 @@
-"""What the server asks of the engine that it serves, in this process or in one of its own."""
+"""What the server calls of the engine that it serves, in this process or in one of its own."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from slipstream.serve.metrics.metrics import Metrics
 logger = logging.getLogger("slipstream.serve.alarms")
 
 READ_EVERY_S = 2.0
-"""Interval at which the engine's state is read, whether or not a client asks for it."""
+"""Interval at which the engine's state is read, whether or not a client requests it."""
 
 
 class EngineObserver:

@@ -45,9 +45,9 @@ T = TypeVar("T")
 Distribution = dict[Text, float]
 EnumerableDrafter = Callable[[Text, Noise, int], Proposal]
 Use = tuple[int, Stream, int, int]
-"""What is asked of a noise: root position, stream, position, index."""
+"""What is drawn of a noise: root position, stream, position, index."""
 Mark = tuple[int, float, frozenset[Use]]
-"""A place in a run: number of decisions, their probability, what has been asked for."""
+"""A place in a run: number of decisions, their probability, what has been drawn."""
 
 
 class Decisions:
@@ -209,7 +209,7 @@ class Target:
         )
         self._cache: dict[tuple[Text, tuple[Text, ...]], torch.Tensor] = {}
         self._last: dict[Text, bool] = {}
-        """Texts that were asked about, to whether their last token ends them."""
+        """Texts that were checked, to whether their last token ends them."""
 
     def log_probs(self, output: Text, paths: tuple[Text, ...] = ((),)) -> torch.Tensor:
         """Processed log-probabilities, float64 [len(paths), V], after `output` and each path."""

@@ -149,7 +149,7 @@ class Stage:
         """Call `propose` for one sequence alone, as an engine does to find the one that made a batch fail."""
         again = self.propose({i: step.budgets[i]})[i]
         require(
-            same_proposal(again, step.proposals[i]), "asked again in the same step, it proposes otherwise"
+            same_proposal(again, step.proposals[i]), "called again in the same step, it proposes otherwise"
         )
 
     def commit(self, commits: dict[int, tuple[list[int], int]], finished: dict[int, FinishReason]) -> None:

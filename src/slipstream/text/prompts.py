@@ -211,7 +211,7 @@ def encode_question(
     vocab_size: int,
     max_model_len: int = sys.maxsize,
 ) -> list[int]:
-    """Token ids of what is asked, `messages` or else `text`: in the chat template, without one or where `raw` plain.
+    """Token ids of a prompt, `messages` or else `text`: in the chat template, without one or where `raw` plain.
 
     Raises `RequestError` as `encode_prompt` does.
     """
@@ -261,7 +261,7 @@ def plain_lines(messages: Seq[dict[str, Any]]) -> list[str]:
 
 
 def plain_text(text: str | None, messages: Seq[dict[str, Any]]) -> str:
-    """What is asked, `messages` or else `text`, without a chat template. Raises `RequestError`."""
+    """A prompt's text, `messages` or else `text`, without a chat template. Raises `RequestError`."""
     return "".join(plain_lines(messages)) if messages else text or ""
 
 

@@ -107,7 +107,7 @@ def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
     drafting, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (1, 2, 3), (4, 5, 6)
     items = [item(text(number), 1 if number == 3 else 8) for number in range(4)]
-    drafting.ask(list(zip(items, [Choice(0, 8), Choice(1, 2), NOTHING, Choice(0, 8)], strict=True)))
+    drafting.call_drafters(list(zip(items, [Choice(0, 8), Choice(1, 2), NOTHING, Choice(0, 8)], strict=True)))
     assert [each.proposal.token_ids for each in items] == [(1, 2, 3), (4, 5), (), (1,)]
     assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
     assert [(call.drafter, call.num_sequences) for call in drafting.calls] == [(0, 2), (1, 1)]
@@ -119,7 +119,7 @@ def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough()
     taken, short = Choice(1, 2, lookup=0, min_tokens=3), Choice(1, 2, lookup=0, min_tokens=4)
     nothing_else = Choice(lookup=0, min_tokens=4)
     items = [item(text(number)) for number in range(3)]
-    drafting.ask(list(zip(items, [taken, short, nothing_else], strict=True)))
+    drafting.call_drafters(list(zip(items, [taken, short, nothing_else], strict=True)))
     assert [each.proposal.token_ids for each in items] == [(1, 2, 3), (4, 5), ()]
     assert lookup.asked == [(0, 8), (1, 8), (2, 8)]
     assert draft.asked == [(1, 2)], "the other one has its guess already, or wants none"
@@ -131,10 +131,10 @@ def test_a_drafter_that_was_asked_for_a_prompt_has_not_drafted_in_the_step_after
     drafting, (asked, other) = make("SaysDrafter", "SaysDrafter")
     asked.says = other.says = (7,)
     prompt = item(text(0), 0)
-    drafting.ask([(prompt, Choice(0))])
+    drafting.call_drafters([(prompt, Choice(0))])
     assert prompt.drafter == 0
     items = [item(text(0)), item(text(1))]
-    drafting.ask([(items[1], Choice(1, 8)), (items[0], NOTHING)])
+    drafting.call_drafters([(items[1], Choice(1, 8)), (items[0], NOTHING)])
     assert [each.drafter for each in items] == [None, 1]
 
 
@@ -142,7 +142,7 @@ def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     drafting, (left, right) = make("SaysDrafter", "ForgetfulDrafter")
     left.says, right.says = (7, 8), (9,)
     items = [item(text(0, 1, 2)), item(text(1, 1, 2))]
-    drafting.ask([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
+    drafting.call_drafters([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
     drafting.observe([verified(each, each.proposal, *each.proposal.token_ids, 5) for each in items])
     assert [(seen.sequence.id, seen.proposal.token_ids, seen.num_accepted) for seen in left.seen] == [
         (0, (7, 8), 2),
@@ -158,7 +158,7 @@ def test_each_drafter_learns_whether_the_answer_was_cut(was_cut: bool) -> None:
     drafting, (asked, other) = make("SaysDrafter", "SaysDrafter")
     asked.says = (7, 8)
     only = item(text(0, 1, 2))
-    drafting.ask([(only, Choice(0, 8))])
+    drafting.call_drafters([(only, Choice(0, 8))])
     drafting.observe([verified(only, Proposal((7,), (ROOT,)), *((7,) if was_cut else (7, 5)))])
     assert [seen.was_cut for seen in (*asked.seen, *other.seen)] == [was_cut, was_cut]
 
@@ -168,7 +168,7 @@ def test_what_a_grammar_took_away_is_not_told() -> None:
     drafting, (only,) = make("SaysDrafter")
     only.says = (7, 8)
     step = item(text(0, 1, 2))
-    drafting.ask([(step, Choice(0, 8))])
+    drafting.call_drafters([(step, Choice(0, 8))])
     drafting.observe([verified(step, Proposal((7,), (ROOT,)), 7, 5)])
     assert [(seen.proposal.token_ids, seen.num_accepted) for seen in only.seen] == [((7,), 1)]
 
@@ -177,7 +177,7 @@ def test_a_failing_member_leaves_the_others_alone() -> None:
     drafting, (left, right) = make("SaysDrafter", "SaysDrafter")
     left.says, right.says = (99999,), (4,)
     items = [item(text(0)), item(text(1))]
-    drafting.ask([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
+    drafting.call_drafters([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
     assert [each.proposal.token_ids for each in items] == [(), (4,)]
     assert drafting.num_failures == 1
     assert not drafting.guards[0].serves(text(0))
@@ -190,7 +190,7 @@ def test_only_what_the_verifier_judges_is_proposed(verifier: str, judged: bool) 
     drafting, (only,) = make("CoupledDrafter", verifier=verifier)
     only.says = (7,)
     step = item(text(0))
-    drafting.ask([(step, Choice(0, 8))])
+    drafting.call_drafters([(step, Choice(0, 8))])
     assert len(step.proposal) == int(judged)
     assert drafting.num_failures == (not judged)
 
@@ -198,7 +198,7 @@ def test_only_what_the_verifier_judges_is_proposed(verifier: str, judged: bool) 
 def test_released_sequences_are_forgotten() -> None:
     drafting, (only,) = make("SaysDrafter")
     only.says = (7,)
-    drafting.ask([(item(text(0)), Choice(0, 8))])
+    drafting.call_drafters([(item(text(0)), Choice(0, 8))])
     assert drafting.num_held() == 1
     drafting.release(text(0))
     assert drafting.num_held() == 0

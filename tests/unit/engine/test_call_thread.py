@@ -81,6 +81,6 @@ def test_a_drafter_that_is_retired_for_good_leaves_no_thread() -> None:
     guard, thread = started(lambda: Guard(drafter, 9, drafter.traits.kinds))
     for number in range(MAX_FAILURES):
         assert not guard.retired
-        guard.ask([Sequence(number, str(number), 0, [1, 2], 1, SamplingParams(), 0)], [2])
+        guard.propose([Sequence(number, str(number), 0, [1, 2], 1, SamplingParams(), 0)], [2])
     assert guard.retired
     assert ended(thread)

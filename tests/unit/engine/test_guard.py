@@ -79,7 +79,7 @@ def test_a_plugin_cannot_change_a_sequence() -> None:
     plugin, seq = Plugin(), sequence()
     guard = guarded(plugin)
     before = tokens_of(seq)
-    guard.ask([seq], [4])
+    guard.propose([seq], [4])
     guard.observe([Observation(seq, Proposal(), 0, torch.zeros(1, VOCAB))])
     for shown in (*plugin.shown, plugin.seen[0].sequence):
         assert shown.params.logit_bias is not None
@@ -97,14 +97,14 @@ def test_a_plugin_knows_the_requests_options() -> None:
     """Its memory must not mix tenants."""
     plugin, seq = Plugin(), sequence()
     seq.options = RequestOptions(tenant="a", task="chat", max_draft_tokens=3, draft_method="mine")
-    guarded(plugin).ask([seq], [4])
+    guarded(plugin).propose([seq], [4])
     assert [shown.options for shown in plugin.shown] == [seq.options]
 
 
 def test_a_plugin_follows_the_text_in_its_copy() -> None:
     plugin, seq = Plugin(), sequence()
     guard = guarded(plugin)
-    guard.ask([seq], [4])
+    guard.propose([seq], [4])
     [first] = plugin.shown
     assert (first.token_ids, first.id, first.num_prompt_tokens) == (seq.token_ids, 1, 5)
     seq.token_ids += [4, 5]
@@ -120,10 +120,10 @@ def test_a_plugin_follows_the_text_in_its_copy() -> None:
     assert plugin.shown == [first]
     assert first.token_ids == seq.token_ids
     seq.token_ids += [9]
-    guard.ask([seq], [4])
+    guard.propose([seq], [4])
     assert plugin.shown[0].token_ids == seq.token_ids
     guard.release(seq)
-    guard.ask([seq], [4])
+    guard.propose([seq], [4])
     assert plugin.shown[0] is not first, "nothing is kept of a sequence that was released"
 
 
@@ -133,7 +133,7 @@ def test_a_proposal_stays_as_it_was_checked() -> None:
     probs = torch.full((2, VOCAB), 1 / VOCAB)
     plugin.answer = Proposal(token_ids, parents, ProposalKind.SAMPLED_IID, probs)  # type: ignore[arg-type]
     guard = guarded(plugin)
-    [proposal] = guard.ask([seq], [4])
+    [proposal] = guard.propose([seq], [4])
     token_ids[:], parents[:] = [10**6] * 9, [7] * 9
     probs.fill_(float("nan"))
     plugin.budgets[0][0] = 99  # type: ignore[index]
@@ -155,7 +155,7 @@ def test_a_plugin_cannot_raise_its_own_budget() -> None:
             return [Proposal.chain([1, 2, 3, 4])]
 
     guard = guarded(Greedy())
-    assert len(guard.ask([sequence()], [2])[0]) == 0
+    assert len(guard.propose([sequence()], [2])[0]) == 0
     assert guard.num_failures == 1
 
 
@@ -175,7 +175,7 @@ def test_what_a_plugin_answers_is_read_in_its_own_thread() -> None:
         def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> Any:
             return Answers([Proposal.chain([1])])
 
-    assert guarded(Lazy()).ask([sequence()], [2])[0].token_ids == (1,)
+    assert guarded(Lazy()).propose([sequence()], [2])[0].token_ids == (1,)
     assert threads == {"slipstream-drafter"}
 
 
@@ -210,7 +210,7 @@ def test_our_own_drafters_get_the_things_themselves() -> None:
     ours, seq = Ours(), sequence()
     guard = guarded(ours)
     guard.attach(cache)
-    [proposal] = guard.ask([seq], [4])
+    [proposal] = guard.propose([seq], [4])
     assert ours.cache is cache
     assert ours.shown[0] is seq
     assert proposal is ours.answer
@@ -262,9 +262,9 @@ def late() -> tuple[LateDrafter, Guard, Clock]:
 def test_a_drafter_that_was_late_is_asked_again_and_has_forgotten_every_sequence() -> None:
     drafter, guard, clock = late()
     asked, other, finished = sequence(1), sequence(2), sequence(3)
-    assert [len(p) for p in guard.ask([asked, other, finished], [4] * 3)] == [1, 1, 1]
+    assert [len(p) for p in guard.propose([asked, other, finished], [4] * 3)] == [1, 1, 1]
     drafter.takes_s = 5.0
-    assert [len(p) for p in guard.ask([asked], [4])] == [0]
+    assert [len(p) for p in guard.propose([asked], [4])] == [0]
     assert (guard.num_failures, guard.num_held()) == (1, 0)
     assert guard.retired == "a call ended with an answer after 5.0 s, later than 1 s"
     drafter.takes_s = 0.0
@@ -277,7 +277,7 @@ def test_a_drafter_that_was_late_is_asked_again_and_has_forgotten_every_sequence
     assert guard.serves(asked)
     assert guard.retired == ""
     other.token_ids += [4, 5]
-    assert [len(p) for p in guard.ask([other], [4])] == [1]
+    assert [len(p) for p in guard.propose([other], [4])] == [1]
     assert drafter.held == {2: 12}, "what it knew of all others is gone"
     assert guard.num_held() == 1
 
@@ -288,7 +288,7 @@ def test_pauses_double_and_end_for_good() -> None:
     seq = sequence()
     for number in range(MAX_TIMEOUTS):
         assert guard.serves(seq)
-        guard.ask([seq], [4])
+        guard.propose([seq], [4])
         assert guard.retired
         clock.now += FIRST_PAUSE_S * 2**number - 0.5
         assert not guard.serves(seq)
@@ -302,10 +302,10 @@ def test_pauses_double_and_end_for_good() -> None:
 def test_a_sequence_that_was_failed_is_served_again_after_a_pause() -> None:
     drafter, guard, clock = late()
     drafter.answer = None
-    guard.ask([sequence(1)], [4])
+    guard.propose([sequence(1)], [4])
     assert (guard.num_retired, guard.serves(sequence(1))) == (1, False)
     drafter.takes_s = 5.0
-    guard.ask([sequence(2)], [4])
+    guard.propose([sequence(2)], [4])
     clock.now += FIRST_PAUSE_S
     assert guard.serves(sequence(1))
 
@@ -314,7 +314,7 @@ def test_late_in_observe_and_release() -> None:
     for call in ("observe", "release"):
         drafter, guard, clock = late()
         seq = sequence()
-        guard.ask([seq], [4])
+        guard.propose([seq], [4])
 
         def slowly(*_: Any, clock: Clock = clock) -> None:
             clock.now += 5
@@ -341,10 +341,10 @@ def test_a_plugin_that_still_hangs_is_not_asked_again_and_one_that_has_answered_
 
     plugin, seq = Hanging(), sequence()
     guard = guarded(plugin, timeout_s=120.0, clock=clock)
-    assert guard.ask([seq], [4])[0].token_ids == (1,)
+    assert guard.propose([seq], [4])[0].token_ids == (1,)
     [before] = plugin.shown
     guard.timeout_s = 0.2  # for the call that does not come back
-    assert guard.ask([seq], [4])[0].token_ids == ()
+    assert guard.propose([seq], [4])[0].token_ids == ()
     clock.now += FIRST_PAUSE_S
     assert guard.retired
     assert not guard.serves(seq), "it still hangs"
@@ -354,7 +354,7 @@ def test_a_plugin_that_still_hangs_is_not_asked_again_and_one_that_has_answered_
         time.sleep(0.01)
     assert guard.serves(seq)
     guard.timeout_s = 120.0
-    assert guard.ask([seq], [4])[0].token_ids == (3,), "what it said too late is thrown away"
+    assert guard.propose([seq], [4])[0].token_ids == (3,), "what it said too late is thrown away"
     assert plugin.calls == ["propose", "propose", "release", "propose"]
     assert plugin.shown[0] is not before
     assert plugin.shown[0].token_ids == seq.token_ids

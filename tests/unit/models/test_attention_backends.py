@@ -63,7 +63,7 @@ def test_auto_takes_the_best_that_can_run_the_model(family: str, options: Any, b
             traits("llama"),
             "'cache_adapter' cannot run llama: only falcon is known to .*; use 'auto'",
         ),
-        ("packed", traits("falcon"), "'packed' cannot run falcon: its attention asks a cache"),
+        ("packed", traits("falcon"), "'packed' cannot run falcon: its attention reads keys from a cache"),
         ("native", traits("llama", kernels=False), "'native' cannot run llama: .*cpu_kernels"),
         ("native", traits("llama", device="meta"), "'native' cannot run llama"),
         ("paked", traits("llama"), "unknown attention backend 'paked'; did you mean 'packed'?"),

@@ -34,7 +34,7 @@ TimedSampling = Annotated[Values, TIMED_SAMPLING]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """How a server is asked."""
+    """How requests are sent to a server."""
 
     served_model: str | None = None
     """The model's name there; by default the first that it lists."""
@@ -49,7 +49,7 @@ class ServerFlags:
         return api_key_of(self.api_key_env)
 
     def address(self, url: str, model: str | None = None, metrics_url: str | None = None) -> ServerAddress:
-        """The server at `url`, which is asked for its model where none is named; raises `RemoteError`."""
+        """The server at `url`, which names its model where none is given; raises `RemoteError`."""
         from slipstream.rpc.client import ServerAddress, find_model, find_url
 
         key, timeout_s = self.api_key, self.timeout_s
@@ -60,7 +60,7 @@ class ServerFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredServerFlags(ServerFlags):
-    """How a server is asked that is measured by its own counters, too."""
+    """How requests are sent to a server that is measured by its own counters, too."""
 
     metrics_url: str | None = None
     """Its Prometheus metrics; by default /metrics next to /v1."""

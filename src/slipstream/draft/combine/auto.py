@@ -69,7 +69,7 @@ class AutoOptions:
 
 
 class AutoDrafter(DrafterGroup):
-    """The drafters from which the engine's policy chooses; its members are asked directly."""
+    """The drafters from which the engine's policy chooses; its members are called directly."""
 
     Options = AutoOptions
 
@@ -87,7 +87,7 @@ class AutoDrafter(DrafterGroup):
         first = self.members[0]
         most = first.drafter.traits.max_nodes
         served = [place for place, sequence in enumerate(sequences) if first.serves(sequence)]
-        answers = first.ask([sequences[n] for n in served], [min(budgets[n], most) for n in served])
+        answers = first.propose([sequences[n] for n in served], [min(budgets[n], most) for n in served])
         made = dict(zip(served, answers, strict=True))
         return [made.get(place, EMPTY_PROPOSAL) for place in range(len(sequences))]
 

@@ -164,7 +164,7 @@ class CascadeDrafter(AutoregressiveDrafter):
             method = options.draft["method"]
             raise ConfigError(f"{method!r} reads hidden states of its target, which a cascade does not keep")
         self.guard = Guard(inner, self._trees.vocab_size, inner.traits.kinds, self.context.draft_timeout_s)
-        """Asks the inner drafter."""
+        """Calls the inner drafter."""
         self.traits = _around(self.traits, inner.traits)
         self._inner_sequences: dict[int, _InnerSequence] = self.by_sequence()
 
@@ -218,7 +218,7 @@ class CascadeDrafter(AutoregressiveDrafter):
             missing = feed.tree.max_depth - len(feed.tree.nodes) - 1
             budgets.append(min(missing, self.inner.traits.max_nodes) if feed.rows.logit_rows else 0)
         served = [place for place, inner in enumerate(inner_sequences) if self.guard.serves(inner)]
-        answers = self.guard.ask(
+        answers = self.guard.propose(
             [inner_sequences[place] for place in served], [budgets[place] for place in served]
         )
         proposals = [EMPTY_PROPOSAL] * len(inner_sequences)

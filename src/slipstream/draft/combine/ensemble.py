@@ -133,7 +133,7 @@ class EnsembleDrafter(DrafterGroup):
                 for sequence, budget, round_ in requests
                 if member.serves(sequence) and self._wants(number, sequence, round_)
             ]
-            proposals = member.ask([each[0] for each in wanted], [each[1] for each in wanted])
+            proposals = member.propose([each[0] for each in wanted], [each[1] for each in wanted])
             for (_, _, round_), proposal in zip(wanted, proposals, strict=True):
                 if len(proposal):
                     round_.proposals[number] = proposal

@@ -93,7 +93,7 @@ class DrafterGroup(GuardedDrafters):
             member.release(sequence)
 
     def attach(self, cache: KVCache) -> None:
-        """Give each member the cache with the features that it asked for, in its own order."""
+        """Give each member the cache with the features that it reads, in its own order."""
         layers = self.traits.feature_layers
         width = cache.feature_width // max(len(layers), 1)
         for member in self.members:

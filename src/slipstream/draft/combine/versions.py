@@ -104,10 +104,10 @@ class DraftVersion:
     call_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_MOST_TIMED + 1))
     """Mean seconds of the last calls, in the same order."""
 
-    def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """Return its proposals; the call is timed."""
         began_s = time.perf_counter()
-        proposals = self.guard.ask(sequences, budgets)
+        proposals = self.guard.propose(sequences, budgets)
         taken_s, number = time.perf_counter() - began_s, min(len(sequences), _MOST_TIMED)
         self.num_calls[number] += 1
         num, mean_s = self.num_calls[number], self.call_s[number]
@@ -315,17 +315,17 @@ class VersionsDrafter(GuardedDrafters):
         if len(self._versions) == 1:
             versions = [self._assigned(sequence) for sequence in sequences]
             if all(version is self.base for version in versions) and not self.base.guard.num_failures:
-                return self.base.ask(sequences, budgets)
-        asked: dict[str, tuple[list[Sequence], list[int]]] = {}
+                return self.base.propose(sequences, budgets)
+        batches: dict[str, tuple[list[Sequence], list[int]]] = {}
         found: dict[int, Proposal] = {}
         for sequence, budget in zip(sequences, budgets, strict=True):
             version = self._assigned(sequence)
             if version.guard.serves(sequence):
-                theirs, limits = asked.setdefault(version.name, ([], []))
+                theirs, limits = batches.setdefault(version.name, ([], []))
                 theirs.append(sequence)
                 limits.append(min(budget, version.guard.drafter.traits.max_nodes))
-        for name, (theirs, limits) in asked.items():
-            proposals = self._versions[name].ask(theirs, limits)
+        for name, (theirs, limits) in batches.items():
+            proposals = self._versions[name].propose(theirs, limits)
             found |= {sequence.id: made for sequence, made in zip(theirs, proposals, strict=True)}
         return [found.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
 

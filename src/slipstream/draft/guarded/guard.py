@@ -1,4 +1,4 @@
-"""Asking a drafter for proposals without having to trust it."""
+"""Calling a drafter for proposals without having to trust it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Guard:
         """Why the drafter is not called now; empty while it is."""
         if self._why and self.clock() >= self._until_s and not (self._worker and self._worker.hangs):
             self._why = ""
-            logger.info("drafter %s is asked again", type(self.drafter).__name__)
+            logger.info("drafter %s is called again", type(self.drafter).__name__)
         return self._why
 
     @property
@@ -93,15 +93,15 @@ class Guard:
         """Give the drafter its target's cache; one of another package gets a read-only view."""
         self.drafter.attach(cache if self._worker is None else ReadOnlyCache(cache))
 
-    def ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+    def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """One proposal a sequence that it `serves`, within its budget; the empty one where the drafter fails."""
         if not sequences:
             return []
         try:
-            proposals = self._ask(sequences, budgets)
-        except Exception as error:  # which sequence caused it is unknown: ask again one by one
+            proposals = self._propose(sequences, budgets)
+        except Exception as error:  # which sequence caused it is unknown: call again one by one
             self._note_timeout(error)
-            proposals = [self._ask_alone(*asked) for asked in zip(sequences, budgets, strict=True)]
+            proposals = [self._propose_alone(*asked) for asked in zip(sequences, budgets, strict=True)]
         return proposals
 
     def observe(self, observations: Seq[Observation]) -> None:
@@ -184,7 +184,7 @@ class Guard:
             raise CallTimeout(f"an answer after {took_s:.1f} s, later than {self.timeout_s:g} s")
         return result
 
-    def _ask(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
+    def _propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         drafter = self.drafter
         if self._worker is None:
             met = self._met
@@ -210,11 +210,11 @@ class Guard:
         """Copies of the observations, for a drafter of another package."""
         return [copy_of_observation(seen, self._copies.of(seen.sequence)) for seen in observations]
 
-    def _ask_alone(self, sequence: Sequence, budget: int) -> Proposal:
+    def _propose_alone(self, sequence: Sequence, budget: int) -> Proposal:
         if self._why:
             return EMPTY_PROPOSAL
         try:
-            return self._ask([sequence], [budget])[0]
+            return self._propose([sequence], [budget])[0]
         except Exception as error:
             self._note_timeout(error)
             self._retire(sequence, error)
@@ -263,7 +263,7 @@ class Guard:
             self._retire_for_good(f"{why}, and {self._num_timeouts - 1} did before")
             return
         pause_s = FIRST_PAUSE_S * 2 ** (self._num_timeouts - 1)
-        logger.warning("drafter %s is not asked for %g s: %s", type(self.drafter).__name__, pause_s, why)
+        logger.warning("drafter %s is not called for %g s: %s", type(self.drafter).__name__, pause_s, why)
         self._leave_out(why, pause_s)
 
     def _retire(self, sequence: Sequence, error: Exception) -> None:

@@ -81,7 +81,7 @@ class AheadDrafting:
     # --- what engines say -------------------------------------------------------------------------------------
 
     def receive(self, owner: Hashable, message: Message, depth: int, party: Hashable = None) -> list[Reply]:
-        """Follow a message of the engine `owner`, which asks for `depth` tokens; raises `ProtocolError` for nonsense.
+        """Follow a message of the engine `owner`, which requests `depth` tokens; raises `ProtocolError` for nonsense.
 
         Engines of one `party` have one share of the places together; an engine without one has its own.
         """
@@ -223,7 +223,7 @@ class AheadDrafting:
             for found in asked
         ]
         started_s = time.perf_counter()
-        proposals = self.guard.ask([found.sequence for found in asked], budgets)
+        proposals = self.guard.propose([found.sequence for found in asked], budgets)
         draft_s = time.perf_counter() - started_s
         replies: list[Reply] = []
         seen: list[Observation] = []

@@ -98,7 +98,7 @@ class RemoteRequest:
         self.commit = 0
         """The number of the last message about it."""
         self.idle_steps = 0
-        """Since it was asked for."""
+        """Since the request last wanted a draft."""
 
     @property
     def is_open(self) -> bool:

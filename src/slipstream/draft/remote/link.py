@@ -97,7 +97,7 @@ class Link(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
-    """What an engine says to a worker, and asks of it."""
+    """What an engine sends to a worker, and requests of it."""
 
     vocabulary: bytes
     """Its fingerprint."""
@@ -105,7 +105,7 @@ class LinkTerms:
     kinds: frozenset[str]
     """Kinds of proposals that the engine's verifier can judge."""
     depth: int
-    """The most draft tokens that are asked for at once."""
+    """The most draft tokens that are requested at once."""
     key: bytes
 
 
@@ -241,7 +241,7 @@ class SocketLink(Link):
         challenge = _next(connection, frames, "challenge")
         check_version(challenge["protocol"], "the worker")
         if challenge["needs_key"] and not terms.key:
-            raise RefusedError("the worker asks for a key; give its file as key_file")
+            raise RefusedError("the worker requires a key; give its file as key_file")
         theirs = challenge["nonce"]
         connection.sendall(encode({"type": "proof", "mac": proof(terms.key, "engine", nonce, theirs)}))
         welcome = _next(connection, frames, "welcome")
@@ -305,7 +305,7 @@ class SocketLink(Link):
         if others:
             with self._arrived:
                 if len(self._inbox) + len(others) > MAX_INBOX:
-                    raise ProtocolError("it sends more than it was asked for")
+                    raise ProtocolError("it sends more than was requested")
                 self._inbox += others
                 self._arrived.notify_all()
 

@@ -63,7 +63,7 @@ class EngineConnection:
 
     number: int
     depth: int
-    """The most draft tokens that it asks for at once."""
+    """The most draft tokens that it requests at once."""
     peer: Peer
     party: str
     """Who shares the places for requests with it: engines of one address do, if it is not this machine's."""

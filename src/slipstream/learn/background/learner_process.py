@@ -134,7 +134,7 @@ class LearnerProcess:
                 self._count_rest()
 
     def let_keep(self) -> None:
-        """Give it leave to write a version down; it was asked for and is waited for a while."""
+        """Give it leave to write a version down; it was requested and is waited for a while."""
         self._say(LeaveToKeep())
 
     def _signal(self, number: signal.Signals) -> bool:
@@ -179,7 +179,7 @@ class LearnerProcess:
             is_silent=True,
             read_errors=None if self._log is None else self._log.follow,
             # In a group of its own: a stopped one does not outlive a server that was killed. Linux ends it by what it
-            # asked for (`end_with_parent`); others hang up a stopped group whose last link to the session dies.
+            # requested (`end_with_parent`); others hang up a stopped group whose last link to the session dies.
             process_group=0,
             OMP_NUM_THREADS="1",
             MKL_NUM_THREADS="1",

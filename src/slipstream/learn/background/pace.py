@@ -1,4 +1,4 @@
-"""When the learner runs: while nothing is asked, for a small share of the time concurrently with requests, never with
+"""When the learner runs: while no request runs, for a small share of the time concurrently with requests, never with
 many.
 
 A process of the lowest priority still slows a step down where the engine wants all cores: it shares caches and memory,

@@ -20,7 +20,7 @@ from slipstream.learn.versions.store import Version, VersionStore
 logger = logging.getLogger(__name__)
 
 BASE = "base"
-"""The name of the drafter that the server was started with, where a version is asked for."""
+"""The name of the drafter that the server was started with, where a version is named."""
 
 
 def freeze(folder: LearnFolder, frozen: bool) -> LearnState:

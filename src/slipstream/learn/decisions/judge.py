@@ -1,6 +1,6 @@
 """Whether a candidate drafts better than what serves: on held-out answers, paired, at any time, and nowhere worse.
 
-Three things are asked of a candidate, all of them without a pass of the target:
+Three things are required of a candidate, all of them without a pass of the target:
 
 - faster: over requests, one after another, predicted time with it is shorter, by a test that bets (anytime valid);
 - nowhere worse: no task, and not the older answers, shows by the same kind of test that it loses more than `max_loss`;
@@ -125,7 +125,7 @@ class VersionJudge:
         return steps[0] * (1 + self._costs[0]) / (steps[1] * (1 + self._costs[1])) - 1
 
     def verdict(self) -> VersionVerdict:
-        """What is known now; it may be asked after every request."""
+        """What is known now; it may be called after every request."""
         options, figures = self.options, self._figures()
         harmed = [name for name, one in self._groups.items() if one.harm is not None and one.harm.rejects]
         older = self._groups.get(OLDER)

@@ -5,7 +5,7 @@ temperature 1 a draft token is right about as often as the two distributions ove
 al., 2023), so one minus the overlap, the total variation, is what drafting loses. Its gradient vanishes where the
 draft is far off; the forward divergence helps there (Zhou et al., "DistillSpec", ICLR 2024).
 
-Greedy answers ask for the most probable token alone. For them both distributions are sharpened.
+Greedy answers need the most probable token alone. For them both distributions are sharpened.
 """
 
 from __future__ import annotations

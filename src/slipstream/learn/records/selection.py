@@ -41,7 +41,7 @@ def training_parts(
     """What a candidate learns from, of records in their order: the latest ones, and some of all of them.
 
     The latest count among all, so that some are learned again from the first candidate on: there is as much of a task
-    that is seldom asked as of the others.
+    that is seldom requested as of the others.
     """
     known = split(records, Purpose.TRAIN)
     return known[max(len(known) - num_latest, 0) :], older_records(known, Purpose.TRAIN, num_older, seed)

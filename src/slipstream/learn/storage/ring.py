@@ -141,7 +141,7 @@ class Ring:
         task: str | None = None,
         after: int = -1,
     ) -> Iterator[ServedRecord]:
-        """The records with a number above `after`, the oldest first, of one purpose, tenant or task if asked."""
+        """The records with a number above `after`, the oldest first, of one purpose, tenant or task if given."""
         return _read(self._database, purpose, tenant, task, after)
 
     def forget(self, tenant: str) -> int:

@@ -106,7 +106,7 @@ class AttentionBackend(ABC):
     layout: ClassVar[type[SlotAccounting]] = SegmentAccounting
     """Which slots sequences get in a cache that this backend reads."""
     executor: ClassVar[str] = "eager"
-    """The name of the executor that attends in this way, where no other is asked for."""
+    """The name of the executor that attends in this way, where no other is chosen."""
 
     def __init__(self, traits: ModelTraits) -> None:
         self.traits = traits
@@ -118,7 +118,7 @@ class AttentionBackend(ABC):
         Unless overridden, models whose attention does not go through the attention interface are refused.
         """
         if asks_a_cache(traits.config):
-            return "its attention asks a cache for its keys, not the attention interface"
+            return "its attention reads keys from a cache, not the attention interface"
         return None
 
     @abstractmethod

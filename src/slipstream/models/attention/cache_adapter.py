@@ -1,6 +1,6 @@
 """The second way into a model: the pass poses as its `past_key_values`.
 
-For the few families whose attention does not go through the attention interface but asks a cache for its
+For the few families whose attention does not go through the attention interface but through a cache for its
 keys and takes a 4-D mask as it is. Keys of all sequences are packed side by side and a block-structured
 mask keeps them apart, which reads every sequence's keys for every row: correct, and slower than the hook
 for many sequences.
@@ -35,7 +35,7 @@ class CacheAdapterPass(AttentionPass):
         return {"past_key_values": self, "attention_mask": mask[None, None]}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        raise NotImplementedError("a model that asks a cache attends by itself")
+        raise NotImplementedError("a model that reads from a cache attends by itself")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions and mask are given, so that no offset may be added."""

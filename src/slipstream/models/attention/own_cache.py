@@ -1,4 +1,4 @@
-"""Families whose attention asks a cache for its keys, not Transformers' attention interface."""
+"""Families whose attention reads keys from a cache, not Transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def _falcon(config: Any) -> int:
-    # The new decoder architecture copies its key heads for all query heads before it asks the cache.
+    # The new decoder architecture copies its key heads for all query heads before it calls the cache.
     return config.num_attention_heads // config.num_kv_heads if config.new_decoder_architecture else 1
 
 

@@ -87,7 +87,7 @@ def fitting_backend(
 
 
 def cannot_run(name: str, traits: ModelTraits, reason: str) -> ConfigError:
-    """The error for a backend that was asked for by name."""
+    """The error for a backend that was chosen by name."""
     return ConfigError(
         f"attention backend {name!r} cannot run {traits.config.model_type}: {reason}; use {AUTO!r}"
     )

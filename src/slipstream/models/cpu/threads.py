@@ -52,7 +52,7 @@ def available() -> int:
     """How many threads a pass may use that is computed by the calling thread.
 
     That is PyTorch's count, unless this thread may have taken over the one of another engine's step: a thread other
-    than the main one that is to use a single thread asks for it by `num_threads`. A count that was not given is no
+    than the main one that is to use a single thread sets `num_threads`. A count that was not given is no
     larger than the quota of the control group has use for.
     """
     here: int | None = getattr(_here, "available", None)

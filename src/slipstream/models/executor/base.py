@@ -1,7 +1,7 @@
 """What an executor is: it computes the passes of one model, and holds the weights that it computes with.
 
 An executor is one class in one file. It is found by name (`slipstream.models.executor.registry`) and chosen when a
-model is loaded. The engine, the drafters and `CausalLM` call it and never ask which one it is: what an executor can do
+model is loaded. The engine, the drafters and `CausalLM` call it and never know which it is: what an executor can do
 in one call, others do in several.
 """
 
@@ -37,7 +37,7 @@ class PassOutput:
     logits: Tensor
     """[wanted rows, vocab]"""
     hidden: dict[int, Tensor]
-    """Layer index (0 is the embedding) to [all rows, width]; only the layers that were asked for."""
+    """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from slipstream.models.linear.low_rank import LowRankChange
 KEPT_AS_STORED = (
     "%r is loaded as %s: layers that it holds quantised are kept so, quantization %s is for all others"
 )
-"""What is logged of a path, how its file holds layers, and a weight format that was asked for."""
+"""What is logged of a path, how its file holds layers, and a weight format that was requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class StoredEmbedding(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """The weights of a model that stay as a file holds them, whatever format is asked for."""
+    """The weights of a model that stay as a file holds them, whatever format is requested."""
 
     num_weights: int
     num_bytes: int

@@ -42,7 +42,7 @@ def unused_by(config: Any) -> Callable[[str], bool]:
 
 
 class UnusedTensors(Mapping[str, Tensor]):
-    """The unused tensors of a folder or hub id, by their names there. Nothing is read before it is asked for.
+    """The unused tensors of a folder or hub id, by their names there. Nothing is read before it is used.
 
     The names are read from the headers of all `*.safetensors`; weights in other files are not offered. Raises
     `ModelError` where a file cannot be read.

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 _Key = tuple[str, StructuredOutput]
-"""A tenant, and what it asks for."""
+"""A tenant, and the grammar that it requests."""
 
 MAX_COMPILED = 64
 """Compiled grammars and refusals that are cached. Beyond it the least recently used one makes room, of the account that
@@ -72,7 +72,7 @@ class GrammarCompiler:
     Each constraint is first compiled on trial in another process, and then here, under the same limits.
 
     Thread-safe; llguidance releases the interpreter lock. Cached results, refusals included, are returned at once, to
-    the tenant that asked before: to others the time would tell what a tenant asks for.
+    the tenant that requested it before: to others the time would show what a tenant requests.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Iterable[int]) -> None:
@@ -264,7 +264,7 @@ class _Results(Generic[T]):
     """A bounded cache of compiled constraints and refusals. Thread-safe.
 
     The least recently used one of the account that holds the most makes room: none drives out what another uses by
-    asking for many.
+    requesting many.
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ class ApiAnswer(ABC):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the request asked for step-level speculation: its text may not be the target's own."""
+        """Whether the request chose step-level speculation: its text may not be the target's own."""
         return self.job.options.reasoning is not None
 
     def _lossy(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Choices(ApiAnswer):
         return chunks
 
     def closing_chunk(self) -> dict[str, Any] | None:
-        """The last chunk of a stream that was asked for its usage."""
+        """The last chunk of a stream that was to have its usage."""
         return self._chunk([]) | self._end() if self.job.include_usage else None
 
     def whole(self) -> dict[str, Any]:

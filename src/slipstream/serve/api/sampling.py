@@ -112,7 +112,7 @@ def seeds_of(body: GenerationBody, num_prompts: int) -> tuple[int, ...]:
 def request_options(body: GenerationBody, tenant: str, methods: Seq[str]) -> RequestOptions:
     """What the body sets for the request in addition to its sampling parameters.
 
-    `methods` are the drafters that the engine has. Raises `ApiError` 400 where another is asked for, or where the bound
+    `methods` are the drafters that the engine has. Raises `ApiError` 400 where another is named, or where the bound
     on draft tokens is negative, `PredictionError` for an empty prediction, and `ReasoningError` for settings of
     step-level speculation that cannot be.
     """

@@ -18,7 +18,7 @@ from slipstream.serve.service import Service
 
 SEED_HEADER = "X-Slipstream-Seed"
 LOSSY_HEADER = "X-Slipstream-Lossy"
-"""Header of a response whose request asked for what may change its text; it says by which means."""
+"""Header of a response whose request chose what may change its text; it says by which means."""
 IGNORED_HEADER = "X-Slipstream-Ignored"
 """Names in the body that had no effect, with commas between them."""
 IGNORED_FIELD = "ignored_parameters"

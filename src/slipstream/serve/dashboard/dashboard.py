@@ -30,7 +30,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class EngineSource:
-    """The figures of a service's engine, and the tasks, alarms and answers of the account that asks."""
+    """The figures of a service's engine, and the tasks, alarms and answers of the account that requests them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

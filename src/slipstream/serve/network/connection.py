@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
 
     def _stay_with_http(self, rest: bytes) -> None:
         """Parse a request again without its `Upgrade` header, at which the parser stops before the body. Java's
-        client asks for `h2c` with every request.
+        client offers `h2c` with every request.
         """
         method = self.scope["method"]
         if method == "CONNECT":

@@ -1,4 +1,4 @@
-"""A request to the engine's process while it is under way: what was asked, and what came of it so far."""
+"""A request to the engine's process while it is under way: what was requested, and what came of it so far."""
 
 from __future__ import annotations
 

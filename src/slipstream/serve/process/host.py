@@ -98,7 +98,7 @@ class _ServerLeftError(Exception):
 
 
 class EngineHost:
-    """Serves one server until it leaves; then everything that it asked for is dropped."""
+    """Serves one server until it leaves; then everything that it requested is dropped."""
 
     def __init__(
         self,

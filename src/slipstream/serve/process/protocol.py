@@ -141,7 +141,7 @@ class Refused(EngineMessage, tag="refused", frozen=True):
 
 
 class State(EngineMessage, tag="state", frozen=True):
-    """The engine between two steps, as `Read` asked."""
+    """The engine between two steps, as `Read` requested."""
 
     number: int
     stats: EngineStats

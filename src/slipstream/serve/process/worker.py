@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Load what the server asks for, and serve it until it leaves."""
+    """Load what the server requests, and serve it until it leaves."""
     # Signals are the server's: it drains, and closes the stream when it has. A terminal's Ctrl-C reaches both.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def is_lookup(self) -> bool:
-        """True where it is asked again instead of recorded."""
+        """True where it is called again instead of recorded."""
         return self.speculative.method in LOOKUPS
 
     def at(self, depth: int) -> SpeculativeConfig:

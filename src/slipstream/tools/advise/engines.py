@@ -41,7 +41,7 @@ def own_options(job: AdviceJob) -> dict[str, Any]:
 
 
 class CheckEngines:
-    """Engines to measure with, each made when it is asked for first."""
+    """Engines to measure with, each made when it is first used."""
 
     def __init__(self, job: AdviceJob, like: Engine) -> None:
         """`like` has the target that they share."""

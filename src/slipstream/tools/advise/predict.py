@@ -52,7 +52,7 @@ class StepCounts:
     accepted_per_step: float
     """More than τ - 1 where answers end at an accepted token: none of the target's own comes behind it."""
     levels: float
-    """Asked of the drafter in each step."""
+    """Requested of the drafter in each step."""
 
 
 class Rates:

@@ -53,7 +53,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All requests of a recording, in the order in which they were asked."""
+    """All requests of a recording, in the order in which they were sent."""
 
     requests: tuple[RecordedRequest, ...]
     num_asked: int

@@ -47,7 +47,7 @@ class RecordedDraft:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """What the next steps are to do: which drafter is asked for how many levels, and how many tokens are checked."""
+    """What the next steps are to do: which drafter drafts how many levels, and how many tokens are checked."""
 
     member: int = NOT_ASKED
     levels: int = 0
@@ -68,7 +68,7 @@ class DraftTimes:
 
 
 class RecordingDrafter(DrafterGroup):
-    """Asks all of its members for everything and proposes nothing; or replays steps of chosen sizes, timed."""
+    """Calls all of its members for everything and proposes nothing; or replays steps of chosen sizes, timed."""
 
     summary = "records what other drafters would have proposed"
 
@@ -107,9 +107,9 @@ class RecordingDrafter(DrafterGroup):
     def _record(self, sequences: Seq[Sequence], budgets: Seq[int]) -> None:
         for number, guard in enumerate(self.members):
             if guard.drafter.traits.looks_up:
-                continue  # these are asked again, of the text alone
+                continue  # these are called again, of the text alone
             most = guard.drafter.traits.max_nodes
-            proposals = guard.ask(sequences, [min(budget, most) for budget in budgets])
+            proposals = guard.propose(sequences, [min(budget, most) for budget in budgets])
             self.drafts += [
                 RecordedDraft(sequence.request_id, number, sequence.num_output_tokens, proposal)
                 for sequence, budget, proposal in zip(sequences, budgets, proposals, strict=True)
@@ -121,14 +121,14 @@ class RecordingDrafter(DrafterGroup):
         if any(sequence.num_pending > 1 for sequence in sequences):  # prompts: for all members, apart
             for number, guard in enumerate(self.members):
                 started_s = time.perf_counter()
-                guard.ask(sequences, [0] * len(sequences))
+                guard.propose(sequences, [0] * len(sequences))
                 self.times.prompt_seconds[number] = time.perf_counter() - started_s
             return [EMPTY_PROPOSAL] * len(sequences)
         if replay.member != NOT_ASKED:
             guard = self.members[replay.member]
             limit = min(replay.levels, guard.drafter.traits.max_nodes)
             started_s = time.perf_counter()
-            guard.ask(sequences, [min(budget, limit) for budget in budgets])
+            guard.propose(sequences, [min(budget, limit) for budget in budgets])
             self.times.seconds = time.perf_counter() - started_s
         return [
             self._known(sequence, min(budget, replay.num_checked), replay.right)

@@ -57,7 +57,7 @@ class RecordedScores:
 
 
 class AskedScores:
-    """Scores of a lookup, which is asked again: what it has seen depends on which answers are over by then."""
+    """Scores of a lookup, which is called again: what it has seen depends on which answers are over by then."""
 
     def __init__(self, candidate: Candidate, recorded: Recorded, vocab_size: int, max_model_len: int) -> None:
         context = DraftContext(

@@ -245,7 +245,7 @@ class Simulator:
             return 0, 0
         nodes, _, right = self._scores[setting.candidate].draft(one.run, one.place, one.length, limit)
         asked, deepest = levels.get(setting.candidate, (0, 0))
-        wanted = setting.depth and limit  # a drafter is asked for all of it, also where the draft is shorter
+        wanted = setting.depth and limit  # a drafter drafts all of it, also where the draft is shorter
         levels[setting.candidate] = asked + 1, max(deepest, wanted or nodes)
         return nodes, right
 

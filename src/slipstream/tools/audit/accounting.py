@@ -38,7 +38,7 @@ def account(
         _check_usage(usage, request, reply, known)
         if len(reply.answers) != request.num_answers:
             ends.violate(
-                f"request {number} has {len(reply.answers)} answers, {request.num_answers} were asked for",
+                f"request {number} has {len(reply.answers)} answers, {request.num_answers} were requested",
                 number,
             )
         for answer in reply.answers:
@@ -70,7 +70,7 @@ def _check_usage(check: AuditCheck, request: AuditRequest, reply: AuditReply, kn
     most = request.max_tokens * request.num_answers
     check.expect(
         reported <= most,
-        f"request {number}: usage counts {reported} tokens, at most {most} were asked for",
+        f"request {number}: usage counts {reported} tokens, at most {most} were requested",
         number,
     )
     counts = [answer.num_tokens for answer in reply.answers]

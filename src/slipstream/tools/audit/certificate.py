@@ -17,7 +17,7 @@ _HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class AuditData:
-    """What was asked and how much came back."""
+    """What was sent and how much came back."""
 
     source: str
     sha256: str

@@ -17,7 +17,7 @@ FILE = "answers.jsonl"
 class AuditJournal:
     """The replies of each side by request. Without a file they are kept in memory only.
 
-    The first line of the file says what is asked. A journal of another audit is refused.
+    The first line of the file says what is sent. A journal of another audit is refused.
     """
 
     def __init__(self, file: Path | None = None, resume: bool = False) -> None:
@@ -67,11 +67,11 @@ class AuditJournal:
         return entries[1:]
 
     def get(self, side: str, request: int) -> AuditReply | None:
-        """The reply that is there, None where it must be asked for."""
+        """The reply that is there, None where it must be requested."""
         return self._replies.get((side, request))
 
     def add(self, side: str, reply: AuditReply) -> None:
-        """Keep a reply; failed ones are kept in memory only, so that a resumed audit asks again."""
+        """Keep a reply; failed ones are kept in memory only, so that a resumed audit sends them again."""
         self._replies[side, reply.request] = reply
         if reply.error is None:
             self._write({"side": side, "reply": reply.as_json()})

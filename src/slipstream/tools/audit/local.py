@@ -249,7 +249,7 @@ def lossy_settings(engine: Engine) -> list[str]:
         )
     if engine.config.allow_lossy:
         found.append(
-            "allow_lossy lets requests ask for step-level speculation, whose text is not the target's own"
+            "allow_lossy lets requests choose step-level speculation, whose text is not the target's own"
         )
     return found
 
@@ -278,7 +278,7 @@ def audit_data(
     requests: Seq[AuditRequest],
     replies: Mapping[int, AuditReply],
 ) -> AuditData:
-    """What was asked, and how much of it was answered."""
+    """What was sent, and how much of it was answered."""
     answers = [answer for reply in replies.values() for answer in reply.answers]
     return AuditData(
         source=settings.workload.source,

@@ -1,4 +1,4 @@
-"""The seeded mix of sampling parameters with which an audit asks."""
+"""The seeded mix of sampling parameters of an audit's requests."""
 
 from __future__ import annotations
 

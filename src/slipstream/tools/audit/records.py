@@ -1,4 +1,4 @@
-"""What an audit asks and what it gets back, in a form that can be kept on disk."""
+"""What an audit sends and what it gets back, in a form that can be kept on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an audit asks: prompts, sampling parameters, lengths, and with what confidence it decides."""
+"""What an audit sends: prompts, sampling parameters, lengths, and with what confidence it decides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.tools.audit.mix import Profile
 from slipstream.tools.audit.records import AuditRequest
 
 PROMPTS = 40
-"""Prompts that are asked in turn, unless there are fewer: so each is asked several times, and prefixes are reused."""
+"""Prompts that are sent in turn, unless there are fewer: so each is sent several times, and prefixes are reused."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _fitting(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
 
 
 def data_hash(requests: Seq[AuditRequest]) -> str:
-    """SHA-256 of all that is asked: prompts, parameters and seeds."""
+    """SHA-256 of all that is sent: prompts, parameters and seeds."""
     digest = hashlib.sha256()
     for request in requests:
         asked = [request.token_ids or request.text or request.messages, request.params, request.seed]

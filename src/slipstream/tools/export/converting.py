@@ -35,7 +35,7 @@ def converted(
 ) -> tuple[SpeculativeRecord, tuple[str, ...]]:
     """(`record` with the paths of what was written into `place`, notes).
 
-    Raises `ExportError` where the engine cannot load what was asked for.
+    Raises `ExportError` where the engine cannot load what was requested.
     """
     from slipstream.tools.export.checkpoints import convert
 

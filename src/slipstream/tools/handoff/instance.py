@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class InstanceProbes:
-    """Asks both instances the same prompt every now and then, one after the other, in random order."""
+    """Sends both instances the same prompt every now and then, one after the other, in random order."""
 
     def __init__(
         self,

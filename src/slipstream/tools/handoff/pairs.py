@@ -43,7 +43,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True)
 class ProbePrompts:
-    """What probes ask, in turn and without end; greedy, so that both sides give the same text."""
+    """What probes send, in turn and without end; greedy, so that both sides give the same text."""
 
     prompts: Seq[Prompt]
     raw: bool = False
@@ -91,7 +91,7 @@ class PairLog:
 
 
 class ProbeSide:
-    """One server, asked by probes."""
+    """One server that probes measure."""
 
     def __init__(self, address: ServerAddress, probes: ProbePrompts) -> None:
         self.address = address

@@ -26,7 +26,7 @@ OWN_FLAGS = {
 """Flags of vLLM that the hand-off writes itself, and what to use instead."""
 
 _REACHED = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that mean every one of this machine, to one that can be asked."""
+"""Addresses that mean every one of this machine, to one that can be called."""
 
 
 class OffSide(StrEnum):

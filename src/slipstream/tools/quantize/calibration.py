@@ -162,7 +162,7 @@ class _Recorder(nn.Module):
         return hidden_states
 
     def __getattr__(self, name: str) -> Any:
-        """Some models ask a layer what kind it is."""
+        """Some models read a layer's kind."""
         try:
             return super().__getattr__(name)
         except AttributeError:

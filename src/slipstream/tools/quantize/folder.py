@@ -103,6 +103,6 @@ def write(model: Any, tokenizer: Any, tensors: dict[str, Tensor], config: dict[s
         for file in written.glob("*.safetensors"):  # they are written for their owner alone
             file.chmod((written / "config.json").stat().st_mode)
         if out.exists():
-            out.rmdir()  # it is empty: that was asked before any work
+            out.rmdir()  # it is empty: that was checked before any work
         written.rename(out)
     return sum(tensor.nbytes for tensor in contiguous.values())

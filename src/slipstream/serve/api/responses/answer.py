@@ -140,7 +140,7 @@ class ResponseAnswer(ApiAnswer):
         if status == "incomplete":
             self._last["incomplete_details"] = {"reason": "max_output_tokens"}
         elif status == "failed":
-            message = "the answer ended before it had the form that was asked for"
+            message = "the answer ended before it had the form that was requested"
             self._last["error"] = {"code": "server_error", "message": message}
         else:
             self._last["completed_at"] = int(time.time())

@@ -30,7 +30,7 @@ async def ask_all(
     shown: Meter,
     on_replies: OnReplies,
 ) -> str:
-    """Ask what the journal lacks; returns why not everything was asked, or an empty text.
+    """Send what the journal lacks; returns why not everything was sent, or an empty text.
 
     `on_replies` sees the replies in the order of the requests, whichever come first: short answers come before long
     ones, and what came from the slower side would be shorter among the first.
@@ -43,7 +43,7 @@ async def ask_all(
 
 
 class _Asking:
-    """Requests that are asked several at a time, and whose replies are handed over in order."""
+    """Requests that are sent several at a time, and whose replies are handed over in order."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class _Asking:
         """The place of the request whose replies are handed over next."""
         self._failures_in_a_row = 0
         self.why: str | None = None
-        """Why no more is asked; empty where `on_replies` wanted no more, None while asking goes on."""
+        """Why no more is sent; empty where `on_replies` wanted no more, None while sending goes on."""
 
     async def work(self, clients: Seq[httpx2.AsyncClient]) -> None:
-        """Ask one request after another until none is left or asking is over."""
+        """Send one request after another until none is left or sending is over."""
         for turn, request in self._waiting:
             if self.why is not None:
                 return
@@ -106,6 +106,6 @@ async def _reply(
     known = journal.get(side.name, request.number)
     if known is not None and known.error is None:
         return known
-    reply = await side.ask(client, request)
+    reply = await side.send(client, request)
     journal.add(side.name, reply)
     return reply

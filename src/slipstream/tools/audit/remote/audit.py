@@ -63,7 +63,7 @@ class RemoteAudit:
 
 
 def run_remote(audit: RemoteAudit) -> Certificate:
-    """Probe the servers, ask everything, judge. Ctrl-C ends it early, with an incomplete certificate.
+    """Probe the servers, send everything, judge. Ctrl-C ends it early, with an incomplete certificate.
 
     Raises `RemoteError` where a server does not answer, `ConfigError` for a comparison that is impossible, and
     `RequestError` for invalid prompts.
@@ -84,7 +84,7 @@ def run_remote(audit: RemoteAudit) -> Certificate:
 
 
 def _undrafted(first: ServerSide) -> ServerSide:
-    """Slipstream's own server asked without speculation; raises `ConfigError` for another server, and for one that does
+    """Slipstream's own server without speculation; raises `ConfigError` for another server, and for one that does
     not speculate anyway."""
     if not first.info.is_ours:
         raise ConfigError(
@@ -131,7 +131,7 @@ class _Run:
         self._by_number = {request.number: request for request in self._requests}
 
     def certificate(self) -> Certificate:
-        """Ask, and judge what came."""
+        """Send all requests, and judge what came."""
         audit, settings = self._audit, self._settings
         audit.journal.open(self._key())
         repeats: list[Repeats] = []
@@ -224,7 +224,7 @@ class _Run:
         return list(found.values())
 
     async def _ask_again(self, repeats: Repeats, check: ExtraCheck) -> AuditCheck:
-        """A check of the audited side that asks again what it repeats exactly."""
+        """A check of the audited side that sends again what it repeats exactly."""
         side, replies = self._sides[0], self._audit.journal.side(self._sides[0].name)
         exact = [request for request in self._requests if request.is_greedy or side.info.keeps_seed]
         async with connect(side.address) as client:
@@ -238,7 +238,7 @@ class _Run:
         return draws_alike(self._replayer, self._requests[:NUM_NOISE_REQUESTS], replies, self._probe_level)
 
     def _key(self) -> dict[str, Any]:
-        """What a resumed audit must have in common: what is asked, how, and what the servers say of themselves."""
+        """What a resumed audit must have in common: what is sent, how, and what the servers say of themselves."""
         return {
             "servers": [side.address.url for side in self._sides],
             "models": [side.address.model for side in self._sides],

@@ -16,7 +16,7 @@ _EVERY_S = 0.25
 
 
 class CounterWatch:
-    """What the counters grow by while the audit asks."""
+    """What the counters grow by during the audit."""
 
     def __init__(self, sides: Seq[ServerSide]) -> None:
         """`sides` are those that one server answers."""
@@ -26,7 +26,7 @@ class CounterWatch:
         self._window = CounterWindow(self._address)
 
     def check(self) -> tuple[AuditCheck, list[str]]:
-        """(the check, notes). Counters that move while nothing is asked count other traffic too, and decide nothing."""
+        """(the check, notes). Counters that move while nothing is sent count other traffic too, and decide nothing."""
         check = AuditCheck("counters", "the counters of /metrics against the sums of the answers")
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
@@ -69,7 +69,7 @@ class CounterWatch:
         return [sum(values) for values in zip(*parts, strict=True)]
 
     def _counts(self, grown: Counters) -> ClientCounts:
-        """What was asked and came. A server may count a request with several answers once or several times."""
+        """What was sent and came. A server may count a request with several answers once or several times."""
         replies, answers, failed, prompt, output = (
             now - before for now, before in zip(self._sums(), self._start, strict=True)
         )
@@ -80,7 +80,7 @@ class CounterWatch:
         )
 
     def _moves(self) -> bool:
-        """Whether the counters move while this audit asks nothing."""
+        """Whether the counters move while this audit sends nothing."""
         first, _ = read_counters(self._address)
         time.sleep(_EVERY_S * 2)
         return read_counters(self._address)[0] != first

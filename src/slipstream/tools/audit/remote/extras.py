@@ -17,7 +17,7 @@ ExtraCheck = Callable[
     [httpx2.AsyncClient, ServerSide, Seq[AuditRequest], Mapping[int, AuditReply]],
     Coroutine[Any, Any, AuditCheck],
 ]
-"""Asks a side again and compares with its replies."""
+"""Sends requests to a side again and compares with its replies."""
 
 NUM_STREAMS = 8
 NUM_STOPS = 8
@@ -30,14 +30,14 @@ async def check_streams(
     requests: Seq[AuditRequest],
     replies: Mapping[int, AuditReply],
 ) -> AuditCheck:
-    """Ask again, streamed, what is repeated exactly, and compare with the whole answers."""
+    """Send again, streamed, what is repeated exactly, and compare with the whole answers."""
     check = AuditCheck("streams", "streamed answers against whole ones: text, tokens, usage, finish reason")
     if not side.info.streams:
         check.skipped = "the server does not stream"
         return check
     failures: list[str] = []
     for request, whole in await _repeated(client, side, _answered(requests, replies)[:NUM_STREAMS], replies):
-        streamed = await side.ask(client, request, stream=True)
+        streamed = await side.send(client, request, stream=True)
         if streamed.error is not None:
             failures.append(f"request {request.number}: {streamed.error}")
             continue
@@ -67,7 +67,7 @@ async def check_stops(
     requests: Seq[AuditRequest],
     replies: Mapping[int, AuditReply],
 ) -> AuditCheck:
-    """Ask again with a piece of the answer as its stop string: the text must end before it."""
+    """Send again with a piece of the answer as its stop string: the text must end before it."""
     check = AuditCheck("cut at stop strings", "texts with a stop string against the same text without")
     failures: list[str] = []
     asked = [
@@ -81,7 +81,7 @@ async def check_stops(
         stop = stop_within(text)
         if stop is None:
             continue
-        reply = await side.ask(client, replace(request, params={**request.params, "stop": [stop]}))
+        reply = await side.send(client, replace(request, params={**request.params, "stop": [stop]}))
         if reply.error is not None:
             failures.append(f"request {request.number}: {reply.error}")
             continue
@@ -123,11 +123,11 @@ async def _repeated(
     requests: Seq[AuditRequest],
     replies: Mapping[int, AuditReply],
 ) -> list[tuple[AuditRequest, AuditReply]]:
-    """Those that are answered alike when they are asked again alone, with the new replies. Others say nothing of
+    """Those that are answered alike when they are sent again alone, with the new replies. Others say nothing of
     streams and stop strings: in another batch rounding may change an answer."""
     found = []
     for request in requests:
-        reply = await side.ask(client, request)
+        reply = await side.send(client, request)
         if reply.error is None and _texts(reply) == _texts(replies[request.number]):
             found.append((request, reply))
     return found

@@ -39,7 +39,7 @@ LOG_PROBS = "log-probabilities"
 
 @dataclass
 class Asked:
-    """All that came of asking."""
+    """All that was sent and what came."""
 
     settings: AuditSettings
     sides: Seq[ServerSide]

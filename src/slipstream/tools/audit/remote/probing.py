@@ -1,4 +1,4 @@
-"""Finds out what a server can do, by asking it."""
+"""Finds out what a server can do, by requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.tools.bench.statistics import first_difference
 
 NUM_SEED_PROBES = 20
 NUM_REPEATED_PROBES = 6
-"""The first of them, which are asked twice."""
+"""The first of them, which are sent twice."""
 SEED_PROBE_TOKENS = 12
 REPEATED = 0.75
 """Share of these that a server must answer twice alike, to count as keeping to a seed."""
@@ -38,7 +38,7 @@ _LOSSY: Mapping[str, Callable[[Any], bool]] = {
 }
 """Settings of engines that change the text, and the values at which they do."""
 _INFO_PATHS = ("server_info?config_format=json", "get_server_info", "props")
-"""Paths of vLLM, which tells its settings as one text unless asked for JSON, of SGLang and of llama.cpp."""
+"""Paths of vLLM, which tells its settings as one text unless JSON is requested, of SGLang and of llama.cpp."""
 _ABILITIES = ("asks_token_ids", "knows_filters", "asks_logprobs")
 _LESS = tuple(names for num in range(len(_ABILITIES) + 1) for names in combinations(_ABILITIES, num))
 """What is left out of a request, one thing after the other, then two, then all."""
@@ -74,7 +74,7 @@ def identify(side: ServerSide) -> None:
 
 
 def find_abilities(side: ServerSide, request: AuditRequest) -> AuditReply:
-    """Ask once, leaving out no more than the server refuses; raises `RemoteError` where it does not answer at all."""
+    """Send one request, with all that the server takes; raises `RemoteError` where it does not answer at all."""
     info = side.info
     short = replace(request, params={"temperature": 0.0}, max_tokens=min(4, request.max_tokens))
     for less in _LESS:
@@ -149,7 +149,7 @@ def _draw_alike(
 def _once(side: ServerSide, request: AuditRequest, stream: bool = False) -> AuditReply:
     async def ask() -> AuditReply:
         async with connect(side.address) as client:
-            return await side.ask(client, request, stream)
+            return await side.send(client, request, stream)
 
     return asyncio.run(ask())
 
@@ -157,7 +157,7 @@ def _once(side: ServerSide, request: AuditRequest, stream: bool = False) -> Audi
 def _all(side: ServerSide, requests: Seq[AuditRequest]) -> list[AuditReply]:
     async def ask() -> list[AuditReply]:
         async with connect(side.address) as client:
-            return [await side.ask(client, request) for request in requests]
+            return [await side.send(client, request) for request in requests]
 
     return asyncio.run(ask())
 

@@ -1,4 +1,4 @@
-"""A server as one side of an audit: how it is asked, and what it tells of itself."""
+"""A server as one side of an audit: how it is called, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slipstream.tools.audit.records import AuditReply, AuditRequest
 from slipstream.tools.audit.remote.reading import ReplyReader
 
 NUM_TOPS = 5
-"""Alternatives asked for at each token."""
+"""Alternatives requested at each token."""
 WITHOUT_SPECULATION = {"speculation": {"enabled": False}}
 """What turns speculation off for a request, on Slipstream's own server."""
 
 
 @dataclass
 class ServerInfo:
-    """What a server can do, as it was found by asking."""
+    """What a server can do, as it was found by requests."""
 
     owner: str = ""
     """`owned_by` of its model: slipstream, vllm, llamacpp and so on."""
@@ -69,7 +69,7 @@ class ServerSide:
         """Whether every request turns speculation off."""
         return all(self.extra.get(name) == value for name, value in WITHOUT_SPECULATION.items())
 
-    async def ask(
+    async def send(
         self, client: httpx2.AsyncClient, request: AuditRequest, stream: bool = False
     ) -> AuditReply:
         """Send a request; a failure is in `AuditReply.error`, not raised."""
