@@ -16,7 +16,7 @@ from slipstream.tools.audit.findings import AuditCheck, AuditTest
 from slipstream.tools.audit.identity import AnswerComparison, compare
 from slipstream.tools.audit.journal import AuditJournal
 from slipstream.tools.audit.records import AuditAnswer, AuditReply, AuditRequest
-from slipstream.tools.audit.remote.asking import ask_all
+from slipstream.tools.audit.remote.sending import send_all
 from slipstream.tools.audit.remote.side import ServerSide
 from slipstream.tools.audit.ties import Rounding
 
@@ -54,7 +54,7 @@ def test_replies_are_handed_over_in_the_order_of_the_requests(last: int) -> None
         return request.number == last
 
     async def ask(shown: Meter) -> str:
-        return await ask_all(sides, REQUESTS, 4, journal, shown, on_replies)
+        return await send_all(sides, REQUESTS, 4, journal, shown, on_replies)
 
     with meter("audit", 24) as shown:
         assert asyncio.run(ask(shown)) == ""

@@ -89,13 +89,13 @@ def load_model(
             **{key: getattr(options, key) for key in ("max_model_len", "attention_backend", "executor")},
         )
         lm.unused_tensors = choice.source.unused_tensors()
-        asked, widens = options.kv_cache_dtype, lm.executor.widens_entries
-        lm.cache_dtype = resolve_cache_dtype(asked, options.dtype, choice.stored, lm.dtype, widens)
+        requested, widens = options.kv_cache_dtype, lm.executor.widens_entries
+        lm.cache_dtype = resolve_cache_dtype(requested, options.dtype, choice.stored, lm.dtype, widens)
         if compares:
             check_cache(lm)
             if verdict is not None and lm.was_compared:
                 verdict.keep()
-    _tell_cache_dtype(lm, asked)
+    _tell_cache_dtype(lm, requested)
     if options.fast_prompts:
         turn_on_fast_prompts(lm)
     return lm
@@ -139,8 +139,8 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
     def is_plain() -> bool:
         return has_only_plain_matrices(meta_model(source.config, "eager", trusts))
 
-    kind, asked = resolve_weight_dtype(dtype, where, source.config, native, is_plain)
-    name = quantization or asked
+    kind, requested = resolve_weight_dtype(dtype, where, source.config, native, is_plain)
+    name = quantization or requested
     fmt = checked_format(name, where, kind)
     if options.fast_prompts:
         check_fast_prompts(where, native, name or (dtype if dtype == "float32" else None))
@@ -287,16 +287,16 @@ def _as_stored(model: Any, may_widen: bool) -> Iterator[None]:
         yield
 
 
-def _tell_cache_dtype(lm: CausalLM, asked: str) -> None:
+def _tell_cache_dtype(lm: CausalLM, requested: str) -> None:
     """Log how keys and values are held, and warn of a narrow type that our kernels do not read."""
     name, fused = str(lm.cache_dtype).removeprefix("torch."), lm.executor.widens_entries
     why = (
         ""
-        if asked != "auto"
+        if requested != "auto"
         else f" (kv_cache_dtype auto, {'with' if fused else 'without'} the fused decoder)"
     )
     log.info("%s: keys and values are kept in %s%s", lm.family, name, why)
-    if asked != "auto" and not fused and lm.cache_dtype.itemsize < lm.dtype.itemsize:
+    if requested != "auto" and not fused and lm.cache_dtype.itemsize < lm.dtype.itemsize:
         _warn_of_copies(name)
 
 

@@ -277,7 +277,7 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
     seen = unloaded_model(path, options)
     dtype, quantization = options.dtype, options.quantization
     checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
-    name = quantization or seen.asked
+    name = quantization or seen.requested
     matrices = seen.matrix_dtype
     if name is None and dtype == "auto" and matrices != seen.dtype:
         name = OF_DTYPE[matrices]
@@ -309,6 +309,6 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
     if options.fast_prompts:
         check_fast_prompts(outline.device, outline.is_native, outline.weight_type)
         check_model(outline.family, outline.weight_type, outline.is_fused, outline.has_experts)
-    asked, widens = options.kv_cache_dtype, outline.is_fused
-    kept_in = resolve_cache_dtype(asked, dtype, seen.stored_dtype, seen.dtype, widens)
+    requested, widens = options.kv_cache_dtype, outline.is_fused
+    kept_in = resolve_cache_dtype(requested, dtype, seen.stored_dtype, seen.dtype, widens)
     return replace(outline, cache_dtype=kept_in)

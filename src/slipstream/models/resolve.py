@@ -50,9 +50,9 @@ def resolve_cache_dtype(
     in. `auto` is the checkpoint's own type where our kernels run whole passes (`fused`): they widen what they read.
     PyTorch's attention would copy the whole cache in every pass.
     """
-    asked = name if name != "auto" or not fused else dtype
-    if asked != "auto":
-        chosen = getattr(torch, asked)
+    requested = name if name != "auto" or not fused else dtype
+    if requested != "auto":
+        chosen = getattr(torch, requested)
         assert isinstance(chosen, torch.dtype)
         return chosen
     return stored if fused and stored in (torch.bfloat16, torch.float16) else computed

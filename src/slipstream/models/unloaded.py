@@ -58,7 +58,7 @@ class UnloadedModel:
     vocab_size: int
     dtype: torch.dtype
     stored_dtype: torch.dtype | None
-    asked: str | None
+    requested: str | None
     """The weight format that `dtype` requests."""
     matrix_dtype: torch.dtype
     """In which matrices are read where nothing else sets a type."""
@@ -121,7 +121,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     backend = choose_backend(options.attention_backend, traits)
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)
-    kind, asked = resolve_weight_dtype(dtype, where, config, native, lambda: plain)
+    kind, requested = resolve_weight_dtype(dtype, where, config, native, lambda: plain)
     traits = replace(traits, dtype=kind)
     backend = choose_backend(options.attention_backend, traits)
     matrices = kind
@@ -145,7 +145,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
         vocab_size=vocab_size,
         dtype=kind,
         stored_dtype=stored_dtype,
-        asked=asked,
+        requested=requested,
         matrix_dtype=matrices,
         device=where,
         native=native,

@@ -175,12 +175,12 @@ class RemoteDrafter(Drafter):
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """What has arrived for each text, up to its budget."""
-        asked = [self._asked(sequence) for sequence in sequences]
+        requests = [self._request(sequence) for sequence in sequences]
         limits = [min(budget, self.traits.max_nodes) for budget in budgets]
         self._take()
         if self.options.max_wait_ms:
-            self._wait(asked, limits)
-        return [self._proposal(request, limit) for request, limit in zip(asked, limits, strict=True)]
+            self._wait(requests, limits)
+        return [self._proposal(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def observe(self, observations: Seq[Observation]) -> None:
         """Tell the workers what was committed, at once: they go on while the target computes."""
@@ -219,7 +219,7 @@ class RemoteDrafter(Drafter):
 
     # --- telling ----------------------------------------------------------------------------------------------
 
-    def _asked(self, sequence: Sequence) -> RemoteRequest:
+    def _request(self, sequence: Sequence) -> RemoteRequest:
         """The sequence's request, of which some worker knows the whole text by now, if one is connected."""
         request = self._requests.get(sequence.id)
         if request is None:
@@ -319,11 +319,11 @@ class RemoteDrafter(Drafter):
             message["length"], message["hash"], token_ids
         )
 
-    def _wait(self, asked: Seq[RemoteRequest], limits: Seq[int]) -> None:
+    def _wait(self, requests: Seq[RemoteRequest], limits: Seq[int]) -> None:
         """Wait for the continuations that are under way, as long as the options allow."""
         deadline_s = time.perf_counter() + self.options.max_wait_ms / 1000
         least = self.options.wait_tokens or self.traits.max_nodes
-        pairs = list(zip(asked, limits, strict=True))
+        pairs = list(zip(requests, limits, strict=True))
         while awaited := [request for request, limit in pairs if self._is_awaited(request, limit, least)]:
             left_s = deadline_s - time.perf_counter()
             if left_s <= 0:

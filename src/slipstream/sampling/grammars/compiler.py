@@ -356,10 +356,10 @@ def check_followed(structured: StructuredOutput) -> None:
         raise RequestError(_refusal(structured, messages[0]))
 
 
-def _raise_of(structured: StructuredOutput, ask: Callable[[], TrialAnswer | None]) -> TrialAnswer | None:
+def _raise_of(structured: StructuredOutput, call: Callable[[], TrialAnswer | None]) -> TrialAnswer | None:
     """The worker's result for a constraint; raises `RequestError` for a refusal, or if the worker died."""
     try:
-        answer = ask()
+        answer = call()
     except NoWorkerError as error:
         raise _NotNowError(
             f"{kind(structured)} cannot be compiled at the moment, since no process can be started for it: {error}; "

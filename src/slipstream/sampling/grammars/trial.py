@@ -74,7 +74,7 @@ class TrialProcess:
         Raises `TooComplexError` and `NoWorkerError`.
         """
         with self._lock:
-            return self._ask(TrialRequest("check", source=source)) if self._is_ready() else None
+            return self._call(TrialRequest("check", source=source)) if self._is_ready() else None
 
     def try_(self, vocabulary: TrialVocabulary, source: str) -> TrialAnswer | None:
         """What comes of compiling a grammar over the vocabulary; otherwise as `check`."""
@@ -82,7 +82,7 @@ class TrialProcess:
             for _ in range(2):  # it may have exited since, or dropped the vocabulary
                 if not self._is_ready(vocabulary):
                     return None
-                answer = self._ask(TrialRequest("try", vocabulary.key, source))
+                answer = self._call(TrialRequest("try", vocabulary.key, source))
                 if not answer.is_unknown:
                     return answer
                 self._known.discard(vocabulary.key)
@@ -127,12 +127,12 @@ class TrialProcess:
         key = ""
         try:
             if not self._has_answered:
-                self._ask(TrialRequest("hello"), START_S)
+                self._call(TrialRequest("hello"), START_S)
                 self._has_answered = True
                 self._proven.add(key)
             if vocabulary is not None and vocabulary.key not in self._known:
                 key = vocabulary.key
-                self._ask(TrialRequest("vocabulary", key, tokens=vocabulary.tokens), START_S)
+                self._call(TrialRequest("vocabulary", key, tokens=vocabulary.tokens), START_S)
                 self._known.add(key)
                 self._proven.add(key)
         except TooComplexError:
@@ -143,13 +143,13 @@ class TrialProcess:
             return False
         return True
 
-    def _ask(self, asked: TrialRequest, deadline_s: float | None = None) -> TrialAnswer:
+    def _call(self, request: TrialRequest, deadline_s: float | None = None) -> TrialAnswer:
         deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         assert self._child is not None
         sock, body, is_late = self._child.socket, None, False
         try:
             sock.settimeout(deadline_s)
-            sock.sendall(CODEC.frame(asked))
+            sock.sendall(CODEC.frame(request))
             body = next_body(sock, self._frames)
         except TimeoutError:
             is_late = True

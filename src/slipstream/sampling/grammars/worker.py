@@ -95,26 +95,26 @@ def main() -> None:
     vocabularies: BoundedDict[str, LLTokenizer] = BoundedDict(MAX_VOCABULARIES)
     baseline = heap_bytes()
     while (body := next_body(sock, frames)) is not None:
-        asked = CODEC.read(body)
-        assert isinstance(asked, TrialRequest)
+        request = CODEC.read(body)
+        assert isinstance(request, TrialRequest)
         answer = TrialAnswer()
-        if asked.task == "vocabulary" and asked.tokens is not None:
-            wrapper = llguidance.TokenizerWrapper(asked.tokens)
-            vocabularies[asked.key] = llguidance.LLTokenizer(
-                wrapper, n_vocab=len(asked.tokens.tokens), eos_token=asked.tokens.ends
+        if request.task == "vocabulary" and request.tokens is not None:
+            wrapper = llguidance.TokenizerWrapper(request.tokens)
+            vocabularies[request.key] = llguidance.LLTokenizer(
+                wrapper, n_vocab=len(request.tokens.tokens), eos_token=request.tokens.ends
             )
             baseline = heap_bytes()
-        elif asked.task == "check":
+        elif request.task == "check":
             failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-                asked.source, limits=parser_limits()
+                request.source, limits=parser_limits()
             )
             answer = TrialAnswer(messages[0] if failed else None)
-        elif asked.task == "try" and asked.key not in vocabularies:
+        elif request.task == "try" and request.key not in vocabularies:
             answer = TrialAnswer(is_unknown=True)
-        elif asked.task == "try":
-            vocabularies.move_to_end(asked.key)
-            answer = _try(vocabularies[asked.key], asked.source)
-        ends = asked.task in ("check", "try") and left_over(baseline) > KEPT_BYTES
+        elif request.task == "try":
+            vocabularies.move_to_end(request.key)
+            answer = _try(vocabularies[request.key], request.source)
+        ends = request.task in ("check", "try") and left_over(baseline) > KEPT_BYTES
         sock.sendall(CODEC.frame(msgspec.structs.replace(answer, ends=ends)))
         if ends:
             return

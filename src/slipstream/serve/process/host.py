@@ -59,7 +59,7 @@ _READ_BYTES = 2**20
 class _Served:
     """A request of the server's."""
 
-    asked: Submit
+    submit: Submit
     params: SamplingParams
     compiling: Future[Grammar] | None
     """Until the engine has it."""
@@ -70,7 +70,7 @@ class _Served:
 
     @property
     def id(self) -> int:
-        return self.asked.id
+        return self.submit.id
 
 
 @dataclass(slots=True)
@@ -242,19 +242,19 @@ class EngineHost:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is not expected here")
 
-    def _submit(self, asked: Submit) -> None:
+    def _submit(self, submit: Submit) -> None:
         try:
-            params = params_in(asked.params)
-            compiling = self._engine.intake.compile_grammar(params, asked.tried_bytes, asked.options.tenant)
+            params = params_in(submit.params)
+            compiling = self._engine.intake.compile_grammar(params, submit.tried_bytes, submit.options.tenant)
         except Exception as error:
-            self._refuse(asked.id, error)
+            self._refuse(submit.id, error)
             return
-        if asked.request_id in self._served:
-            self._refuse(asked.id, ProtocolError(f"request id {asked.request_id!r} is in use"))
+        if submit.request_id in self._served:
+            self._refuse(submit.id, ProtocolError(f"request id {submit.request_id!r} is in use"))
             return
-        served = _Served(asked, params, compiling)
-        self._served[asked.request_id] = served
-        self._names[asked.id] = asked.request_id
+        served = _Served(submit, params, compiling)
+        self._served[submit.request_id] = served
+        self._names[submit.id] = submit.request_id
         if compiling is None:
             self._add(served, None)
         else:
@@ -278,60 +278,60 @@ class EngineHost:
             self._add(served, grammar)
 
     def _add(self, served: _Served, grammar: Grammar | None) -> None:
-        asked = served.asked
-        prompt = EncodedPrompt(None, asked.token_ids, asked.bad_words)
+        submit = served.submit
+        prompt = EncodedPrompt(None, submit.token_ids, submit.bad_words)
         try:
-            if asked.options.prediction is not None:  # tokens, but for those that begin within another one
-                prompt = replace(prompt, expected=self._engine.intake.expected(asked.options.prediction))
+            if submit.options.prediction is not None:  # tokens, but for those that begin within another one
+                prompt = replace(prompt, expected=self._engine.intake.expected(submit.options.prediction))
             self._engine.add_request(
-                asked.request_id,
+                submit.request_id,
                 prompt,
                 served.params,
-                asked.options,
+                submit.options,
                 grammar=grammar,
-                emitted=asked.emitted,
+                emitted=submit.emitted,
             )
             if served.paused:  # meanwhile its grammar was compiled
-                self._engine.pause(asked.request_id)
+                self._engine.pause(submit.request_id)
         except Exception as error:
             self._forget(served)
             self._refuse(served.id, error)
 
-    def _cancel(self, asked: CancelRequest) -> None:
-        name = self._names.get(asked.id)
+    def _cancel(self, request: CancelRequest) -> None:
+        name = self._names.get(request.id)
         if name is None:
             return
         served = self._served[name]
         if served.compiling is not None:
             served.compiling.cancel()
             served.compiling = None
-            if asked.reports:  # the engine gives its last updates, which need no grammar
+            if request.reports:  # the engine gives its last updates, which need no grammar
                 served.params = replace(served.params, structured=None)
                 self._add(served, None)
                 if name not in self._served:
                     return  # it was refused
         updates = self._engine.abort(name)
-        if asked.reports:
+        if request.reports:
             for update in updates:
                 self._hold(served, update)
         else:
-            for key in [key for key in self._made.updates if key[0] == asked.id]:
+            for key in [key for key in self._made.updates if key[0] == request.id]:
                 del self._made.updates[key]
         self._forget(served)
         self._give_out()
 
-    def _set_paused(self, asked: Flow) -> None:
-        name = self._names.get(asked.id)
+    def _set_paused(self, flow: Flow) -> None:
+        name = self._names.get(flow.id)
         if name is not None:
-            self._served[name].paused = asked.paused
-            (self._engine.pause if asked.paused else self._engine.resume)(name)
+            self._served[name].paused = flow.paused
+            (self._engine.pause if flow.paused else self._engine.resume)(name)
             self._give_out()  # the next step may be long in coming
 
     def _refuse(self, id_: int, error: Exception) -> None:
         self._write(Refused(id_, *error_out(error)))
 
     def _forget(self, served: _Served) -> None:
-        self._served.pop(served.asked.request_id, None)
+        self._served.pop(served.submit.request_id, None)
         self._names.pop(served.id, None)
 
     # --- steps --------------------------------------------------------------------------------------------------

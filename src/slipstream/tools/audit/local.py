@@ -101,9 +101,9 @@ def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
     complete = True
     try:
         with meter("audit", len(requests) + len(compared)) as shown:
-            _ask(audit, on, ON, requests, settings.concurrency, streams, shown)
+            _send(audit, on, ON, requests, settings.concurrency, streams, shown)
             # Another order and other batches: neither may change an answer.
-            _ask(audit, off, OFF, compared[::-1], max(1, settings.concurrency // 2), _Streams(), shown)
+            _send(audit, off, OFF, compared[::-1], max(1, settings.concurrency // 2), _Streams(), shown)
     except KeyboardInterrupt:
         complete = False
     finally:
@@ -301,7 +301,7 @@ def fits(engine: Engine, settings: AuditSettings, prompt: Prompt) -> bool:
     return len(encode(engine, settings, prompt)) + settings.max_tokens <= engine.max_model_len
 
 
-def _ask(
+def _send(
     audit: LocalAudit,
     engine: Engine,
     side: str,

@@ -19,13 +19,13 @@ from slipstream.tools.audit.journal import AuditJournal
 from slipstream.tools.audit.local import encode, fits
 from slipstream.tools.audit.mix import COMMON, FULL, PLAIN, SAMPLES, SERVED, Profile
 from slipstream.tools.audit.reference import draws_alike
-from slipstream.tools.audit.remote.asking import ask_all
 from slipstream.tools.audit.remote.counting import CounterWatch
 from slipstream.tools.audit.remote.extras import ExtraCheck, check_stops, check_streams
 from slipstream.tools.audit.remote.judging import Asked, Judge
 from slipstream.tools.audit.remote.pairs import SampledPairs
 from slipstream.tools.audit.remote.probing import find_abilities, identify, probe_seeds
 from slipstream.tools.audit.remote.repeating import Repeats, measure_repeats
+from slipstream.tools.audit.remote.sending import send_all
 from slipstream.tools.audit.remote.side import WITHOUT_SPECULATION, ServerSide
 from slipstream.tools.audit.replaying import Replayer
 from slipstream.tools.audit.settings import AuditSettings, data_hash, make_requests
@@ -141,24 +141,24 @@ class _Run:
         pairs = SampledPairs(settings, enabled=len(self._sides) > 1 and not self._shares_seeds)
         try:
             watches = [CounterWatch(sides) for sides in self._by_metrics()]
-            say("audit: asking the same again")
+            say("audit: sending the same again")
             repeats = [measure_repeats(side, self._requests) for side in self._sides]
             with meter("audit", len(self._requests) * len(self._sides)) as shown:
                 why = asyncio.run(
-                    ask_all(
+                    send_all(
                         self._sides, self._requests, settings.concurrency, audit.journal, shown, pairs.add
                     )
                 )
             if not why:
                 say("audit: streams, counters and stop strings")
-                extras.append(asyncio.run(self._ask_again(repeats[0], check_streams)))
+                extras.append(asyncio.run(self._send_again(repeats[0], check_streams)))
             for watch in watches:
                 check, said = watch.check()
                 extras.append(check)
                 notes += said
             if not why:
                 stops = CounterWatch(self._sides[:1])
-                extras.append(asyncio.run(self._ask_again(repeats[0], check_stops)))
+                extras.append(asyncio.run(self._send_again(repeats[0], check_stops)))
                 # Engines may count what a stop string cuts off an accepted block: that is noted, and decides nothing.
                 notes += [f"with stop strings: {one.text}" for one in stops.check()[0].findings]
         except KeyboardInterrupt:
@@ -223,7 +223,7 @@ class _Run:
             found.setdefault(side.address.metrics_url, []).append(side)
         return list(found.values())
 
-    async def _ask_again(self, repeats: Repeats, check: ExtraCheck) -> AuditCheck:
+    async def _send_again(self, repeats: Repeats, check: ExtraCheck) -> AuditCheck:
         """A check of the audited side that sends again what it repeats exactly."""
         side, replies = self._sides[0], self._audit.journal.side(self._sides[0].name)
         exact = [request for request in self._requests if request.is_greedy or side.info.keeps_seed]

@@ -147,19 +147,19 @@ def _draw_alike(
 
 
 def _once(side: ServerSide, request: AuditRequest, stream: bool = False) -> AuditReply:
-    async def ask() -> AuditReply:
+    async def send() -> AuditReply:
         async with connect(side.address) as client:
             return await side.send(client, request, stream)
 
-    return asyncio.run(ask())
+    return asyncio.run(send())
 
 
 def _all(side: ServerSide, requests: Seq[AuditRequest]) -> list[AuditReply]:
-    async def ask() -> list[AuditReply]:
+    async def send() -> list[AuditReply]:
         async with connect(side.address) as client:
             return [await side.send(client, request) for request in requests]
 
-    return asyncio.run(ask())
+    return asyncio.run(send())
 
 
 def _agreement(first: AuditReply, second: AuditReply) -> float:

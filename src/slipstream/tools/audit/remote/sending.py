@@ -22,7 +22,7 @@ OnReplies = Callable[[AuditRequest, list[AuditReply]], bool]
 """Called with a request and each side's reply; True ends the audit early."""
 
 
-async def ask_all(
+async def send_all(
     sides: Seq[ServerSide],
     requests: Seq[AuditRequest],
     concurrency: int,
@@ -35,14 +35,14 @@ async def ask_all(
     `on_replies` sees the replies in the order of the requests, whichever come first: short answers come before long
     ones, and what came from the slower side would be shorter among the first.
     """
-    asking = _Asking(sides, requests, journal, shown, on_replies)
+    sending = _Sending(sides, requests, journal, shown, on_replies)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connect(side.address)) for side in sides]
-        await asyncio.gather(*(asking.work(clients) for _ in range(concurrency)))
-    return asking.why or ""
+        await asyncio.gather(*(sending.work(clients) for _ in range(concurrency)))
+    return sending.why or ""
 
 
-class _Asking:
+class _Sending:
     """Requests that are sent several at a time, and whose replies are handed over in order."""
 
     def __init__(
@@ -72,11 +72,11 @@ class _Asking:
         for turn, request in self._waiting:
             if self.why is not None:
                 return
-            asked = [
+            sent = [
                 _reply(side, client, request, self._journal)
                 for side, client in zip(self._sides, clients, strict=True)
             ]
-            replies = await asyncio.gather(*asked)
+            replies = await asyncio.gather(*sent)
             self._shown.advance(
                 "both sides" if len(self._sides) > 1 else self._sides[0].name, len(self._sides)
             )
