@@ -140,7 +140,7 @@ class SpeculativeConfig:
     requests continue without drafts."""
     reasoning: Mapping[str, Any] | None = None
     """Who drafts whole steps of thinking, and how steps are separated: `{"model": PATH, "separator": "\\n\\n"}`; see
-    `ReasoningConfig`. For requests that ask for it, whose text it may change; needs `allow_lossy`."""
+    `ReasoningConfig`. For requests that choose it, whose text it may change; needs `allow_lossy`."""
 
     def __post_init__(self) -> None:
         check_types(
@@ -274,7 +274,7 @@ class EngineConfig:
     Replaces `kv_memory_fraction`: keys and values get what the weights leave."""
     enable_prefix_caching: bool = True
     allow_lossy: bool = False
-    """Let requests ask for what may change their text: step-level speculation (`reasoning`). Others stay exact."""
+    """Let requests choose what may change their text: step-level speculation (`reasoning`). Others stay exact."""
     seed: int | None = None
     """Seed for drawing the requests' own seeds; None draws them from the operating system."""
     generation_config: str = "auto"

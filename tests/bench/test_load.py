@@ -120,7 +120,7 @@ def test_arrivals_are_poisson_and_the_seeds(monkeypatch: pytest.MonkeyPatch) -> 
         else:
             now_s[0] += seconds
 
-    monkeypatch.setattr(load, "ask", at_once)
+    monkeypatch.setattr(load, "send_request", at_once)
     monkeypatch.setattr(load.asyncio, "sleep", sleep)
     monkeypatch.setattr(
         load.time, "perf_counter", lambda: now_s[0] if threading.get_ident() == ours else real_clock()
@@ -208,7 +208,7 @@ def test_the_figures_that_responses_carry_of_themselves() -> None:
 
 
 def test_interrupted_it_reports_what_had_ended(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = load.ask
+    answered = load.send_request
     seen: list[int] = []
 
     async def ask(*args: Any) -> Exchange:
@@ -217,7 +217,7 @@ def test_interrupted_it_reports_what_had_ended(fake: FakeServer, monkeypatch: py
             raise KeyboardInterrupt
         return await answered(*args)
 
-    monkeypatch.setattr(load, "ask", ask)
+    monkeypatch.setattr(load, "send_request", ask)
     result = load.run(plan(fake.url, concurrency=1, warm_up=False))
     assert not result.complete
     assert len(result.requests) == 3

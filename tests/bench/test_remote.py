@@ -245,19 +245,19 @@ def test_accepted_tokens_past_the_end_are_found() -> None:
 
 
 def test_other_traffic_is_noticed(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = client.ask
+    asked = client.send_request
 
     async def with_others(*args: Any) -> Any:
         fake.count()
         return await asked(*args)
 
-    monkeypatch.setattr(remote, "ask", with_others)
+    monkeypatch.setattr(remote, "send_request", with_others)
     found = whole(remote.run(plan(fake))).disagreements
     assert any("3 finished requests, the server 6 (+100.0%)" in line for line in found)
 
 
 def test_a_restarted_server_has_no_deltas(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = client.ask
+    asked = client.send_request
 
     async def restarting(*args: Any) -> Any:
         exchange = await asked(*args)
@@ -265,7 +265,7 @@ def test_a_restarted_server_has_no_deltas(fake: FakeServer, monkeypatch: pytest.
             fake.counters = dict.fromkeys(fake.counters, 0)
         return exchange
 
-    monkeypatch.setattr(remote, "ask", restarting)
+    monkeypatch.setattr(remote, "send_request", restarting)
     result = remote.run(plan(fake))
     assert whole(result).server is None
     assert "decreased" in result.metrics
@@ -307,7 +307,7 @@ def test_an_answer_that_is_no_stream_is_an_error() -> None:
 )
 def test_failures_midway_are_counted_and_left_out(behaviour: dict[str, Any], error: str) -> None:
     with serve() as fake:
-        asked = client.ask
+        asked = client.send_request
 
         async def failing_second(*args: Any) -> Any:
             for name, value in behaviour.items():
@@ -315,7 +315,7 @@ def test_failures_midway_are_counted_and_left_out(behaviour: dict[str, Any], err
             return await asked(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(remote, "ask", failing_second)
+            patch.setattr(remote, "send_request", failing_second)
             result = remote.run(plan(fake, repeats=2))
     f = whole(result)
     assert (f.num_requests, f.num_failed, f.num_output_tokens) == (4, 2, 4 * TOKENS)
@@ -328,27 +328,27 @@ def test_failures_midway_are_counted_and_left_out(behaviour: dict[str, Any], err
 
 
 def test_refused_requests_do_not_end_the_run(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = client.ask
+    asked = client.send_request
 
     async def refuse_last(*args: Any) -> Any:
         fake.refuse = int(args[2] == 2)
         return await asked(*args)
 
-    monkeypatch.setattr(remote, "ask", refuse_last)
+    monkeypatch.setattr(remote, "send_request", refuse_last)
     f = whole(remote.run(plan(fake, repeats=2)))
     assert f.errors == {"HTTP 429: too many requests": 2}
     assert f.num_requests == 4
 
 
 def test_ctrl_c_keeps_what_was_answered(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = client.ask
+    asked = client.send_request
 
     async def interrupted(*args: Any) -> Any:
         if len(fake.requests) == 3:  # the warm-up and two
             raise KeyboardInterrupt
         return await asked(*args)
 
-    monkeypatch.setattr(remote, "ask", interrupted)
+    monkeypatch.setattr(remote, "send_request", interrupted)
     result = remote.run(plan(fake, repeats=5))
     assert not result.complete
     assert whole(result).num_requests == 2

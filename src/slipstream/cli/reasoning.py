@@ -96,7 +96,7 @@ def calibrate(flags: CalibrateFlags) -> None:
     Accuracy is compared problem by problem with the target's own answers. A threshold qualifies if it loses at most
     --max-loss with 95 % confidence, so few problems never qualify one. Needs --reasoning-draft and --allow-lossy.
     """
-    asked, jobs, expected = flags.options(), read_jobs(None, flags.problems), _expected(flags.problems)
+    requested, jobs, expected = flags.options(), read_jobs(None, flags.problems), _expected(flags.problems)
     params = SamplingParams.from_mapping(flags.sampling)
     with loading(flags.model):
         speculative = chosen_speculation(flags.speculation, flags.model)
@@ -109,9 +109,9 @@ def calibrate(flags: CalibrateFlags) -> None:
     task = _CalibrationTask(llm, prompts, params, expected, think_end, flags.exact)
     announce(llm)
     reference = task.run(None)
-    cells = [task.run(options) for options in asked]
+    cells = [task.run(options) for options in requested]
     chosen = choose_threshold(reference.right, cells, flags.max_loss)
-    found = _found(reference, cells, chosen, asked[0], flags.max_loss)
+    found = _found(reference, cells, chosen, requested[0], flags.max_loss)
     if flags.json:
         print_json({"model": model_name(flags.model), "lossy": True, **found})
         return
@@ -178,7 +178,7 @@ def _found(
     reference: CalibrationCell,
     cells: Seq[CalibrationCell],
     chosen: CalibrationCell | None,
-    asked: StepOptions,
+    requested: StepOptions,
     max_loss: float,
 ) -> dict[str, Any]:
     num = len(reference.right)
@@ -201,9 +201,9 @@ def _found(
     request = None
     if chosen is not None:
         request = {
-            "judge": asked.judge,
+            "judge": requested.judge,
             "threshold": chosen.threshold,
-            "protect_first_steps": asked.protect_first_steps,
+            "protect_first_steps": requested.protect_first_steps,
         }
     return {
         "num_problems": num,

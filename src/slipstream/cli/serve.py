@@ -73,7 +73,7 @@ def serve(flags: ServeFlags) -> None:
     speculative = chosen_speculation(settings["speculation"], model)
 
     speculative, no_learning = _with_versions(speculative, server_config)
-    asked = server_config
+    requested = server_config
     if no_learning:  # serving goes on
         server_config = replace(server_config, learn=None)
 
@@ -93,7 +93,7 @@ def serve(flags: ServeFlags) -> None:
     if speculative.probe_share is None:  # probes provide the metrics of the realised gain
         speculative = replace(speculative, probe_share=PROBE_SHARE)
     logs.take_over_transformers()
-    retention = _retention_alone(no_learning, asked) if no_learning else None
+    retention = _retention_alone(no_learning, requested) if no_learning else None
     served = _engine(model, speculative, settings["engine"], server_config, spawned)
     try:
         app = create_app(served, server_config, model or EMBEDDED_NAME)

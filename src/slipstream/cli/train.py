@@ -115,11 +115,11 @@ def regenerate(flags: RegenerateFlags) -> None:
     assert data is not None
     assert output is not None
     with Faults() as faults:
-        asked = faults.made(lambda: RegenerateOptions(**flags.options))
+        requested = faults.made(lambda: RegenerateOptions(**flags.options))
         if not faults.found:
-            faults.made(lambda: check_data(data, asked))
+            faults.made(lambda: check_data(data, requested))
     answerer, who = flags.answerer()
-    tally = run(data, output, asked, answerer, who, _reporter())
+    tally = run(data, output, requested, answerer, who, _reporter())
     stderr().print(str(tally), markup=False)
     if tally.num_skipped:
         stderr().print(
@@ -314,11 +314,11 @@ def _train(make: Maker, flags: TrainFlags, options_of: type) -> None:
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Catch SIGINT and SIGTERM; yields a function that returns True once one has been received."""
-    asked: list[int] = []
+    signals: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in numbers}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(signals)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

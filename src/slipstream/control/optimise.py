@@ -159,9 +159,9 @@ class Problem:
             if len(mine):
                 draft_s += self._call_s(drafter, self._needed[mine, places[mine]], self._level[places[mine]])
         for lookup in self._lookups:
-            asked = int((lookups == lookup).sum())
-            if asked:
-                draft_s += float(self._draft_costs[lookup](DraftCall(asked, 1, asked)))
+            num_calls = int((lookups == lookup).sum())
+            if num_calls:
+                draft_s += float(self._draft_costs[lookup](DraftCall(num_calls, 1, num_calls)))
         return self._priced(places, float(self._tokens[every, places].sum()), rows, drafted, draft_s)
 
     def _priced(
@@ -190,8 +190,8 @@ class Problem:
         draft_s = entry_s.copy()
         for drafter in self._drafters:
             mine = self._drafter == drafter
-            asked = DraftCall(number[mine], self._level[mine], number[mine] * self._level[mine])
-            draft_s[mine] += np.minimum(needed[mine], 1.0) * self._draft_costs[drafter](asked)
+            call = DraftCall(number[mine], self._level[mine], number[mine] * self._level[mine])
+            draft_s[mine] += np.minimum(needed[mine], 1.0) * self._draft_costs[drafter](call)
         for lookup in self._lookups:
             draft_s[self._lookup == lookup] += self._draft_costs[lookup](
                 DraftCall(self.number, 1, self.number)
@@ -246,8 +246,8 @@ class Problem:
         for drafter in self._drafters:
             mine = self._drafter == drafter
             sharing = max(float((self._drafter[going.places] == drafter).sum()), share * self.number, 1.0)
-            asked = DraftCall(sharing, self._level[mine], sharing * self._level[mine])
-            call_s[mine] = self._draft_costs[drafter](asked) / sharing
+            call = DraftCall(sharing, self._level[mine], sharing * self._level[mine])
+            call_s[mine] = self._draft_costs[drafter](call) / sharing
         ask_s = np.zeros(len(self.options))
         for lookup in self._lookups:
             ask_s[self._lookup == lookup] = (

@@ -98,7 +98,7 @@ class EmittedTokens:
     from_draft: Seq[bool] = ()
     """One a token, or empty where it is not known: then none counts as an accepted draft token."""
     logprobs: Seq[TokenLogprob] = ()
-    """One a token where the request's parameters ask for log-probabilities, else empty."""
+    """One a token where the request's parameters request log-probabilities, else empty."""
 
     def __post_init__(self) -> None:
         num = len(self.token_ids)

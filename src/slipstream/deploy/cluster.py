@@ -16,7 +16,7 @@ from slipstream.deploy.standing import Standing, reason_in
 from slipstream.errors import DeployError
 
 HOST, PORT = "127.0.0.1", 8000
-"""Where Serve listens unless something else is asked for."""
+"""Where Serve listens unless something else is set."""
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
@@ -36,8 +36,8 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
     `num_cpus` is what a cluster that is started may use, by default the machine's cores.
     """
     require_ray()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody unless it is asked for
-    # Serve ends an HTTP proxy that is not ready in 5 s, and asks for another: a busy machine would never have one.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody unless it is set
+    # Serve ends an HTTP proxy that is not ready in 5 s, and starts another: a busy machine would never have one.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
     ray = _quiet_ray()
     if address is not None:
@@ -144,15 +144,15 @@ def check(settings: DeploySettings) -> None:
 
 def check_address(host: str | None, port: int | None) -> None:
     """Serve listens at one address for all applications: raises `DeployError` where it is there already and at
-    another one than what is asked for."""
+    another one than what is requested."""
     there = listens()
     if there is None:
         return
-    asked = (host or there[0], port or there[1])
-    if asked != there:
+    wanted = (host or there[0], port or there[1])
+    if wanted != there:
         raise DeployError(
             f"Ray Serve runs on this cluster already and listens at {there[0]}:{there[1]} for all applications, not at "
-            f"{asked[0]}:{asked[1]}; leave --host and --port out, or end it first by `serve shutdown`"
+            f"{wanted[0]}:{wanted[1]}; leave --host and --port out, or end it first by `serve shutdown`"
         )
 
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RequestClaims:
-    """What the headers of an HTTP request ask for, and what is said of its answers."""
+    """What the headers of an HTTP request set, and what is said of its answers."""
 
     timeout_s: float | None = None
     num_moves: int = 0

@@ -145,7 +145,7 @@ class Drafter(ABC):
 
     @classmethod
     def configured_depth(cls, options: Any) -> int | None:
-        """The most draft tokens on a path that `options` ask for: their `num_speculative_tokens`, None without one."""
+        """The most draft tokens on a path that `options` allow: their `num_speculative_tokens`, None without one."""
         depth: int | None = getattr(options, "num_speculative_tokens", None)
         return depth
 

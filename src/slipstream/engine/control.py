@@ -24,7 +24,7 @@ USUAL_CONTEXT = 256
 
 
 def create_policy(speculative: SpeculativeConfig, drafter: Drafter, model: CausalLM) -> Policy | None:
-    """The policy that `speculative` asks for; None where nothing is to be chosen or probed."""
+    """The policy of `speculative`; None where nothing is to be chosen or probed."""
     share = speculative.probe_share
     if isinstance(drafter, AutoDrafter):
         members = zip(drafter.names, drafter.members, strict=True)

@@ -103,14 +103,14 @@ class Intake:
                 "leave out emitted, or reasoning"
             )
 
-    def _check_reasoning(self, asked: StepOptions, params: SamplingParams) -> None:
+    def _check_reasoning(self, requested: StepOptions, params: SamplingParams) -> None:
         """Raise `ReasoningError` where this engine drafts no steps for such a request."""
         if not self._served.config.allow_lossy:
             raise ReasoningError(
                 "reasoning may change the text, which this engine does not allow; start it with allow_lossy "
                 "(--allow-lossy), or leave reasoning out"
             )
-        self._served.extension.check(asked, params)
+        self._served.extension.check(requested, params)
 
     def _sequences(
         self,

@@ -225,7 +225,7 @@ def _other_drafters(planner: Planner) -> Iterator[PlanChange]:
     if reasoning is not None:
         yield PlanChange(
             "no draft of whole steps",
-            "requests that ask for step-level speculation are refused",
+            "requests that choose step-level speculation are refused",
             _SPEED + 0.6,
             _as_flag(method, planner.speculative.options, None),
             {},

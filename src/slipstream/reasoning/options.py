@@ -20,7 +20,7 @@ MAX_STEP_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """A request's own settings of step-level speculation. Asking for it allows the text to change.
+    """A request's own settings of step-level speculation. Setting them allows the text to change.
 
     Raises `ReasoningError` for a value that no engine can serve.
     """

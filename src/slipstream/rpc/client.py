@@ -76,7 +76,7 @@ def connect(server: ServerAddress) -> httpx2.AsyncClient:
     )
 
 
-async def ask(
+async def send_request(
     client: httpx2.AsyncClient,
     server: ServerAddress,
     number: int,

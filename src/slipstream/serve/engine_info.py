@@ -26,7 +26,7 @@ class EngineInfo:
     method: str
     verifier: str
     lossy: bool
-    """Whether its text may not be the target's: of every request, or of those that ask for it (`allow_lossy`)."""
+    """Whether its text may not be the target's: of every request, or of those that choose it (`allow_lossy`)."""
     verifier_reproduces: bool
     """Under it a seed repeats an answer whatever was drafted."""
     drafts: bool

@@ -36,7 +36,7 @@ class Answerer(Protocol):
     room: int
     """The most conversations at once."""
 
-    def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
+    def submit(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         """Start an answer; raises `RequestError` for an invalid conversation."""
 
     def answers(self) -> list[tuple[str, TargetAnswer]]:
@@ -54,7 +54,7 @@ class EngineAnswerer:
         self.room = engine.config.max_num_seqs
         self._running: set[str] = set()
 
-    def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
+    def submit(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         engine = self.engine
         token_ids = encode_conversation(engine.tokenizer, messages)
         encode_prompt(engine.tokenizer, token_ids, engine.model.vocab_size, engine.max_model_len)
@@ -93,7 +93,7 @@ class ServerAnswerer:
         self._pool = ThreadPoolExecutor(room)
         self._running: dict[Future[TargetAnswer], str] = {}
 
-    def ask(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
+    def submit(self, key: str, messages: Seq[Message], params: SamplingParams) -> None:
         body = {
             "model": self._server.model,
             "messages": list(messages),

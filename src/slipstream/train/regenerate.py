@@ -156,7 +156,7 @@ def _advance(
     prompt = conversation.next_prompt()
     if prompt is not None:
         try:
-            answerer.ask(key, prompt, conversation.params)
+            answerer.submit(key, prompt, conversation.params)
             return
         except RequestError as error:  # too long, or refused by the template: keep the earlier answers
             tally.why_skipped = tally.why_skipped or f"line {key}: {error}"

@@ -55,7 +55,7 @@ class SpeculationFlags:
     installed, or package.module:Class."""
 
     reasoning_draft: str | None = None
-    """Who drafts whole steps of thinking for requests that ask for it, which may change their text: folder or hub id of
+    """Who drafts whole steps of thinking for requests that choose it, which may change their text: folder or hub id of
     a draft model, `embedded`, or all keys of `reasoning` as a JSON object. Needs --allow-lossy."""
 
     def __post_init__(self) -> None:

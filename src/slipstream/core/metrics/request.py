@@ -40,7 +40,7 @@ class RequestMetrics:
     num_rejected_prediction_tokens: int = 0
     """Those that it has not."""
     lossy: bool = False
-    """Whether the request asked for step-level speculation, so that its text may not be the target's own."""
+    """Whether the request chose step-level speculation, so that its text may not be the target's own."""
     num_drafted_steps: int = 0
     """Steps of thinking for which a draft wrote something."""
     num_kept_steps: int = 0

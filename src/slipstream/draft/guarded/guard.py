@@ -101,7 +101,7 @@ class Guard:
             proposals = self._propose(sequences, budgets)
         except Exception as error:  # which sequence caused it is unknown: call again one by one
             self._note_timeout(error)
-            proposals = [self._propose_alone(*asked) for asked in zip(sequences, budgets, strict=True)]
+            proposals = [self._propose_alone(*each) for each in zip(sequences, budgets, strict=True)]
         return proposals
 
     def observe(self, observations: Seq[Observation]) -> None:

@@ -94,10 +94,10 @@ class LayerSkipDrafter(SharedKVDrafter):
                 self._open[sequence.id] = layers
                 alike.setdefault(layers, []).append((sequence, budget))
         proposals: dict[int, Proposal] = {}
-        for layers, asked in alike.items():
+        for layers, calls in alike.items():
             self.layers = layers
-            made = super().propose(*zip(*asked, strict=True))
-            proposals.update((s.id, proposal) for (s, _), proposal in zip(asked, made, strict=True))
+            made = super().propose(*zip(*calls, strict=True))
+            proposals.update((s.id, proposal) for (s, _), proposal in zip(calls, made, strict=True))
         return [proposals.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]
 
     def observe(self, observations: Seq[Observation]) -> None:

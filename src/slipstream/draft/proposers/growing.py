@@ -36,7 +36,7 @@ class GrowingDrafter(Drafter):
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
-        """Raises `ConfigError` where the verifier cannot judge what the options ask for."""
+        """Raises `ConfigError` where the verifier cannot judge what the options request."""
         return ProposalShape.of(options, context.verifier).traits(
             super().configured(options, context), options
         )
@@ -47,7 +47,7 @@ class GrowingDrafter(Drafter):
         """`vocab_size` is the number of target tokens that the drafter has logits for; `num_speculative_tokens` is
         reduced to `most_levels`.
 
-        Raises `ConfigError` where the verifier cannot judge what the options ask for.
+        Raises `ConfigError` where the verifier cannot judge what the options request.
         """
         super().__init__(options, context)
         if most_levels is not None:

@@ -103,7 +103,7 @@ class ProposalShape:
 
     @classmethod
     def of(cls, options: ShapeOptions, verifier: VerifierTraits) -> ProposalShape:
-        """The shape that `options` ask for; raises `ConfigError` where the verifier cannot judge it."""
+        """The shape that `options` request; raises `ConfigError` where the verifier cannot judge it."""
         dynamic = options.tree_top_k > 1
         method = options.draft_sample_method
         judged = [each for each, kinds in METHOD_KINDS.items() if kinds <= verifier.kinds]

@@ -211,8 +211,8 @@ class AheadDrafting:
 
     def draft(self) -> list[Reply]:
         """One round: some tokens more for everyone who may have them; returns the continuations."""
-        asked = [found for found in self._followed.values() if self._wants(found)]
-        if not asked:
+        wanting = [found for found in self._followed.values() if self._wants(found)]
+        if not wanting:
             return []
         budgets = [
             min(
@@ -220,14 +220,14 @@ class AheadDrafting:
                 found.max_ahead - len(found.ahead),
                 self.max_len - len(found.sequence.token_ids),
             )
-            for found in asked
+            for found in wanting
         ]
         started_s = time.perf_counter()
-        proposals = self.guard.propose([found.sequence for found in asked], budgets)
+        proposals = self.guard.propose([found.sequence for found in wanting], budgets)
         draft_s = time.perf_counter() - started_s
         replies: list[Reply] = []
         seen: list[Observation] = []
-        for found, proposal in zip(asked, proposals, strict=True):
+        for found, proposal in zip(wanting, proposals, strict=True):
             sequence = found.sequence
             length, token_ids = len(sequence.token_ids), _first_path(proposal)
             if not token_ids:

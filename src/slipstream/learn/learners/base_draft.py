@@ -123,10 +123,10 @@ class SkippedLayers(nn.Module):
     def forward(self, *, attention_mask: Tensor, **given: Any) -> Any:
         """As the base model of a Transformers model; `attention_mask` [B, 1, T, T] is additive."""
         cache = DynamicCache()
-        asked = {**given, "past_key_values": cache, "use_cache": True}
-        self.model.base_model(attention_mask=attention_mask, **asked)
+        arguments = {**given, "past_key_values": cache, "use_cache": True}
+        self.model.base_model(attention_mask=attention_mask, **arguments)
         itself = torch.eye(attention_mask.shape[-1], dtype=torch.bool)
         before = attention_mask.masked_fill(itself, _HIDDEN)
         own = torch.full_like(attention_mask, _HIDDEN).masked_fill(itself, 0.0)
         with self._stack.only(self._layers):
-            return self.model.base_model(attention_mask=torch.cat([before, own], dim=-1), **asked)
+            return self.model.base_model(attention_mask=torch.cat([before, own], dim=-1), **arguments)

@@ -1,4 +1,4 @@
-"""What `/metrics` gives: the registry with constant labels, and what vLLM has too under its names where asked for."""
+"""What `/metrics` gives: the registry with constant labels, and what vLLM has too under its names where requested."""
 
 from __future__ import annotations
 

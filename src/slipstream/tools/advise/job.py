@@ -71,9 +71,9 @@ def _prompts(job: AdviceJob, maker: JobMaker) -> list[Prompt]:
     if not shares or most is None:
         return choose(workload, most, lengths, maker.fits, _no_turns).prompts
     left = {task: max(1, round(share * most * len(shares))) for task, share in shares.items()}
-    asked = replace(workload, questions=[one for one in workload.questions if one.task in left])
+    remaining = replace(workload, questions=[one for one in workload.questions if one.task in left])
     found: list[Prompt] = []
-    for prompt in choose(asked, max(left.values()), lengths, maker.fits, _no_turns).prompts:
+    for prompt in choose(remaining, max(left.values()), lengths, maker.fits, _no_turns).prompts:
         if left[prompt.task]:
             left[prompt.task] -= 1
             found.append(prompt)

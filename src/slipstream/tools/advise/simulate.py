@@ -244,15 +244,15 @@ class Simulator:
         if limit <= 0:
             return 0, 0
         nodes, _, right = self._scores[setting.candidate].draft(one.run, one.place, one.length, limit)
-        asked, deepest = levels.get(setting.candidate, (0, 0))
+        calls, deepest = levels.get(setting.candidate, (0, 0))
         wanted = setting.depth and limit  # a drafter drafts all of it, also where the draft is shorter
-        levels[setting.candidate] = asked + 1, max(deepest, wanted or nodes)
+        levels[setting.candidate] = calls + 1, max(deepest, wanted or nodes)
         return nodes, right
 
     def _drafting_s(self, levels: dict[int, tuple[int, int]], reading: dict[int, int]) -> float:
         seconds = 0.0
-        for candidate, (asked, deepest) in levels.items():
-            seconds += self._costs.draft_s(self._candidates[candidate].name, asked, deepest)
+        for candidate, (calls, deepest) in levels.items():
+            seconds += self._costs.draft_s(self._candidates[candidate].name, calls, deepest)
         for candidate, rows in reading.items():
             if candidate != OFF.candidate:
                 seconds += self._costs.draft_prompt_s(self._candidates[candidate].name, rows)

@@ -47,17 +47,17 @@ def answer_all(
     on_reply: Callable[[AuditReply, RequestOutput, Streamed], None],
 ) -> None:
     """Answer the requests, `concurrency` at a time: when one ends, the next is added. Nothing is left behind."""
-    asked = {f"audit-{request.number}": request for request in requests}
-    streamed = {name: Streamed() for name in asked}
+    sent = {f"audit-{request.number}": request for request in requests}
+    streamed = {name: Streamed() for name in sent}
     added = (
         (name, list(one.token_ids or ()), sampling_params(one), RequestOptions(task=one.task))
-        for name, one in asked.items()
+        for name, one in sent.items()
     )
     with closing(steps_in_turn(engine, added, concurrency)) as steps:
         for update in chain.from_iterable(steps):
             streamed[update.request_id].add(update)
             if update.output is not None:
-                reply = reply_of(asked[update.request_id], update.output)
+                reply = reply_of(sent[update.request_id], update.output)
                 on_reply(reply, update.output, streamed.pop(update.request_id))
 
 

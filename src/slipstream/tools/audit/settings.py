@@ -132,6 +132,6 @@ def data_hash(requests: Seq[AuditRequest]) -> str:
     """SHA-256 of all that is sent: prompts, parameters and seeds."""
     digest = hashlib.sha256()
     for request in requests:
-        asked = [request.token_ids or request.text or request.messages, request.params, request.seed]
-        digest.update(json.dumps([*asked, request.max_tokens], sort_keys=True, default=list).encode())
+        sent = [request.token_ids or request.text or request.messages, request.params, request.seed]
+        digest.update(json.dumps([*sent, request.max_tokens], sort_keys=True, default=list).encode())
     return digest.hexdigest()

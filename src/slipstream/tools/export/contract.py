@@ -228,7 +228,7 @@ class SettingsFormat(ABC):
     def read(
         self, given: Mapping[str, Any], target: str | None, version: str, source: SettingSource
     ) -> tuple[SpeculativeRecord | None, Sequence[str]]:
-        """(the record of what was found, what to know of it); None where that asks for no speculation."""
+        """(the record of what was found, what to know of it); None where that sets no speculation."""
 
     def from_engine(self, source: SettingSource, version: str | None = None) -> ImportedSetting:
         """The record of an engine's own form; raises `ConfigError` for what Slipstream cannot run, with what it can."""

@@ -17,7 +17,7 @@ from slipstream.assets.workload.prompts import Prompt
 from slipstream.control.realised import MAX_PAIRS, Pair, ratio_of
 from slipstream.control.types import Speedup
 from slipstream.errors import RemoteError
-from slipstream.rpc.client import Exchange, ServerAddress, ask
+from slipstream.rpc.client import Exchange, ServerAddress, send_request
 from slipstream.tools.handoff.reading import parse_reading
 
 if TYPE_CHECKING:
@@ -141,4 +141,4 @@ class ProbeSide:
 
     async def _ask(self, client: httpx2.AsyncClient, number: int, prompt: Prompt) -> Exchange:
         greedy: dict[str, Any] = {"temperature": 0.0, "seed": number}
-        return await ask(client, self.address, number, prompt, self._probes.raw, greedy)
+        return await send_request(client, self.address, number, prompt, self._probes.raw, greedy)

@@ -21,7 +21,7 @@ from slipstream.tools.audit.mix import COMMON, FULL, PLAIN, SAMPLES, SERVED, Pro
 from slipstream.tools.audit.reference import draws_alike
 from slipstream.tools.audit.remote.counting import CounterWatch
 from slipstream.tools.audit.remote.extras import ExtraCheck, check_stops, check_streams
-from slipstream.tools.audit.remote.judging import Asked, Judge
+from slipstream.tools.audit.remote.judging import Collected, Judge
 from slipstream.tools.audit.remote.pairs import SampledPairs
 from slipstream.tools.audit.remote.probing import find_abilities, identify, probe_seeds
 from slipstream.tools.audit.remote.repeating import Repeats, measure_repeats
@@ -165,7 +165,7 @@ class _Run:
             why, interrupted = "the audit was interrupted", True
         finally:
             audit.journal.close()
-        asked = Asked(
+        collected = Collected(
             settings,
             self._sides,
             self._prompt_list,
@@ -178,7 +178,7 @@ class _Run:
             why,
             interrupted,
         )
-        return Judge(asked, self._replayer, self._shares_noise()).certificate()
+        return Judge(collected, self._replayer, self._shares_noise()).certificate()
 
     def _prompts(self, settings: AuditSettings) -> tuple[list[Prompt], list[list[int] | None]]:
         """The prompts, and their token ids where there is a reference to encode them."""

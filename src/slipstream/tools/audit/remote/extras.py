@@ -70,13 +70,13 @@ async def check_stops(
     """Send again with a piece of the answer as its stop string: the text must end before it."""
     check = AuditCheck("cut at stop strings", "texts with a stop string against the same text without")
     failures: list[str] = []
-    asked = [
+    sent = [
         request
         for request in _answered(requests, replies)
         if not {"stop", "min_tokens"}
         & set(request.params)  # before so many tokens a stop string does not count
     ]
-    for request, whole in await _repeated(client, side, asked[:NUM_STOPS], replies):
+    for request, whole in await _repeated(client, side, sent[:NUM_STOPS], replies):
         text = whole.answers[0].text
         stop = stop_within(text)
         if stop is None:

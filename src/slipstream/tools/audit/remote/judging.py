@@ -38,7 +38,7 @@ LOG_PROBS = "log-probabilities"
 
 
 @dataclass
-class Asked:
+class Collected:
     """All that was sent and what came."""
 
     settings: AuditSettings
@@ -62,16 +62,16 @@ class Asked:
 class Judge:
     """Judges the first side by the second, or by a reference."""
 
-    def __init__(self, asked: Asked, replayer: Replayer | None, shares_noise: bool) -> None:
+    def __init__(self, collected: Collected, replayer: Replayer | None, shares_noise: bool) -> None:
         """`shares_noise` says that the reference can replay sampled tokens."""
-        self._asked = asked
+        self._collected = collected
         self._replayer = replayer
         self._shares_noise = shares_noise
-        self._by_number = {request.number: request for request in asked.requests}
-        self._mine = asked.replies(0)
-        measured = joined([part for repeats in asked.repeats for part in repeats.noise])
+        self._by_number = {request.number: request for request in collected.requests}
+        self._mine = collected.replies(0)
+        measured = joined([part for repeats in collected.repeats for part in repeats.noise])
         self._noise = measured[np.abs(measured) <= LARGEST_ROUNDING]
-        self._doubts: list[str] = [asked.why_incomplete] if asked.why_incomplete else []
+        self._doubts: list[str] = [collected.why_incomplete] if collected.why_incomplete else []
         if len(self._noise) < len(measured):
             self._doubts.append(
                 f"log-probabilities of the same text differ by up to {float(np.abs(measured).max()):.2g} nats when a "
@@ -83,10 +83,10 @@ class Judge:
 
     def certificate(self) -> Certificate:
         """The decision and all that led to it."""
-        asked, settings = self._asked, self._asked.settings
+        collected, settings = self._collected, self._collected.settings
         if self._replayer is None:
             identity, rounding, gaps = self._against()
-            tests = asked.pairs.tests()
+            tests = collected.pairs.tests()
         else:
             identity, rounding, gaps = self._by_reference(self._replayer)
             tests = self._distribution(self._replayer, rounding.tie_margin)
@@ -99,13 +99,13 @@ class Judge:
             identity.check,
             self._log_probs,
             *account(self._by_number, self._mine, known),
-            *asked.extras,
+            *collected.extras,
         ]
         notes = [*self._doubt_failures(), *self._doubt_unscored()]
         smallest = SmallestDeviations(settings.confidence, settings.max_tokens)
         smallest.add_identity(identity, rounding)
         smallest.add_tests(tests)
-        lossy = [text for side in asked.sides for text in side.info.lossy] + (
+        lossy = [text for side in collected.sides for text in side.info.lossy] + (
             lossy_settings(self._replayer.engine) if self._replayer is not None else []
         )
         evidence = Evidence(checks, tests, lossy, self._doubts, (SAME, DISTRIBUTION, BETTING, DISCREPANCY))
@@ -114,9 +114,9 @@ class Judge:
             decision=decision,
             reasons=reasons,
             claim=smallest.claim(decision is AuditDecision.CERTIFIED, self._other()),
-            audited=_described(asked.sides[0]),
+            audited=_described(collected.sides[0]),
             compared_with=self._described_other(),
-            data=audit_data(settings, asked.prompts, asked.requests, self._mine),
+            data=audit_data(settings, collected.prompts, collected.requests, self._mine),
             confidence=settings.confidence,
             checks=checks,
             tests=tests,
@@ -125,16 +125,16 @@ class Judge:
             differences=[difference.as_json() for difference in identity.differences],
             notes=[*self._notes(), *notes],
             provenance=provenance(),
-            complete=not asked.why_incomplete,
-            interrupted=asked.interrupted,
+            complete=not collected.why_incomplete,
+            interrupted=collected.interrupted,
         )
 
     # --- against another server ---------------------------------------------------------------------------------
 
     def _against(self) -> tuple[AnswerComparison, Rounding, list[Floats]]:
         """What both sides must answer alike, compared; what rounding there is; the distances of choices."""
-        theirs = self._asked.replies(1)
-        shared = not self._asked.pairs.is_enabled
+        theirs = self._collected.replies(1)
+        shared = not self._collected.pairs.is_enabled
         alike = {n: r for n, r in self._by_number.items() if shared or r.is_greedy}
         found = [
             log_prob_differences(mine, other)
@@ -169,7 +169,7 @@ class Judge:
     def _position(self, request: AuditRequest, place: int) -> int | None:
         """The absolute position of a token, where both sides draw with Slipstream's noise."""
         length = self._mine[request.number].num_prompt_tokens
-        ours = all(side.info.is_ours for side in self._asked.sides)
+        ours = all(side.info.is_ours for side in self._collected.sides)
         return length + place if ours and length is not None else None
 
     # --- against a reference ------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Judge:
         check = AuditCheck(
             SAME, f"{kinds} of the audited side against the reference's own choice behind the same text"
         )
-        replayed = [r for r in self._asked.requests if self._shares_noise or r.is_greedy]
+        replayed = [r for r in self._collected.requests if self._shares_noise or r.is_greedy]
         found = compare_with_reference(replayer, replayed, self._mine, check)
         rounding = self._rounding(joined(found.log_prob_differences))
         return judge(found.identity, rounding.tie_margin), rounding, found.gaps
@@ -188,15 +188,15 @@ class Judge:
         """A test of what is not replayed."""
         if self._shares_noise:
             return []
-        sampled = [request for request in self._asked.requests if not request.is_greedy]
-        confidence = self._asked.settings.confidence
+        sampled = [request for request in self._collected.requests if not request.is_greedy]
+        confidence = self._collected.settings.confidence
         return distribution_tests(replayer, sampled, self._mine, confidence, rounding)
 
     # --- both ---------------------------------------------------------------------------------------------------
 
     def _rounding(self, differences: Floats) -> Rounding:
         """What rounding changes: measured by repeats of the same requests, and between the sides up to a least size."""
-        given = self._asked.settings.tie_margin
+        given = self._collected.settings.tie_margin
         least = LEAST_ROUNDING if given is None else given
         small = differences[np.abs(differences) <= least]
         rounding = Rounding(joined([self._noise, small]), given)
@@ -216,7 +216,7 @@ class Judge:
 
     def _check_filled_in(self) -> None:
         """A violation where the audited side alone reports zeros in place of some log-probabilities."""
-        theirs = {} if self._replayer is not None else self._asked.replies(1)
+        theirs = {} if self._replayer is not None else self._collected.replies(1)
         mine, other = (
             [top for reply in side.values() for top in _tops(reply)] for side in (self._mine, theirs)
         )
@@ -235,9 +235,9 @@ class Judge:
             # Against another side an answer has one first difference; a reference sees them all.
             most = identity.check.num_compared if self._replayer is None else identity.num_tokens
             return rounding.unknown_test(identity.num_tokens, identity.num_unknown, level, most)
-        # No server reports log-probabilities, so only whole answers that were asked twice tell how often rounding
+        # No server reports log-probabilities, so only whole answers that were sent twice show how often rounding
         # shows.
-        repeats = self._asked.repeats
+        repeats = self._collected.repeats
         num_repeated = sum(each.num_answers for each in repeats)
         num_unlike = sum(each.num_different for each in repeats)
         test = more_than_repeats(identity.num_unknown, identity.check.num_compared, num_unlike, num_repeated)
@@ -252,13 +252,13 @@ class Judge:
 
     def _doubt_failures(self) -> list[str]:
         """Notes of the requests that failed; too many leave doubt."""
-        asked, notes = self._asked, list[str]()
-        for side in asked.sides:
+        collected, notes = self._collected, list[str]()
+        for side in collected.sides:
             errors = [
-                reply.error for reply in asked.journal.side(side.name).values() if reply.error is not None
+                reply.error for reply in collected.journal.side(side.name).values() if reply.error is not None
             ]
             if errors:
-                url, num = side.address.url, len(asked.requests)
+                url, num = side.address.url, len(collected.requests)
                 text = f"{len(errors)} of {num} requests to {url} failed, the first: {errors[0]}"
                 (self._doubts if len(errors) > MAX_FAILED_SHARE * num else notes).append(text)
         return notes
@@ -284,12 +284,12 @@ class Judge:
     def _other(self) -> str:
         if self._replayer is not None:
             return "the reference"
-        other = self._asked.sides[1]
+        other = self._collected.sides[1]
         return "the same server without speculation" if other.is_undrafted else other.address.url
 
     def _described_other(self) -> dict[str, Any]:
         if self._replayer is None:
-            return _described(self._asked.sides[1])
+            return _described(self._collected.sides[1])
         engine = self._replayer.engine
         return {
             "kind": "reference",
@@ -300,8 +300,8 @@ class Judge:
         }
 
     def _notes(self) -> list[str]:
-        notes = list(self._asked.notes)
-        for side, repeats in zip(self._asked.sides, self._asked.repeats, strict=False):
+        notes = list(self._collected.notes)
+        for side, repeats in zip(self._collected.sides, self._collected.repeats, strict=False):
             kept = {
                 True: "keeps to a seed",
                 False: "does not keep to a seed",
@@ -313,8 +313,8 @@ class Judge:
                     f"{side.name} answers {repeats.num_different} of {repeats.num_answers} greedy requests otherwise "
                     "in a batch"
                 )
-        if self._asked.journal.num_resumed:
-            notes.append(f"{self._asked.journal.num_resumed:,} replies are from an earlier run")
+        if self._collected.journal.num_resumed:
+            notes.append(f"{self._collected.journal.num_resumed:,} replies are from an earlier run")
         return notes
 
 

@@ -16,7 +16,7 @@ from slipstream.tools.audit.statistics.sequential import GAMBLERS, MIN_PAIRS, Se
 
 BETTING, DISCREPANCY = "samples, by betting", "samples, by discrepancy"
 CHARACTERS_A_TOKEN = 4
-"""Texts are compared up to so many characters for each token that was asked for."""
+"""Texts are compared up to so many characters for each token that was requested."""
 
 
 class SampledPairs:

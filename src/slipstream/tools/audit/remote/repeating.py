@@ -35,7 +35,7 @@ class Repeats:
 
 def measure_repeats(side: ServerSide, requests: Seq[AuditRequest]) -> Repeats:
     """Send some prompts greedily one after the other, then all at once."""
-    asked = [
+    sent = [
         replace(request, params={"temperature": 0.0}, number=-1 - number)
         for number, request in enumerate({request.prompt: request for request in requests}.values())
     ][:NUM_REPEATED]
@@ -43,8 +43,8 @@ def measure_repeats(side: ServerSide, requests: Seq[AuditRequest]) -> Repeats:
     async def both() -> Repeats:
         found = Repeats()
         async with connect(side.address) as client:
-            alone = [await side.send(client, request) for request in asked]
-            together = await asyncio.gather(*(side.send(client, request) for request in asked))
+            alone = [await side.send(client, request) for request in sent]
+            together = await asyncio.gather(*(side.send(client, request) for request in sent))
         for one, other in zip(alone, together, strict=True):
             if one.error is None and other.error is None:
                 found.num_answers += 1

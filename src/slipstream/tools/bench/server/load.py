@@ -18,7 +18,7 @@ from slipstream.core.meter import meter
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.errors import RemoteError, RequestError
 from slipstream.profiling.provenance import provenance
-from slipstream.rpc.client import Exchange, ServerAddress, ask, connect
+from slipstream.rpc.client import Exchange, ServerAddress, connect, send_request
 from slipstream.sampling.noise import derive_seed
 from slipstream.tools.bench.result import (
     SCHEMA,
@@ -173,7 +173,7 @@ class LoadRun:
         index = number % len(plan.prompts)
         prompt = plan.prompts[index]
         body = _body(plan, prompt, number)
-        exchange = await ask(client, plan.server, index, prompt, plan.raw, body, plan.stream)
+        exchange = await send_request(client, plan.server, index, prompt, plan.raw, body, plan.stream)
         self.exchanges.append(exchange)
         self._wall_s = time.perf_counter() - self._started_s
 

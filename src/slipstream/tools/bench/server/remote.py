@@ -14,7 +14,7 @@ from slipstream.assets.workload.prompts import Count, Lengths, Prompt, choose, t
 from slipstream.core.meter import Meter, meter
 from slipstream.errors import RemoteError
 from slipstream.profiling.provenance import provenance
-from slipstream.rpc.client import Exchange, ServerAddress, ask, connect, scrape
+from slipstream.rpc.client import Exchange, ServerAddress, connect, scrape, send_request
 from slipstream.sampling.noise import derive_seed
 from slipstream.tools.bench.result import (
     SCHEMA,
@@ -117,7 +117,7 @@ async def _closed_loop(plan: RemotePlan, prompts: Seq[Prompt], level: _Level, pr
         async def work() -> None:
             for number, prompt in waiting:
                 body = _sampling(plan, number)
-                exchange = await ask(client, plan.server, number, prompt, plan.settings.raw, body)
+                exchange = await send_request(client, plan.server, number, prompt, plan.settings.raw, body)
                 level.exchanges.append(exchange)
                 level.wall_s = earlier_s + time.perf_counter() - started_s
                 progress.advance(f"{level.concurrency} at once")
@@ -137,7 +137,7 @@ def must_answer(
 
     async def once() -> Exchange:
         async with connect(server) as client:
-            return await ask(client, server, 0, prompt, raw, extra, stream)
+            return await send_request(client, server, 0, prompt, raw, extra, stream)
 
     exchange = asyncio.run(once())
     if exchange.error is not None:
