@@ -145,18 +145,18 @@ def test_verbs_say_what_they_load_before_torch_is_imported(first_words: dict[str
 SERVE = """
 import sys
 from slipstream.cli.main import app
-import slipstream.engine.speculation as speculation
-def stop(config):
+from slipstream.draft import registry
+def stop(*arguments):
     print("torch" in sys.modules)
     raise SystemExit
-speculation.validate = stop
+registry.validate = stop
 app(["serve", "--port", "0", *sys.argv[1:]])
 """
 
 
 def test_serve_first_logs_what_it_loads_in_the_form_of_its_logs() -> None:
     command = [sys.executable, "-c", SERVE, "--log-format", "json"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert run.stdout == "False\n", run.stderr
     [line] = run.stderr.splitlines()
     assert json.loads(line)["message"] == "loading the embedded pair"
