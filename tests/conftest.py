@@ -229,6 +229,8 @@ def _keep_tokenizers(patched: pytest.MonkeyPatch, is_kept: Callable[[str], bool]
     """What `load_tokenizer` reads from such a folder is read once; each caller has attributes of its own."""
     from transformers import PreTrainedTokenizerFast
 
+    from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET
+
     def load(cls: Any, folder: Any, *given: Any, **options: Any) -> Any:
         if (
             cls is not PreTrainedTokenizerFast
@@ -237,6 +239,8 @@ def _keep_tokenizers(patched: pytest.MonkeyPatch, is_kept: Callable[[str], bool]
             or not is_kept(folder)
         ):
             return _from_pretrained(cls, folder, *given, **options)
+        if folder in (EMBEDDED_TARGET, EMBEDDED_DRAFT):  # small, and some tests add tokens
+            return copy.deepcopy(_tokenizer(folder))
         own = copy.copy(_tokenizer(folder))
         vars(own).update({k: copy.copy(v) for k, v in vars(own).items() if isinstance(v, dict | list | set)})
         return own

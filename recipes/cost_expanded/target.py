@@ -158,7 +158,7 @@ def check_source(source: Path) -> Any:
     if config.attention_bias or config.mlp_bias or getattr(config, "quantization_config", None):
         raise ModelError(f"{str(source)!r} has biases or quantised weights, which cannot be enlarged")
     if has_adapter(source):
-        raise ModelError(f"{str(source)!r} has a LoRA adapter beside its weights; merge it into them first")
+        raise ModelError(f"{str(source)!r} has a LoRA adapter next to its weights; merge it into them first")
     return config
 
 
