@@ -69,7 +69,7 @@ def renamed(values: Mapping[str, Any], valid: Iterable[str], what: str) -> dict[
         if new not in names:
             continue
         if new in result:
-            raise ConfigError(f"{what} has {old!r} and {new!r}, which are the same; omit {old!r}")
+            raise ConfigError(f"{what} {old!r} is the old name of {new!r}, which is given too; omit {old!r}")
         logger.warning("%s %r is now called %r", what, old, new)
         result[new] = result.pop(old)
     return result

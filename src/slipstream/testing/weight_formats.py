@@ -80,7 +80,7 @@ def _check_form(
             if same_bits
             else torch.allclose(some[0], alone[:count], atol=1e-4)
         )
-        require(same, f"a row of {what} depends on the {count - 1} rows next to it")
+        require(same, f"a row of {what} depends on the {count - 1} other rows of the pass")
     sick = rows[:4].clone()
     sick[1] = torch.nan
     healthy = torch.tensor([0, 2, 3])

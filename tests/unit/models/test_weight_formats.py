@@ -217,7 +217,7 @@ def test_floating_point_keeps_the_contract_to_the_rounding_of_its_kernels(
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
-        (Neighbourly, "depends on the .* rows next to it"),
+        (Neighbourly, "depends on the .* other rows of the pass"),
         (Flattening, r"makes \(0, 128\) of 0 rows in a batch of 1"),
         (Misread, "unpacks is not what it multiplies with"),
     ],

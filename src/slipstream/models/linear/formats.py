@@ -62,7 +62,7 @@ class WeightFormat(ABC):
     def pack_torch(self, linear: nn.Linear) -> PackedLinear:
         """The layer in PyTorch's operators, without a reference to the weight of `linear`.
 
-        A row's output must not depend on the rows next to it.
+        A row's output must not depend on the other rows of the pass.
         """
 
     def torch_unavailable(self) -> str | None:

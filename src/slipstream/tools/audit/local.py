@@ -169,7 +169,7 @@ class _Judging:
         )
 
     def _rounding(self, replayer: Replayer, mine: Mapping[int, AuditReply]) -> Rounding:
-        """What a row's result depends on the rows next to it."""
+        """How far a row's result depends on the other rows of its pass."""
         texts = [
             [*(request.token_ids or ()), *answer.token_ids]
             for request in self.requests[:NUM_NOISE_TEXTS]

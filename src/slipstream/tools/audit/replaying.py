@@ -134,7 +134,7 @@ class Replayer:
         return math.exp(high)
 
     def row_noise(self, token_ids: Seq[int]) -> Floats:
-        """How a row's logits depend on the rows next to it, [rows * tops]: log-probabilities at the end of a text,
+        """How a row's logits depend on the others of its pass, [rows * tops]: log-probabilities at the end of a text,
         computed in one pass less those computed token by token. Zeros where a row does not depend on others."""
         first = max(0, len(token_ids) - NOISE_ROWS)
         together = self.logits(token_ids, first).double().log_softmax(-1)
