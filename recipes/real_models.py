@@ -7,6 +7,7 @@ models`) fetches both.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -104,6 +105,7 @@ def _download(model: RealModel, folder: Path) -> Path:
 
 def main() -> None:
     """Fetch both models and say where they are."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for model in (SMOLLM2, GEMMA3):
         try:
             path = fetch(model)

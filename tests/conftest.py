@@ -117,6 +117,14 @@ def own_log_level() -> Iterator[None]:
     logging.getLogger().setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def old_names_warn_again() -> None:
+    """An old name warns once in a process: here once in a test."""
+    from slipstream.config import warn_renamed
+
+    warn_renamed.cache_clear()
+
+
 @pytest.fixture
 def shared_engines(monkeypatch: pytest.MonkeyPatch, engines_by_request: dict[str, LLM]) -> None:
     """Whoever makes an `LLM` gets the one that was made before with the same arguments, with empty caches."""

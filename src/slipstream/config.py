@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -58,6 +59,12 @@ def reject_unknown(names: Iterable[str], valid: Iterable[str], what: str) -> Non
             raise ConfigError(f"unknown {what} {name!r}; {hint}")
 
 
+@cache
+def warn_renamed(what: str, old: str, new: str) -> None:
+    """Say once in a process what to write instead of an old name: configurations are read more than once."""
+    logger.warning("%s %r is now called %r", what, old, new)
+
+
 def renamed(values: Mapping[str, Any], valid: Iterable[str], what: str) -> dict[str, Any]:
     """The values under the `valid` names of this release; for each old name a warning says what to write instead.
 
@@ -70,7 +77,7 @@ def renamed(values: Mapping[str, Any], valid: Iterable[str], what: str) -> dict[
             continue
         if new in result:
             raise ConfigError(f"{what} {old!r} is the old name of {new!r}, which is given too; omit {old!r}")
-        logger.warning("%s %r is now called %r", what, old, new)
+        warn_renamed(what, old, new)
         result[new] = result.pop(old)
     return result
 

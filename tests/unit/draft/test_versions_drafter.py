@@ -191,4 +191,5 @@ def test_a_version_stays_the_same_while_a_sequence_lives() -> None:
 def test_the_keys_of_the_release_before_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     _, options = registry.validate(SpeculativeConfig("versions", options={"drafter": DRAFT, "num_lanes": 2}))
     assert options.num_versions == 2
+    registry.validate(SpeculativeConfig("versions", options={"drafter": DRAFT, "num_lanes": 2}))
     assert caplog.messages == ["versions key 'num_lanes' is now called 'num_versions'"]
