@@ -288,7 +288,9 @@ def test_names_of_the_release_before_work_with_a_warning(
         "setting in the environment 'learn_lanes' is now called 'learn_versions'",
     ]
     file.write_text("learn_lanes: 5\nlearn_versions: 6\n")
-    with pytest.raises(ConfigError, match="are the same; omit 'learn_lanes'"):
+    with pytest.raises(
+        ConfigError, match="old name of 'learn_versions', which is given too; omit 'learn_lanes'"
+    ):
         settings(file)
 
 
