@@ -206,14 +206,14 @@ class Engine:
         clock = self._clock
         clock.begin()
         _call(self.on_begin)
+        drafted = self.extension.propose()
+        clock.extended(self.extension.propose_s)
+        plan = self.scheduler.plan()  # copies the entries of known prefixes, with all threads
+        for sequence in plan.preempted:
+            self._release(sequence)
+        if not plan.scheduled:
+            return []
         with threads.operators(self._num_operator_threads):
-            drafted = self.extension.propose()
-            clock.extended(self.extension.propose_s)
-            plan = self.scheduler.plan()
-            for sequence in plan.preempted:
-                self._release(sequence)
-            if not plan.scheduled:
-                return []
             clock.planned()
             self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()

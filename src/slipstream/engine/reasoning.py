@@ -25,6 +25,7 @@ from slipstream.engine.extension import StepExtension, Verify
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError, ReasoningError
 from slipstream.models import load_draft_tokenizer
+from slipstream.models.cpu import threads
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.reasoning.judges import LogprobJudge, ScoreJudge, StepJudge
 from slipstream.reasoning.options import StepOptions
@@ -110,6 +111,9 @@ class StepSpeculation(StepExtension):
         """Why no step is drafted at all; empty where they are."""
         self._end_token_ids: frozenset[int] = frozenset()
         self._max_model_len = context.max_model_len
+        self._num_operator_threads = (
+            1 if context.target is None else context.target.executor.num_operator_threads
+        )
         self._thinkers: dict[int, _Thinker] = {}
 
     def drafters(self) -> list[Drafter]:
@@ -190,7 +194,8 @@ class StepSpeculation(StepExtension):
         """
         started_s = time.perf_counter()
         if self._thinkers:
-            self._write()
+            with threads.operators(self._num_operator_threads):
+                self._write()
         self.propose_s = time.perf_counter() - started_s if self._thinkers else 0.0
         return {
             number: Proposal.chain([*thinker.draft, *thinker.judge.question])
