@@ -69,6 +69,7 @@ KEPT = [
     (r"config\.py", r"\"anchors"),
     (r"models/attention/registry\.py", r"\"posed\""),
     (r"deploy/protocol\.py", r"\"facts\""),
+    (r"(?!learn/|config)", r"anchors?"),  # what all block drafters call the token that a block begins with
 ]
 """Where a retired word is something else, or the old name of what users may have, which is still read."""
 _WORD = {re.compile(rf"\b({word})\b", re.IGNORECASE): instead for word, instead in PRIVATE_WORDS.items()}
