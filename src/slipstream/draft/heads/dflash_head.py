@@ -25,6 +25,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from slipstream.draft.heads.corrections import MARKOV_KINDS, MarkovHead, make_left_to_right
+from slipstream.draft.heads.left_to_right import LeftToRightConfig, LeftToRightHead
+
 BlockAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """layer, query [B, heads, N, dim], key and value of the same rows [B, kv_heads, N, dim] -> [B, N, heads, dim]"""
 
@@ -61,6 +64,10 @@ class DFlashConfig:
     """Length of DFlash2's convolutions around each sublayer; 0 has none."""
     convolution_group: int = 16
     """Neighbouring channels that share a convolution's coefficients."""
+    left_to_right: LeftToRightConfig | None = None
+    """The head that corrects the logits by the tokens drawn before, if there is one."""
+    confidence: str | None = None
+    """What a confidence head reads: `hidden`, or `hidden+token`, the previous token as the Markov head embeds it."""
     attention_bias: bool = False
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
@@ -229,6 +236,19 @@ class DFlashHead(nn.Module):
         """[vocab, hidden]: a table of its own; None reads the target's."""
         self.lm_head: nn.Linear | None = None
         """hidden -> draft vocab: an output layer of its own; None uses the target's, for all of its tokens."""
+        self.left_to_right: LeftToRightHead | None = None
+        if config.left_to_right is not None:
+            self.left_to_right = make_left_to_right(
+                config.left_to_right,
+                vocab_size=config.vocab_size,
+                draft_vocab_size=config.draft_vocab_size,
+                hidden_size=config.hidden_size,
+                block_size=config.block_size,
+                first_slot=config.first_slot,
+            )
+        self.confidence_head: nn.Linear | None = None
+        if config.confidence is not None:
+            self.confidence_head = nn.Linear(config.hidden_size + self._confidence_rank(), 1)
 
     @property
     def device(self) -> torch.device:
@@ -269,9 +289,32 @@ class DFlashHead(nn.Module):
         """[..., hidden] -> [..., draft vocab]; `project` is the target's output layer, unused where it has its own."""
         return project(hidden) if self.lm_head is None else self.lm_head(hidden)
 
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """Log-odds [...] that the draft of a slot is accepted if all before it are; None without such a head.
+
+        `hidden` [..., hidden] are the slots' hidden states, `previous` int64 [...] the tokens before them. Nothing that
+        is drawn at a slot enters into what is said of it.
+        """
+        if self.confidence_head is None:
+            return None
+        if isinstance(self.left_to_right, MarkovHead) and self._confidence_rank():
+            hidden = torch.cat([hidden, self.left_to_right.markov_w1(previous)], dim=-1)
+        return self.confidence_head(hidden)[..., 0]  # type: ignore[no-any-return]
+
     def num_parameters(self) -> int:
         """Number of the head's own weights."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def _confidence_rank(self) -> int:
+        """Width of what the confidence head reads of the previous token."""
+        correction = self.config.left_to_right
+        if self.config.confidence != "hidden+token":
+            return 0
+        if correction is None or correction.kind not in MARKOV_KINDS:
+            raise ValueError(
+                "a confidence head that reads the previous token needs a Markov head, which embeds it"
+            )
+        return correction.rank
 
     def _layers(self) -> list[DFlashLayer]:
         return [layer for layer in self.layers if isinstance(layer, DFlashLayer)]
