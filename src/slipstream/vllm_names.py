@@ -312,9 +312,7 @@ SPECULATIVE = {
     "draft_load_config": Unsupported(),
     "kv_cache_dtype": Unsupported(("auto",), "draft models keep theirs as the target does; set the engine's"),
     "draft_sample_method": Unsupported(("greedy",), "this drafter does not sample"),
-    "parallel_drafting": Unsupported(
-        (False,), "draft models draft token by token; see medusa for heads in parallel"
-    ),
+    "parallel_drafting": Unsupported((False,), "use pard with a draft model that was trained for it"),
     "num_speculative_tokens_per_batch_size": Unsupported(
         (), 'use {"method": "auto"}, which goes by the load'
     ),
@@ -352,6 +350,9 @@ METHODS_ELSEWHERE = {
 }
 """vLLM's methods that are not supported, and what to do instead."""
 
+PARALLEL = {methods.DRAFT_MODEL.name: methods.PARD.name}
+"""Our methods to those that draft with the same kind of checkpoint in one pass, as its `parallel_drafting` says."""
+
 _VERIFIERS = {"standard": None, "block": "block"}
 
 
@@ -379,6 +380,9 @@ def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
     if own["method"] == methods.DRAFT_MODEL.name and own.get("use_heterogeneous_vocab") is True:
         del own["use_heterogeneous_vocab"]
         own["method"] = methods.TLI.name
+    if own.get("parallel_drafting") is True and own["method"] in PARALLEL:
+        del own["parallel_drafting"]
+        own["method"] = PARALLEL[own["method"]]
     return own
 
 

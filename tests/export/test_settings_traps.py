@@ -142,6 +142,15 @@ def test_ngram_lengths_of_vllm_are_both_five_or_equal() -> None:
     assert imported("vllm", one).ngram == NgramLookup(4, 4)
 
 
+def test_a_draft_model_with_masks_is_vllms_parallel_drafting() -> None:
+    setting = ENGINES["vllm"].to_engine(draft_record(method="pard", draft_sampling="one_hot"))
+    config = json.loads(flags(setting)["--speculative-config"])
+    assert (config["method"], config["parallel_drafting"]) == ("draft_model", True)
+    assert imported("vllm", json.dumps(config)).method == "pard"
+    with pytest.raises(ConfigError, match="parallel_drafting of vLLM is for draft_model"):
+        imported("vllm", json.dumps({"method": "ngram", "parallel_drafting": True}))
+
+
 def test_another_vocabulary_drafts_greedily_in_vllm() -> None:
     setting = ENGINES["vllm"].to_engine(draft_record(method="tli", draft_sampling="sampled"))
     config = json.loads(flags(setting)["--speculative-config"])

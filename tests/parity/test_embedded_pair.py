@@ -21,6 +21,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.text.prompts import encode_chat
+from tests.kit.pard_models import pard_folder
 
 NUM_PROMPTS = 28
 MAX_TOKENS = 20
@@ -29,7 +30,7 @@ NEAR_TIE = 1e-3
 MAX_FLIPS = 2
 """Texts of a run in PyTorch's kernels that may differ at all; each must be a near tie."""
 
-TRAINED = "trained on the spot"
+TRAINED, MASKED = "trained on the spot", "reads mask tokens"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 EAGLE3 = {"method": "eagle3", "model": EMBEDDED_EAGLE3}
 SPECS: dict[str, dict[str, Any]] = {
@@ -42,6 +43,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "draft-greedy-rejection": {**DRAFT, "verifier": "rejection", "draft_sample_method": "greedy"},
     "draft-block": {**DRAFT, "verifier": "block"},
     "draft-int8": {**DRAFT, "quantization": "int8"},
+    "pard-chain": {"method": "pard", "model": MASKED},
+    "pard-tree": {"method": "pard", "model": MASKED, "tree_top_k": 3, "num_draft_nodes": 10},
     "self-int8": {"method": "self"},
     "self-int4": {"method": "self", "quantization": "int4"},
     "medusa-chain": {"method": "medusa", "model": TRAINED},
@@ -175,6 +178,8 @@ def speculate(
     config = SPECS[name]
     if config.get("model") == TRAINED:
         config = {**config, "model": trained_heads(config["method"])}
+    elif config.get("model") == MASKED:
+        config = {**config, "model": pard_folder()}
     llm = LLM(speculative_config=config, max_num_seqs=5 + 3 * list(SPECS).index(name), **engine)
     requests = [(mode, number) for mode in modes for number in range(NUM_PROMPTS)]
     requests.sort(key=lambda request: (request[1] * 37) % NUM_PROMPTS)

@@ -26,6 +26,7 @@ from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.enumeration import Distribution, total_variation
 from tests.kit.engine_enumeration import engine_distribution
+from tests.kit.pard_models import pard_folder
 
 PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
 """Sixteen answers; the first token comes with the prompt, before any draft."""
@@ -39,6 +40,7 @@ DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 LOOPBACK = "tests.kit.loopback:LoopbackDrafter"
 """`remote`, with its worker in the process."""
 TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
+MASKED = "reads mask tokens"
 LEARNED = "a layer on the logits"
 SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "ngram", **CHAIN},
@@ -54,6 +56,10 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {**DRAFT, **TREE},
     {**DRAFT, **CHAIN, "draft_sample_method": "greedy"},
     {**DRAFT, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
+    {"method": "pard", "model": MASKED, **CHAIN},
+    {"method": "pard", "model": MASKED, **TREE},
+    {"method": "pard", "model": MASKED, **CHAIN, "confidence_threshold": 0.02},
+    {"method": "pard", "model": MASKED, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
     {"method": "tli", "model": OTHER_VOCABULARY, **CHAIN},
     {"method": "tli", "model": OTHER_VOCABULARY, **TREE},
     {"method": "slem", "model": OTHER_VOCABULARY, **CHAIN},
@@ -184,6 +190,8 @@ def test_the_distribution_stays(
         spec = {**spec, "model": trained_heads(spec["method"])}
     elif spec.get("model") == OTHER_VOCABULARY:
         spec = {**spec, "model": cut_draft}
+    elif spec.get("model") == MASKED:
+        spec = {**spec, "model": pard_folder()}
     verifier = "block" if SPECS.index(given) % 2 else "rejection"
     llm = LLM(speculative_config={**spec, "verifier": verifier})
     drafted: list[int] = []

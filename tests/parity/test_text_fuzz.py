@@ -19,6 +19,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.engine.outputs import CompletionOutput
 from slipstream.text.prompts import encode_chat
 from tests.kit.marks import needs_kernels
+from tests.kit.pard_models import pard_folder
 
 pytestmark = [
     pytest.mark.long,
@@ -29,7 +30,7 @@ NUM_REQUESTS = 240
 MAX_TOKENS = 24
 NUM_SLOTS = 400
 """Slots of a cache that is too small: for one request of the longest kind, or three short ones."""
-TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
+TRAINED, OTHER_VOCABULARY, MASKED = "trained on the spot", "another tokenizer", "reads mask tokens"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -41,6 +42,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "draft-tree": {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 10},
     "tli": {"method": "tli", "model": OTHER_VOCABULARY},
     "slem": {"method": "slem", "model": OTHER_VOCABULARY},
+    "pard": {"method": "pard", "model": MASKED},
     "self": {"method": "self"},
     "layer_skip": {"method": "layer_skip", "drafts_per_trial": 8},
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
@@ -148,6 +150,8 @@ def test_every_answer_is_that_of_speculation_off(
         config["model"] = trained_heads(config["method"])
     elif config.get("model") == OTHER_VOCABULARY:
         config["model"] = cut_draft
+    elif config.get("model") == MASKED:
+        config["model"] = pard_folder()
     rng = random.Random(spec)
     options: dict[str, Any] = {"speculative_config": config, "max_model_len": 288}
     llm = LLM(**options, kv_cache_bytes=64 * 2**20)

@@ -194,6 +194,15 @@ SLEM = MethodSpec(
     elsewhere={TRANSFORMERS: ("assistant_model",)},
     nearest=("tli", "ngram"),
 )
+PARD = MethodSpec(
+    name="pard",
+    drafter="slipstream.draft.model.pard:PardDrafter",
+    help="a smaller model that reads mask tokens drafts all its tokens in one pass (PARD)",
+    weights=DraftWeights.DRAFT_MODEL,
+    drafts_chains=True,
+    elsewhere={VLLM: ("draft_model",)},
+    nearest=("draft_model", "ngram"),
+)
 SELF = MethodSpec(
     name="self",
     drafter="slipstream.draft.model.self_model:SelfDrafter",
@@ -310,7 +319,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         spec.name: spec
         for spec in (
             *(OFF, NGRAM, SUFFIX, TOKEN_RECYCLING, SIBLINGS, LOOKAHEAD, JACOBI),
-            *(DRAFT_MODEL, TLI, SLEM, EAGLE3, EAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
+            *(DRAFT_MODEL, TLI, SLEM, PARD, EAGLE3, EAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
             *(CASCADE, ENSEMBLE, AUTO, VERSIONS, REMOTE),
         )
     }
@@ -371,4 +380,6 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
         return MEDUSA.name
     if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures:
         return EAGLE3.name
-    return EAGLE.name if "Eagle" in architectures else DRAFT_MODEL.name
+    if "Eagle" in architectures:
+        return EAGLE.name
+    return PARD.name if "pard_token" in config else DRAFT_MODEL.name

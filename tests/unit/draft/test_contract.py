@@ -22,6 +22,7 @@ from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from tests.kit.folders import kept_folder
 from tests.kit.head_drafters import CHOICES, random_heads
+from tests.kit.pard_models import pard_folder
 from tests.kit.tokenizer_families import FAMILIES, PAIRS, save_model
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
@@ -155,6 +156,7 @@ def cases() -> Iterator[Case]:
         yield Case("siblings", {"share": "tenant"}, scene={"params": [params], **SHARES}, vocab_size=50)
     for options, verifier in SHAPES:
         yield Case("draft_model", {**MODEL, **options}, verifier, with_model())
+        yield Case("pard", options, verifier, with_model(), made=lambda: {"model": pard_folder()})
         for method in ("hydra", "medusa"):
             yield Case(method, options, verifier, with_model(), has_target=True, made=partial(heads, method))
     for options, verifier in LAYERS:

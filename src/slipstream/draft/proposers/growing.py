@@ -99,6 +99,8 @@ class Feed:
     """One a row when the rows are draft tokens; None when they are committed tokens."""
     num_new: int = 0
     """How many of the last rows are committed tokens without a cache entry."""
+    num_masks: int = 0
+    """How many of the last rows are masks, behind the text."""
 
 
 class EntriesDrafter(GrowingDrafter):

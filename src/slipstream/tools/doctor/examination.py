@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
-from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, kind_of_checkpoint
+from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, PARD, kind_of_checkpoint
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
@@ -53,7 +53,7 @@ def fault(check: str, text: str) -> Finding:
     return Finding(check, CheckOutcome.FAULT, text)
 
 
-KINDS = (DRAFT_MODEL.name, *HEADS)
+KINDS = (DRAFT_MODEL.name, PARD.name, *HEADS)
 
 
 def examine(
@@ -77,7 +77,7 @@ def examine(
         return
     loaded = create_engine(EngineConfig(model=target, **(engine or {})))
     yield ok("kind", f"{draft!r} is a draft of kind {kind}")
-    if kind == DRAFT_MODEL.name:
+    if kind not in HEADS:
         trouble = yield from _vocabulary(loaded, draft)
         if trouble:
             return
@@ -89,7 +89,7 @@ def examine(
         return
     yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes match the target")
     yield _context(loaded, drafter.traits.context_length)
-    if kind != DRAFT_MODEL.name:
+    if kind in HEADS:
         yield from _conventions(loaded, draft, kind)
     on_part("drafting for a few prompts")
     canary = run_canary(loaded, speculative)
@@ -102,8 +102,7 @@ def kind_of(draft: str) -> str:
     """The kind of a checkpoint, by its configuration; raises `ModelError` where that cannot be read."""
     folder = Path(draft)
     if not folder.is_dir():
-        load_config(draft)
-        return DRAFT_MODEL.name
+        return kind_of_checkpoint(load_config(draft).to_dict())
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from slipstream.config import reject_unknown
 from slipstream.draft.methods import (
     DRAFT_MODEL,
+    DRAFT_MODELS,
     EAGLE,
     EAGLE3,
     MEDUSA,
@@ -36,7 +37,7 @@ from slipstream.tools.export.keys import SAMPLINGS, Key, check_keys, fields_foun
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, SuffixLimits
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
-from slipstream.vllm_names import METHOD_SYNONYMS, METHODS_ELSEWHERE, own_speculation
+from slipstream.vllm_names import METHOD_SYNONYMS, METHODS_ELSEWHERE, PARALLEL, own_speculation
 
 FILE = "speculative_config.json"
 METHODS = {
@@ -59,7 +60,6 @@ SPEED_KEYS = (
 )
 """Keys of its own loading and scheduling: they change neither text nor proposals here, so they are left out."""
 REFUSED_KEYS = {
-    "parallel_drafting": "draft models and heads draft token by token here; see medusa for heads in parallel",
     "tensor_parallel_size": "vLLM refuses it too; draft_tensor_parallel_size was meant",
 }
 LOSSY_RULES = ("fly", "synthetic")
@@ -102,6 +102,7 @@ TABLE = (
     Key("revision", "revision"),
     Key("num_speculative_tokens", "depth", whole_number),
     Key("use_heterogeneous_vocab", "method", names={TLI.name: True}),
+    Key("parallel_drafting", "method", names=dict.fromkeys(PARALLEL.values(), True)),
     Key("prompt_lookup_min", "ngram.min", whole_number, methods=(NGRAM.name,)),
     Key("prompt_lookup_max", "ngram.max", whole_number, methods=(NGRAM.name,)),
     *_SUFFIX,
@@ -176,7 +177,7 @@ class VllmSettings(SettingsFormat):
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
         notes: list[str] = []
         draft, target = given.draft_context, given.target_context
-        if given.method in (DRAFT_MODEL.name, TLI.name) and draft and target and draft < target:
+        if given.method in DRAFT_MODELS and draft and target and draft < target:
             notes.append(
                 f"the draft's context is {draft:,} tokens, the target's {target:,}: vLLM lowers max_model_len to the "
                 "draft's, for all requests"
@@ -329,6 +330,12 @@ def _method(given: Mapping[str, Any], version: str) -> str:
         instead = METHODS_ELSEWHERE.get(known, "convert or train an EAGLE-3 head")
         raise no_counterpart(f"vLLM's method {method!r}", instead)
     reject_unknown([method], set(METHODS[version].values()), f"method of vLLM {version}")
+    if given.get("parallel_drafting") is True:
+        if method not in PARALLEL:
+            raise ConfigError(
+                f"parallel_drafting of vLLM is for {' and '.join(PARALLEL)}, got method {method!r}"
+            )
+        return PARALLEL[method]
     return TLI.name if given.get("use_heterogeneous_vocab") is True else method
 
 
