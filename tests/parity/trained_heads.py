@@ -18,6 +18,7 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, save_hydra
 from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
 from slipstream.text.prompts import encode_chat
+from slipstream.train.batches import TargetScores
 from slipstream.train.eagle_loss import TargetText, training_time_test
 
 NUM_TEXTS = 32
@@ -121,10 +122,10 @@ def _train_eagle(version: int, target: Any, token_ids: torch.Tensor, folder: Pat
             positions[chosen],
             documents[chosen],
             learns,
-            output.logits[chosen].flatten(0, 1),
         )
+        scores = TargetScores.of(output.logits[chosen].flatten(0, 1), head.draft_token_ids)
         optimizer.zero_grad()
-        training_time_test(head, text, target.lm_head, num_steps=2).loss.backward()
+        training_time_test(head, text, scores, target.lm_head, num_steps=2).loss.backward()
         optimizer.step()
     save_eagle(head, folder, target="embedded", layout="eagle3" if version == 3 else "eagle")
 

@@ -34,7 +34,7 @@ from slipstream.train.batches import (
 from slipstream.train.distillation import DraftStudent, distillation_loss, make_draft
 from slipstream.train.evaluation import EvaluationFigures, Evaluator, MeasuredAcceptance
 from slipstream.train.options import DistillOptions, TrainOptions
-from slipstream.train.target import FeatureCache, FrozenTarget
+from slipstream.train.target import FrozenTarget
 from slipstream.train.trainer import Progress, Trainer, learning_rate_factor
 
 CPU = torch.device("cpu")
@@ -170,27 +170,6 @@ def test_batches_go_on_where_the_cursor_stands(documents: list[TrainingDocument]
         assert np.array_equal(next(resumed).tokens, rows.tokens)
     with pytest.raises(ConfigError, match="too few for a batch of 1000"):
         next(row_batches(documents, 1000, LENGTH, 0, 3, Cursor()))
-
-
-def test_the_cache_holds_what_the_target_computes(
-    tiny: str, documents: list[TrainingDocument], tmp_path: Path
-) -> None:
-    target = FrozenTarget(tiny, CPU, torch.float32)
-    rows = pack(documents, LENGTH, 0, np.random.default_rng(0))
-    fresh = make_batch(rows, target, [1])
-    tokens = [document.tokens for document in documents]
-    FeatureCache(tmp_path, target, tokens, [1])
-    written = (tmp_path / "features.f16").stat().st_mtime_ns
-    target.keep(FeatureCache(tmp_path, target, tokens, [1]))
-    assert (tmp_path / "features.f16").stat().st_mtime_ns == written, "made twice"
-    cached = make_batch(rows, target, [1])
-    real = fresh.documents >= 0
-    for layer in (1, 3):
-        torch.testing.assert_close(
-            cached.hidden_states[layer][real], fresh.hidden_states[layer][real], rtol=2e-3, atol=2e-3
-        )
-    FeatureCache(tmp_path, target, tokens[:-1], [1])
-    assert (tmp_path / "features.f16").stat().st_mtime_ns != written, "of other documents"
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "total_variation"])

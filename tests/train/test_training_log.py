@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from slipstream.train.batches import Cursor, TrainingDocument, make_batch, row_batches
+from slipstream.train.batches import Cursor, TargetScores, TrainingDocument, make_batch, row_batches
 from slipstream.train.distillation import DraftStudent, make_draft
+from slipstream.train.eagle_loss import Wanted, token_loss
 from slipstream.train.options import DistillOptions
 from slipstream.train.progress import format_rate, too_few_tokens
 from slipstream.train.regenerate import Tally
@@ -59,16 +60,15 @@ def test_nats_are_zero_for_the_target_itself_and_agreement_is_a_share(
     target: FrozenTarget, documents: list[TrainingDocument]
 ) -> None:
     """A fresh EAGLE-3 head is somewhere above; a head whose distribution is the target's has none."""
-    from slipstream.train.eagle_loss import _token_loss
-
     rows = next(row_batches(documents, 2, 48, 0, 0, Cursor()))
     batch = make_batch(rows, target, [0])
     logits = batch.target_logits_at(batch.loss_mask)
     every = torch.arange(logits.shape[1])
-    loss, entropy, agreement = _token_loss(logits, logits, every)
+    wanted = Wanted.of(TargetScores.of(logits, every), every)
+    loss, entropy, agreement = token_loss(logits, wanted)
     assert float(loss) - entropy == pytest.approx(0, abs=1e-5)
     assert agreement == 1
-    loss, entropy, _ = _token_loss(torch.zeros_like(logits), logits, every)
+    loss, entropy, _ = token_loss(torch.zeros_like(logits), wanted)
     assert float(loss) == pytest.approx(math.log(logits.shape[1]), rel=1e-5)
 
 

@@ -141,6 +141,9 @@ class TrainFlags:
     """cpu or cuda; by default cuda if there is one."""
     threads: Annotated[int | None, Option(min=1)] = None
     """CPU threads."""
+    feature_folder: Path | None = None
+    """With --cache-features: where they are kept, so that several runs with the same target and data share them; the
+    folder `features` in the output by default."""
     own: Values
     options: Annotated[Values, FlagSet(TrainOptions, "Training")]
     evaluation: Annotated[Values, FlagSet(EvaluationOptions, "Evaluation")]

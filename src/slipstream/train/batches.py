@@ -21,6 +21,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.text.jsonl import check_messages, read_rows
 from slipstream.text.prompts import encode_chat, plain_messages
 from slipstream.train.attention import PADDING, block_diagonal_mask
+from slipstream.train.features import FeatureCache
 from slipstream.train.target import FrozenTarget
 
 
@@ -73,6 +74,9 @@ class TrainingBatch:
     """Layer to [B, T, hidden], for the student's feature layers and the last: 0 is the embedding, the number of layers
     the output of the final norm."""
     target: FrozenTarget
+    sources: NDArray[np.int64]
+    """[B, T]: see `TrainingRows`."""
+    features: FeatureCache | None = None
 
     @cached_property
     def target_logits(self) -> Tensor:
@@ -82,6 +86,43 @@ class TrainingBatch:
     def target_logits_at(self, where: Tensor) -> Tensor:
         """float32 [n, vocab]: the target's logits where `where`, bool [B, T], is True."""
         return self.target.project(self.hidden_states[self.target.num_layers][where])
+
+    def target_scores_at(self, where: Tensor, token_ids: Tensor) -> TargetScores:
+        """The target's scores of `token_ids` [k] after each token where `where`, bool [B, T], is True.
+
+        With a cache the whole vocabulary is computed once for each token, however often it is trained on.
+        """
+        hidden = self.hidden_states[self.target.num_layers][where]
+        sources = self.sources[where.cpu().numpy()]
+        if len(token_ids) == self.target.vocab_size or self.features is None:
+            logits = self.target.project(hidden)
+            return TargetScores.of(logits, token_ids)
+        tops, totals = self.features.tops(sources)
+        new = tops < 0
+        if new.any():
+            whole = self.target.project(hidden[torch.from_numpy(new).to(hidden.device)])
+            tops[new] = whole.argmax(dim=-1).cpu().numpy()
+            totals[new] = whole.logsumexp(dim=-1).cpu().numpy()
+            self.features.keep_tops(sources[new], tops[new], totals[new])
+        top, total = (torch.from_numpy(values).to(hidden.device) for values in (tops, totals))
+        return TargetScores(self.target.project(hidden, token_ids), top, total)
+
+
+class TargetScores(NamedTuple):
+    """What the target makes of some tokens as the next one."""
+
+    logits: Tensor
+    """float32 [n, k]"""
+    top: Tensor
+    """int64 [n]: the most probable token of the whole vocabulary."""
+    log_total: Tensor
+    """float32 [n]: the logarithm of the sum of the exponentials of all logits, so that `(logits - log_total).exp()` are
+    probabilities."""
+
+    @classmethod
+    def of(cls, logits: Tensor, token_ids: Tensor) -> TargetScores:
+        """From the `logits` [n, vocab] of the whole vocabulary."""
+        return cls(logits[:, token_ids], logits.argmax(dim=-1), logits.logsumexp(dim=-1))
 
 
 def read_documents(
@@ -177,8 +218,13 @@ def row_batches(
         cursor.epoch, cursor.row = cursor.epoch + 1, 0
 
 
-def make_batch(rows: TrainingRows, target: FrozenTarget, layers: Seq[int]) -> TrainingBatch:
-    """Move `rows` to the target's device and compute its hidden states of `layers` and the last layer."""
+def make_batch(
+    rows: TrainingRows, target: FrozenTarget, layers: Seq[int], features: FeatureCache | None = None
+) -> TrainingBatch:
+    """Move `rows` to the target's device, with its hidden states of `layers` and the last layer.
+
+    They are read from `features` where they are kept there, and computed where not.
+    """
     device = target.device
     token_ids = torch.from_numpy(rows.tokens).to(device)
     documents = torch.from_numpy(rows.documents).to(device).long()
@@ -187,8 +233,35 @@ def make_batch(rows: TrainingRows, target: FrozenTarget, layers: Seq[int]) -> Tr
     loss_mask = F.pad(is_answer[:, 1:], (0, 1)) & (labels >= 0)
     mask = block_diagonal_mask(documents, target.dtype)
     positions = document_positions(documents)
-    hidden = target.hidden_states(token_ids, positions, mask, [*layers, target.num_layers], rows.sources)
-    return TrainingBatch(token_ids, positions, documents, labels, loss_mask, mask, hidden, target)
+    layers = [*layers, target.num_layers]
+    if features is None or not features.holds(rows.sources).any():
+        hidden = target.hidden_states(token_ids, positions, mask, layers)
+    else:
+        hidden = features.read(rows.sources, layers, device)
+        _compute_missing(hidden, rows, ~features.holds(rows.sources), target)
+    return TrainingBatch(
+        token_ids, positions, documents, labels, loss_mask, mask, hidden, target, rows.sources, features
+    )
+
+
+def _compute_missing(
+    hidden: dict[int, Tensor], rows: TrainingRows, missing: NDArray[np.bool_], target: FrozenTarget
+) -> None:
+    """Compute the hidden states of the documents whose tokens are `missing` [B, T], in as few rows as they fill."""
+    places, parts = [], []
+    for row, (documents, lacks) in enumerate(zip(rows.documents, missing, strict=True)):
+        for number in np.unique(documents[lacks & (documents != PADDING)]):
+            at = np.flatnonzero(documents == number)
+            places.append(row * rows.tokens.shape[1] + at)
+            parts.append(TrainingDocument("", rows.tokens[row, at], rows.is_answer[row, at]))
+    if not parts:
+        return
+    packed = pack(parts, rows.tokens.shape[1], 0, np.random.default_rng(0))
+    computed = make_batch(packed, target, list(hidden)).hidden_states
+    real = torch.from_numpy(packed.sources >= 0).to(target.device)
+    into = torch.from_numpy(np.concatenate(places)[packed.sources[packed.sources >= 0]]).to(target.device)
+    for layer, states in hidden.items():
+        states.view(-1, states.shape[-1])[into] = computed[layer][real]
 
 
 def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:

@@ -57,11 +57,11 @@ class EagleStudent:
             batch.positions,
             batch.documents,
             batch.loss_mask,
-            batch.target_logits_at(batch.loss_mask),
         )
         steps = training_time_test(
             self.head,
             text,
+            batch.target_scores_at(batch.loss_mask, self.head.draft_token_ids),
             self.target.model.get_output_embeddings(),
             num_steps=self.options.num_steps,
             decay=self.options.step_decay,

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.train.batches import TargetScores
 
 
 @dataclass(frozen=True)
 class TargetText:
-    """Packed rows and the target's features and logits for them, without gradients."""
+    """Packed rows and the target's features for them, without gradients."""
 
     embeds: Tensor
     """[B, L, hidden]: the embedding of each token."""
@@ -33,8 +34,6 @@ class TargetText:
     """[B, L]: document number of each token; -1 is padding."""
     learns: Tensor
     """bool [B, L]: True where the token after this one is learned."""
-    logits: Tensor
-    """[n, vocab]: the target's logits after each of the n tokens where `learns` is True, in order."""
 
 
 @dataclass
@@ -52,6 +51,7 @@ class TrainingTimeTest:
 def training_time_test(
     head: EagleHead,
     text: TargetText,
+    scores: TargetScores,
     project: Callable[[Tensor], Tensor] | None = None,
     *,
     num_steps: int = 5,
@@ -60,10 +60,12 @@ def training_time_test(
 ) -> TrainingTimeTest:
     """Cross-entropy with the target's distribution over the draft vocabulary, step `s` weighted by `decay ** s`.
 
-    EAGLE-1 needs the target's output layer, `project`; its loss on the features is weighted by `feature_weight`.
+    `scores` are the target's of the draft vocabulary, behind the tokens where `text.learns`, in order. EAGLE-1 needs
+    the target's output layer, `project`; its loss on the features is weighted by `feature_weight`.
     """
     learns = text.learns.flatten()
-    place = learns.cumsum(0) - 1  # index of a token's logits
+    place = learns.cumsum(0) - 1  # index of a token's scores
+    wanted = Wanted.of(scores, head.draft_token_ids)
     result = TrainingTimeTest(text.features.new_zeros(()))
     for step, later, state in draft_states(head, text, num_steps if head.config.version == 3 else 1):
         learned = learns[later]
@@ -76,9 +78,7 @@ def training_time_test(
             draft_logits = project(state[learned])
         else:
             draft_logits = head.logits(state[learned])
-        loss, entropy, agreement = _token_loss(
-            draft_logits, text.logits[place[later[learned]]], head.draft_token_ids
-        )
+        loss, entropy, agreement = token_loss(draft_logits, wanted.at(place[later[learned]]))
         result.loss = result.loss + decay**step * loss
         result.agreement.append(agreement)
         result.nats.append(float(loss.detach()) - entropy)
@@ -89,8 +89,7 @@ def draft_states(head: EagleHead, text: TargetText, num_steps: int) -> Iterator[
     """What the head computes step by step when it drafts behind every place of a text.
 
     Each is (step, int64 [n]: flat indices of the tokens that were read last, [n, hidden]: the states behind them, which
-    predict the next token). A draft that began `step` tokens earlier read the text's own tokens since. `text.logits` is
-    not read.
+    predict the next token). A draft that began `step` tokens earlier read the text's own tokens since.
     """
     length = text.documents.shape[1]
     documents, learns = text.documents.flatten(), text.learns.flatten()
@@ -114,21 +113,42 @@ def draft_states(head: EagleHead, text: TargetText, num_steps: int) -> Iterator[
         yield step, later, state
 
 
-def _token_loss(draft_logits: Tensor, logits: Tensor, draft_token_ids: Tensor) -> tuple[Tensor, float, float]:
-    """(mean cross-entropy, the target's mean entropy, agreement of the most probable tokens); `draft_logits` [n, draft
-    vocab], `logits` [n, vocab].
+@dataclass(frozen=True)
+class Wanted:
+    """What a head learns at each of n tokens."""
 
-    Rows whose most probable target token is not in the draft vocabulary are not learned.
-    """
-    best = logits.argmax(dim=-1)
-    agreement = float((draft_token_ids[draft_logits.argmax(dim=-1)] == best).float().mean())
-    if draft_logits.shape[1] != logits.shape[1]:
-        possible = torch.isin(best, draft_token_ids)
-        draft_logits, logits = draft_logits[possible], logits[possible][:, draft_token_ids]
-    target = torch.softmax(logits.float(), dim=-1)
-    losses = -(target * torch.log_softmax(draft_logits.float(), dim=-1)).sum(dim=-1)
-    entropy = float(torch.special.entr(target).sum()) / max(len(losses), 1)
-    return losses.sum() / max(len(losses), 1), entropy, agreement
+    probabilities: Tensor
+    """[n, draft vocab]: the target's distribution over the draft vocabulary."""
+    entropy: Tensor
+    """[n]: of that distribution, in nats."""
+    top: Tensor
+    """[n]: index in the draft vocabulary of the target's most probable token, -1 where it is not there; those rows are
+    not learned."""
+
+    @classmethod
+    def of(cls, scores: TargetScores, draft_token_ids: Tensor) -> Wanted:
+        """`scores` of the tokens `draft_token_ids`."""
+        probabilities = torch.softmax(scores.logits, dim=-1)
+        best = scores.logits.argmax(dim=-1)
+        top = torch.where(draft_token_ids[best] == scores.top, best, -1)
+        return cls(probabilities, torch.special.entr(probabilities).sum(dim=-1), top)
+
+    def at(self, rows: Tensor) -> Wanted:
+        """Some of the rows."""
+        return Wanted(self.probabilities[rows], self.entropy[rows], self.top[rows])
+
+
+def token_loss(draft_logits: Tensor, wanted: Wanted) -> tuple[Tensor, float, float]:
+    """(mean cross-entropy of the rows that are learned, the target's mean entropy there, agreement of the most probable
+    tokens in all rows); `draft_logits` [n, draft vocab]."""
+    agreement = float((draft_logits.argmax(dim=-1) == wanted.top).float().mean())
+    learned = wanted.top >= 0
+    if not learned.all():
+        draft_logits, wanted = draft_logits[learned], wanted.at(learned)
+    scores = draft_logits.float()
+    losses = scores.logsumexp(dim=-1) - torch.linalg.vecdot(wanted.probabilities, scores)
+    count = max(len(losses), 1)
+    return losses.sum() / count, float(wanted.entropy.sum()) / count, agreement
 
 
 @dataclass(frozen=True)

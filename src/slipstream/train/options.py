@@ -85,8 +85,10 @@ class TrainOptions:
     dtype: str = "float32"
     """Type of matrix products, the target's included: float32 or bfloat16. Weights and losses are float32."""
     cache_features: bool = False
-    """Compute the target's hidden states once and store them in the output folder, in float16: faster from the second
-    epoch on, for two bytes a token, layer and unit of width."""
+    """Compute the target's hidden states once and keep them on disk, in float16: faster from the second epoch on, for
+    two bytes a token, layer and unit of width."""
+    feature_cache_bytes: int | None = None
+    """With --cache-features: the most bytes that they take. What does not fit is computed anew each time."""
     seed: int = 0
     """Seed of fresh weights, the order of the data and the draft's samples."""
     log_every_s: float = 15.0
@@ -118,6 +120,8 @@ class TrainOptions:
         for name in ("warmup_fraction", "hold_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"train {name} must be in [0, 1), got {getattr(self, name)}")
+        if self.feature_cache_bytes is not None and not self.cache_features:
+            raise ConfigError("--feature-cache-bytes bounds what --cache-features keeps; give that too")
         if self.row_length < 2:
             raise ConfigError(f"train row_length must be at least 2, got {self.row_length}")
         reject_unknown([self.optimizer], OPTIMIZERS, "optimizer")

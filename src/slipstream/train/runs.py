@@ -21,11 +21,12 @@ from slipstream.models import load_tokenizer
 from slipstream.train.allocator import keep_freed_memory
 from slipstream.train.batches import TrainingDocument, read_documents
 from slipstream.train.evaluation import Evaluator
+from slipstream.train.features import FeatureCache
 from slipstream.train.options import EvaluationOptions, TrainOptions
 from slipstream.train.overlap import Overlap, find_overlap
 from slipstream.train.processes import Processes
 from slipstream.train.progress import too_few_tokens
-from slipstream.train.target import FeatureCache, FrozenTarget
+from slipstream.train.target import FrozenTarget
 from slipstream.train.trainer import Progress, Student, Trainer
 
 
@@ -41,6 +42,8 @@ class TrainingRun:
     evaluation: EvaluationOptions
     device: str | None = None
     threads: int | None = None
+    feature_folder: Path | None = None
+    """Where `cache_features` keeps them; `output/features` by default."""
 
 
 def run(
@@ -73,10 +76,13 @@ def run(
     student = make_student(target, tokenizer, documents)
     begins_anew = not method_options.get("init") and not method_options.get("keep_layers")
     _describe(student, documents, options.max_tokens if begins_anew else None, say)
+    features = None
     if options.cache_features:
         if processes.count > 1:
             raise ConfigError("--cache-features is for one process")
-        target.keep(_cache(plan.output, target, student, [d.tokens for d in documents], say))
+        features = _cache(plan, target, student, [d.tokens for d in documents])
+        if not _fill(features, say, stop):
+            return Progress()
     pad = tokenizer.pad_token_id
     trainer = Trainer(
         student,
@@ -90,6 +96,7 @@ def run(
         say,
         lambda progress: stop(),
         processes,
+        features,
     )
     return trainer.run()
 
@@ -178,9 +185,13 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _cache(
-    output: Path, target: FrozenTarget, student: Student, documents: Seq[Any], say: Callable[[str], None]
-) -> FeatureCache:
+def _cache(plan: TrainingRun, target: FrozenTarget, student: Student, documents: Seq[Any]) -> FeatureCache:
+    folder = plan.feature_folder or plan.output / "features"
+    return FeatureCache(folder, target, documents, student.feature_layers, plan.options.feature_cache_bytes)
+
+
+def _fill(features: FeatureCache, say: Callable[[str], None], stop: Callable[[], bool]) -> bool:
+    """Compute the features that are not there yet; False where `stop` ended it."""
     said = 0
 
     def report(done: int, total: int) -> None:
@@ -189,4 +200,4 @@ def _cache(
             said = done * 10 // total
             say(f"features of {done:,} of {total:,} documents computed")
 
-    return FeatureCache(output / "features", target, documents, student.feature_layers, report)
+    return features.fill(report, stop)

@@ -1,26 +1,22 @@
-"""The target in training: hidden states of packed rows, computed on demand or cached on disk."""
+"""The target in training: hidden states of packed rows, and what it makes of them."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
+import hashlib
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.errors import UnsupportedModelError
 from slipstream.models import load_plain
 from slipstream.models.support import text_config
 from slipstream.train.attention import ATTENTION, block_diagonal_mask
 
-_LARGEST = 65504.0
-"""Largest float16 number."""
+_SAMPLED_WEIGHTS = 1024
+"""Weights of each tensor that a fingerprint reads."""
 
 
 def load_model(path: str, device: torch.device) -> Any:
@@ -40,7 +36,6 @@ class FrozenTarget:
         self.hidden_size = int(config.hidden_size)
         self.vocab_size = int(config.vocab_size)
         self.context_length = int(self.model.config.max_position_embeddings)
-        self._cache: FeatureCache | None = None
         check_plain_head(self.model, device)
 
     @torch.no_grad()
@@ -50,11 +45,8 @@ class FrozenTarget:
         positions: Tensor,
         attention_mask: Tensor,
         layers: Seq[int],
-        sources: NDArray[np.int64] | None = None,
     ) -> dict[int, Tensor]:
-        """Layer to float32 [B, T, hidden]; read from the cache for rows with `sources` [B, T] in it."""
-        if self._cache is not None and sources is not None and (sources >= 0).any():
-            return self._cache.read(sources, layers, self.device)
+        """Layer to float32 [B, T, hidden]."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             output = self.model.base_model(
                 input_ids=token_ids,
@@ -70,10 +62,15 @@ class FrozenTarget:
         }
 
     @torch.no_grad()
-    def project(self, hidden: Tensor) -> Tensor:
-        """float32 [..., hidden] after the final norm -> float32 logits [..., vocab]."""
+    def project(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """float32 [..., hidden] after the final norm -> float32 logits [..., vocab], or of `token_ids` [k] alone."""
+        layer = self.model.get_output_embeddings()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits: Tensor = self.model.get_output_embeddings()(hidden)
+            if token_ids is None:
+                logits: Tensor = layer(hidden)
+            else:
+                bias = None if layer.bias is None else layer.bias[token_ids]
+                logits = F.linear(hidden, layer.weight[token_ids], bias)
         return logits.float()
 
     @torch.no_grad()
@@ -82,94 +79,14 @@ class FrozenTarget:
         embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return embedded
 
-    def keep(self, cache: FeatureCache) -> None:
-        """Read hidden states from `cache` from now on."""
-        self._cache = cache
-
-
-class FeatureCache:
-    """Hidden states of the concatenated documents, float16 on disk; reused by later runs with the same data."""
-
-    def __init__(
-        self,
-        folder: Path,
-        target: FrozenTarget,
-        documents: Seq[NDArray[np.int64]],
-        layers: Seq[int],
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """`documents` are token ids; `layers` must include all that are read later. Raises `ConfigError` on a full
-        disk."""
-        self.layers = sorted({*layers, target.num_layers})
-        self.file, metadata_file = folder / "features.f16", folder / "features.json"
-        num_tokens = sum(map(len, documents))
-        shape = (num_tokens, len(self.layers), target.hidden_size)
-        tokens = np.concatenate(documents)
-        checksum = int((tokens * (np.arange(num_tokens) % 8191 + 1)).sum())
-        metadata = {
-            "shape": list(shape),
-            "layers": self.layers,
-            "checksum": checksum,
-            "dtype": str(target.dtype),
-        }
-        if not (metadata_file.exists() and json.loads(metadata_file.read_text()) == metadata):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                metadata_file.unlink(missing_ok=True)
-                self._fill(target, documents, shape, on_progress)
-                metadata_file.write_text(json.dumps(metadata))
-            except OSError as error:
-                self.file.unlink(missing_ok=True)
-                raise ConfigError(
-                    f"cannot keep the target's features in {str(self.file)!r}: {error.strerror}; "
-                    f"they need {2 * num_tokens * len(self.layers) * target.hidden_size:,} bytes"
-                ) from None
-        self._array = np.memmap(self.file, dtype=np.float16, mode="r", shape=shape)
-
-    def read(self, sources: NDArray[np.int64], layers: Seq[int], device: torch.device) -> dict[int, Tensor]:
-        """Layer to float32 [B, T, hidden] of the tokens at `sources` [B, T]; arbitrary values on padding."""
-        at = np.maximum(sources, 0)
-        return {
-            layer: torch.from_numpy(self._array[at, self.layers.index(layer)]).to(device).float()
-            for layer in sorted(set(layers))
-        }
-
-    def _fill(
-        self,
-        target: FrozenTarget,
-        documents: Seq[NDArray[np.int64]],
-        shape: tuple[int, ...],
-        on_progress: Callable[[int, int], None],
-        pass_tokens: int = 4096,
-    ) -> None:
-        """Compute all documents, in passes of about `pass_tokens` tokens over documents of similar length."""
-        offsets = np.cumsum([0, *map(len, documents)])
-        order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
-        done = 0
-        with self.file.open("wb") as stream:
-            # Allocate the file, so that a full disk fails here and not when a mapped page is written.
-            os.posix_fallocate(stream.fileno(), 0, 2 * int(np.prod(shape)))
-        array = np.memmap(self.file, dtype=np.float16, mode="r+", shape=shape)
-        while done < len(order):
-            width = len(documents[order[done]])
-            group = order[done : done + max(1, pass_tokens // width)]
-            token_ids = torch.zeros(len(group), width, dtype=torch.int64)
-            numbers = torch.full((len(group), width), -1)
-            for row, i in enumerate(group):
-                token_ids[row, : len(documents[i])] = torch.from_numpy(documents[i])
-                numbers[row, : len(documents[i])] = 0
-            positions = torch.arange(width).expand(len(group), width)
-            mask = block_diagonal_mask(numbers.to(target.device), target.dtype)
-            states = target.hidden_states(
-                token_ids.to(target.device), positions.to(target.device), mask, self.layers
-            )
-            for row, i in enumerate(group):
-                for place, layer in enumerate(self.layers):
-                    state = states[layer][row, : len(documents[i])].clamp(-_LARGEST, _LARGEST)
-                    array[offsets[i] : offsets[i + 1], place] = state.half().cpu().numpy()
-            done += len(group)
-            on_progress(done, len(order))
-        array.flush()
+    def fingerprint(self) -> str:
+        """A hash of the weights' shapes and of some of each one's numbers: the same for the same checkpoint."""
+        found = hashlib.sha256()
+        for name, weight in sorted(self.model.state_dict().items()):
+            flat = weight.detach().flatten()
+            some = flat[:: max(1, len(flat) // _SAMPLED_WEIGHTS)].float().cpu().numpy()
+            found.update(f"{name} {tuple(weight.shape)}".encode() + some.tobytes())
+        return found.hexdigest()
 
 
 @torch.no_grad()

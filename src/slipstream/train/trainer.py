@@ -32,6 +32,7 @@ from slipstream.train.batches import (
     row_batches,
 )
 from slipstream.train.evaluation import EvaluationFigures
+from slipstream.train.features import FeatureCache
 from slipstream.train.journal import Journal
 from slipstream.train.muon import Muon
 from slipstream.train.options import TrainOptions
@@ -120,6 +121,8 @@ class Trainer:
     stop: Callable[[Progress], bool] = lambda progress: False
     """Called before each step; True ends the run, which can be continued later."""
     processes: Processes = field(default_factory=Processes)
+    features: FeatureCache | None = None
+    """Where the target's hidden states are kept; without it they are computed for each batch."""
 
     def run(self) -> Progress:
         """Train until the budget is spent, `stop` says so or τ no longer rises; writes the student to `output`.
@@ -210,7 +213,7 @@ class Trainer:
         for part in range(options.accumulation):
             rows = next(stream).take(slice(processes.rank, None, processes.count))
             rows = self.student.own_text(rows, progress.step * options.accumulation + part)
-            batch = make_batch(rows, self.target, self.student.feature_layers)
+            batch = make_batch(rows, self.target, self.student.feature_layers, self.features)
             dtype = self.target.dtype
             with torch.autocast(self.target.device.type, dtype, enabled=dtype != torch.float32):
                 loss, metrics = self.student.loss(batch)

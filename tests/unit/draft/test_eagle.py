@@ -24,6 +24,7 @@ from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
 from slipstream.models.batch import ForwardBatch
 from slipstream.testing.stub_drafters import draft_context
+from slipstream.train.batches import TargetScores
 from slipstream.train.eagle_loss import TargetText, training_time_test
 
 VOCAB = 4096
@@ -160,8 +161,8 @@ def test_drafting_computes_what_training_trained(
                 torch.arange(len(text))[None],
                 torch.zeros(1, len(text), dtype=torch.long),
                 learns,
-                logits[len(token_ids) - 1 :],
             ),
+            TargetScores.of(logits[len(token_ids) - 1 :], head.draft_token_ids),
             lambda state: head.logits(state),
             num_steps=depth,
         )

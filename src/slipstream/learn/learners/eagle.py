@@ -177,8 +177,7 @@ class EagleLearner(Learner):
             learns[row, torch.from_numpy(one.places)] = True
             features[row, :num] = torch.from_numpy(one.features.astype(np.float32))
         positions = torch.arange(width).expand(len(examples), width)
-        no_logits = torch.empty(0, self.target.vocab_size)
-        text = TargetText(self.target.embed(tokens), features, positions, documents, learns, no_logits)
+        text = TargetText(self.target.embed(tokens), features, positions, documents, learns)
         kept = min(
             one.top_ids.shape[1] for one in examples
         )  # records of another setting may keep fewer tokens
@@ -287,7 +286,6 @@ class HeadScorer:
             torch.arange(text.shape[1])[None],
             torch.zeros_like(text),
             is_answer[None],
-            torch.empty(0, target.vocab_size),
         )
         for step, later, states in draft_states(self._head, given, depth):
             wanted = is_answer[later]
