@@ -9,6 +9,7 @@ import pytest
 from slipstream.control.acceptance import (
     BUCKETS,
     DRAFTER_PRIOR,
+    LENGTHS,
     PRIOR,
     Acceptance,
     Drafts,
@@ -55,6 +56,18 @@ def test_positions_that_were_never_tried_are_expected_to_be_as_the_one_before() 
     survival = acceptance.survival(-1, "another task")
     assert survival[0] > 0.95
     assert survival[2] == pytest.approx(survival[0] ** 3, rel=1e-6)
+
+
+def test_long_texts_are_learned_apart_from_short_ones_of_the_same_task() -> None:
+    acceptance = Acceptance(1)
+    for i in range(120):
+        is_long = i % 2 == 1
+        acceptance.learn(i, "chat", chain(1, 0 if is_long else 1), LENGTHS[1] + 10 if is_long else 200)
+    short, long = (acceptance.survival(-1, "chat", length)[0] for length in (LENGTHS[0] - 1, LENGTHS[1]))
+    assert short > 0.85
+    assert long < 0.15
+    between = acceptance.survival(-1, "chat", LENGTHS[0])[0]
+    assert between == pytest.approx(0.5, abs=0.1), "of a length without drafts, what its task says"
 
 
 def test_a_position_that_is_no_longer_tried_forgets() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.control.acceptance import length_class
 from slipstream.control.plans import MAX_AGE, Plan, load_bucket
 from slipstream.control.policy import SEARCH_SHARE, Policy
 from slipstream.control.report import control_report
@@ -21,6 +22,7 @@ from slipstream.control.types import (
     PolicyDrafter,
     StepRequest,
 )
+from slipstream.core.bounded import BoundedDict
 from tests.control.world import PLAN_S, FakeClock, drafted
 
 DEEP, SHALLOW = Choice(0, 4), Choice(0, 1)
@@ -69,6 +71,13 @@ def test_a_plan_goes_by_request_then_by_task_then_by_most() -> None:
     assert plan.choice(StepRequest(99, "b", 8)) == DEEP, "what it was given it keeps"
     assert plan.choice(StepRequest(98, "b", 8)) == SHALLOW
     assert plan.choice(StepRequest(97, "never seen", 8)) == NOTHING
+
+
+def test_a_plan_goes_by_the_length_of_a_text_before_its_task() -> None:
+    plan = Plan(usual=NOTHING, by_task=BoundedDict(4), by_length=BoundedDict(4))
+    plan.by_task["a"], plan.by_length["a", length_class(5000)] = DEEP, NOTHING
+    assert plan.choice(StepRequest(1, "a", 8, length=100)) == DEEP
+    assert plan.choice(StepRequest(2, "a", 8, length=5000)) == NOTHING
 
 
 def test_a_new_plan_keeps_what_was_found_for_tasks_that_are_not_there() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from statistics import median
+from dataclasses import replace
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -60,6 +61,21 @@ def test_of_mixed_tasks_each_gets_its_own(size: int) -> None:
     world.run(200)
     assert world.rate > 0.97 * world.best_rate()
     assert world.rate > 0.98 * world.off_rate()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_head_that_fades_behind_long_texts_drafts_for_short_ones(size: int) -> None:
+    """Requests that have just begun are drafted for as those of their length were."""
+    head = replace(chain("head", {"t": 0.8}), fades_behind=2048)
+    world = World([head], size=size, tasks=("t",), prompt=(100, 5000), answer=60, one_by_one=True).run(600)
+    depths: dict[bool, list[int]] = {True: [], False: []}
+    for _ in range(400):
+        running = list(world.running)
+        world.step()
+        for request, choice in zip(running, world.choices, strict=True):
+            depths[request.length > 5000].append(choice.depth)
+    assert min(map(len, depths.values())) > 50
+    assert mean(depths[True]) < 1 < 1.5 < mean(depths[False]), "trials of long ones are shallow and paid for"
 
 
 def test_the_same_world_makes_the_same_choices() -> None:

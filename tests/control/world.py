@@ -66,6 +66,8 @@ class Simulated:
     slot_s: float = 0.0001
     """Seconds of a sequence's token."""
     missed_token_s: float = 0.0
+    fades_behind: int | None = None
+    """Tokens of a text from which on next to nothing is accepted; None is never."""
     found: Mapping[str, Seq[tuple[float, int]]] = field(default_factory=dict)
     """Chances of a lookup's proposals by length, for each task; the rest finds nothing."""
 
@@ -74,9 +76,14 @@ class Simulated:
         levels = self.level_s * max(depths, default=0) + self.slot_s * sum(depths)
         return self.call_s + levels + self.missed_token_s * num_missed
 
-    def tokens(self, task: str, depth: int) -> float:
+    def alpha_at(self, task: str, length: int) -> float:
+        """Behind a text of `length` tokens."""
+        fades = self.fades_behind is not None and length >= self.fades_behind
+        return 0.02 if fades else self.alpha[task]
+
+    def tokens(self, task: str, depth: int, length: int = 0) -> float:
         """Expected to be accepted, of a draft of so many."""
-        return sum(self.alpha[task] ** level for level in range(1, depth + 1))
+        return sum(self.alpha_at(task, length) ** level for level in range(1, depth + 1))
 
 
 def chain(
@@ -110,7 +117,7 @@ class World:
         tasks: Seq[str] = ("sql",),
         seed: int = 0,
         machine: Machine | None = None,
-        prompt: int = 64,
+        prompt: int | Seq[int] = 64,
         answer: int = 200,
         limit: int = 16,
         allowed: frozenset[int] | None = None,
@@ -121,11 +128,12 @@ class World:
         one_by_one: bool = False,
         overhead_s: float = 0.0,
     ) -> None:
-        """`overhead_s` is what asking and telling the policy takes in a step. With `one_by_one`, requests do not all
-        begin and end at once."""
+        """`prompt` is the length of prompts, or several in turn. `overhead_s` is what asking and telling the policy
+        takes in a step. With `one_by_one`, requests do not all begin and end at once."""
         self.drafters, self.machine = drafters, machine or Machine()
         self.tasks = tasks
-        self.prompt, self.answer, self.limit, self.allowed = prompt, answer, limit, allowed
+        self.prompts = (prompt,) if isinstance(prompt, int) else tuple(prompt)
+        self.answer, self.limit, self.allowed = answer, limit, allowed
         self.policy = Policy(
             [drafter.traits for drafter in drafters],
             adaptive=adaptive,
@@ -162,7 +170,8 @@ class World:
         number = self.num_begun
         self.num_begun += 1
         task = self.tasks[number % len(self.tasks)]
-        request = Running(number, task, self.prompt, self.answer, self.limit, self.allowed)
+        prompt = self.prompts[number % len(self.prompts)]
+        request = Running(number, task, prompt, self.answer, self.limit, self.allowed)
         request.length = request.prompt
         return request
 
@@ -307,8 +316,8 @@ class World:
             accepted = 0
             expected += 1.0
             if length:
-                alpha = self.drafters[number].alpha[request.task]
-                expected += self.drafters[number].tokens(request.task, length)
+                alpha = self.drafters[number].alpha_at(request.task, request.length)
+                expected += self.drafters[number].tokens(request.task, length, request.length)
                 while accepted < length and self.random.random() < alpha:
                     accepted += 1
             request.output += accepted + 1

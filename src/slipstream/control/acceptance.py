@@ -1,4 +1,4 @@
-"""How many draft tokens are accepted: by drafter, by task and by request, each the prior of the next.
+"""How many draft tokens are accepted: by drafter, task, length of the text and request, each the prior of the next.
 
 Nothing here looks at the tokens of the draft at hand: what is decided from it never depends on what was drawn, which
 the classical verifiers demand (the non-anticipation rule).
@@ -15,7 +15,7 @@ from slipstream.core.bounded import BoundedDict
 
 PRIOR = 0.75
 """Conditional acceptance of a drafter of which nothing is known."""
-DRAFTER_PRIOR, TASK_PRIOR, REQUEST_PRIOR = 12.0, 12.0, 8.0
+DRAFTER_PRIOR, TASK_PRIOR, LENGTH_PRIOR, REQUEST_PRIOR = 12.0, 12.0, 12.0, 8.0
 """How many drafts the level above is worth."""
 DRAFTER_MEMORY, TASK_MEMORY, REQUEST_MEMORY = 600.0, 400.0, 60.0
 """Drafts after which an old one weighs 1/e."""
@@ -24,6 +24,9 @@ EVIDENCE = 6.0
 dropped, because where little is drafted it would take long to outweigh it."""
 SHIFT = 7.0
 """By what factor the odds of the first token must have changed for a change to be worth noticing."""
+LENGTHS = (1024, 4096, 16384)
+"""Tokens of a text from which on it is among the longer ones: heads that were trained on short texts draft poorly
+behind long ones."""
 MIN_DRAFTS = 10.0
 """Drafts without which there is nothing to compare with."""
 KEPT = 2.0
@@ -136,6 +139,11 @@ def _evidence(odds: float, other: float, accepted: int, rejected: int) -> float:
     return accepted * math.log(other / odds) + (accepted + rejected) * math.log((1 + odds) / (1 + other))
 
 
+def length_class(length: int) -> int:
+    """How long a text of `length` tokens is: 0 for one below the first of `LENGTHS`."""
+    return bisect_right(LENGTHS, length)
+
+
 class Acceptance:
     """What one drafter's drafts are worth.
 
@@ -147,23 +155,31 @@ class Acceptance:
         self.max_depth = max_depth
         self._all = Counts(DRAFTER_MEMORY)
         self._tasks = BoundedDict[str, Counts](MAX_TASKS)
+        self._lengths = BoundedDict[tuple[str, int], Counts](MAX_TASKS)
+        """By task and class of length."""
         self._requests: dict[int, tuple[str, Counts]] = {}
         """With their tasks."""
 
-    def learn(self, sequence_id: int, task: str, drafts: Drafts) -> bool:
-        """What became of a request's drafts, some perhaps empty; True where its task's acceptance has changed."""
+    def learn(self, sequence_id: int, task: str, drafts: Drafts, length: int = 0) -> bool:
+        """What became of the drafts, some perhaps empty, of a request whose text has `length` tokens; True where the
+        acceptance of its task's texts of such a length has changed."""
         self._all.learn(drafts)
         self._requests.setdefault(sequence_id, (task, Counts(REQUEST_MEMORY)))[1].learn(drafts)
+        of_length = self._lengths.touch((task, length_class(length)), lambda: Counts(TASK_MEMORY))
+        is_new = of_length.drafts < MIN_DRAFTS
         changed = self._tasks.touch(task, lambda: Counts(TASK_MEMORY)).learn(drafts)
+        own_changed = of_length.learn(drafts)
+        if not is_new:  # a task's acceptance also changes as its texts are long and short in turn
+            changed = own_changed
         if changed:
             for number, (of_task, counts) in self._requests.items():
                 if of_task == task and number != sequence_id:
                     counts.forget()
         return changed
 
-    def survival(self, sequence_id: int, task: str) -> list[float]:
+    def survival(self, sequence_id: int, task: str, length: int = 0) -> list[float]:
         """The chance that a chain for this request is accepted down to position 1, 2, … `max_depth`."""
-        levels = self._levels(sequence_id, task)
+        levels = self._levels(sequence_id, task, length)
         chances: list[float] = []
         above, rate = 1.0, PRIOR
         for position in range(self.max_depth):
@@ -176,11 +192,11 @@ class Acceptance:
             chances.append(above)
         return chances
 
-    def per_draft(self, sequence_id: int, task: str) -> tuple[float, float]:
+    def per_draft(self, sequence_id: int, task: str, length: int = 0) -> tuple[float, float]:
         """Tokens accepted, and tokens checked, that a whole draft for this request comes to; empty drafts included."""
         levels = float(min(self.max_depth, 4))
         estimate = sum(PRIOR**depth for depth in range(1, int(levels) + 1)), levels
-        for counts, weight in self._levels(sequence_id, task):
+        for counts, weight in self._levels(sequence_id, task, length):
             estimate = counts.per_draft(estimate, weight)
         return estimate
 
@@ -207,11 +223,15 @@ class Acceptance:
         """Requests that are remembered."""
         return len(self._requests)
 
-    def _levels(self, sequence_id: int, task: str) -> list[tuple[Counts, float]]:
+    def _levels(self, sequence_id: int, task: str, length: int) -> list[tuple[Counts, float]]:
         """From the general to the particular, with the weight of what each is shrunk towards."""
         levels = [(self._all, DRAFTER_PRIOR)]
         if (of_task := self._tasks.get(task)) is not None:
             levels.append((of_task, TASK_PRIOR))
+        lengths = [self._lengths.get((task, each)) for each in range(len(LENGTHS) + 1)]
+        of_length = lengths[length_class(length)]
+        if of_length is not None and sum(each is not None for each in lengths) > 1:
+            levels.append((of_length, LENGTH_PRIOR))  # of one length alone its task says the same
         if (request := self._requests.get(sequence_id)) is not None:
             levels.append((request[1], REQUEST_PRIOR))
         return levels

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.control.acceptance import BUCKETS, Acceptance, LookupYield
 from slipstream.control.cost import DraftCost, StepCost
-from slipstream.control.types import NO_DRAFTER, Choice, DraftCall, PolicyDrafter
+from slipstream.control.types import NO_DRAFTER, Choice, DraftCall, PolicyDrafter, StepRequest
 
 MAX_ROUNDS = 3
 WORTH_ANOTHER_ROUND = 1.001
@@ -42,14 +42,13 @@ class Curve:
     """A step's share of what it takes the drafter to compute the text that it has missed."""
 
     @classmethod
-    def of(
-        cls, traits: PolicyDrafter, known: Acceptance, sequence_id: int, task: str, limit: int, entry_s: float
-    ) -> Curve:
-        """By what is known of a request, or of its task."""
+    def of(cls, traits: PolicyDrafter, known: Acceptance, request: StepRequest, entry_s: float) -> Curve:
+        """By what is known of a request, or of its task and texts of its length."""
+        of_request, limit = (request.sequence_id, request.task, request.length), request.limit
         if traits.is_chain:
-            tokens = np.cumsum(known.survival(sequence_id, task)[:limit]).tolist()
+            tokens = np.cumsum(known.survival(*of_request)[:limit]).tolist()
             return cls(tokens, range(1, len(tokens) + 1), entry_s)
-        accepted, checked = known.per_draft(sequence_id, task)
+        accepted, checked = known.per_draft(*of_request)
         return cls([min(accepted, limit)], [min(checked, limit)], entry_s)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from slipstream.control.acceptance import length_class
 from slipstream.control.fixed import FixedPlan
 from slipstream.control.types import MAX_TASKS, NO_DRAFTER, NOTHING, Choice, StepRequest
 from slipstream.core.bounded import BoundedDict
@@ -23,6 +24,8 @@ class Plan:
     """For a task that is unknown: as most are drafted for."""
     by_sequence: dict[int, Choice] = field(default_factory=dict)
     by_task: BoundedDict[str, Choice] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
+    by_length: BoundedDict[tuple[str, int], Choice] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
+    """By task and class of the text's length."""
     gains: BoundedDict[str, float] = field(default_factory=lambda: BoundedDict(MAX_TASKS))
     """Task to estimated speedup."""
     gain: float | None = None
@@ -39,10 +42,11 @@ class Plan:
     """Nothing is drafted, because drafts measurably lose at this load."""
 
     def choice(self, request: StepRequest) -> Choice:
-        """By request, then by task, then as usual; what a request was given it keeps as long as the plan holds."""
+        """By request, then by task and length, then by task, then as usual; what a request was given it keeps as long
+        as the plan holds."""
         found = self.by_sequence.get(request.sequence_id)
         if found is None:
-            found = self.by_sequence[request.sequence_id] = self.for_task(request.task)
+            found = self.by_sequence[request.sequence_id] = self.for_task(request.task, request.length)
         return found
 
     def choices(self, requests: Seq[StepRequest]) -> list[Choice]:
@@ -53,9 +57,10 @@ class Plan:
         """What holds for a step of so many requests."""
         return self
 
-    def for_task(self, task: str) -> Choice:
-        """For a request that the plan was not made for."""
-        return self.by_task.get(task, self.usual)
+    def for_task(self, task: str, length: int = 0) -> Choice:
+        """For a request that the plan was not made for, whose text has `length` tokens."""
+        of_length = self.by_length.get((task, length_class(length)))
+        return self.by_task.get(task, self.usual) if of_length is None else of_length
 
 
 class PlanByRules(Plan):
@@ -74,7 +79,7 @@ class PlanByRules(Plan):
     def choice(self, request: StepRequest) -> Choice:
         return self.for_task(request.task)
 
-    def for_task(self, task: str) -> Choice:
+    def for_task(self, task: str, length: int = 0) -> Choice:
         return self._rules.choice(task, self._num_requests)
 
 

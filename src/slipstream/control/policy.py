@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from slipstream.control.acceptance import length_class
 from slipstream.control.budget import Budget
 from slipstream.control.cost import DraftCost, Mean, StepCost
 from slipstream.control.fixed import FixedPlan
@@ -159,7 +160,7 @@ class Policy:
 
     def _drafter_for(self, task: str, num_prompt_tokens: int, max_tokens: float) -> int:
         plan = self.alone
-        drafter = plan.for_task(task).drafter
+        drafter = plan.for_task(task, num_prompt_tokens).drafter
         if plan.withheld or drafter == NO_DRAFTER:
             return NO_DRAFTER
         if plan.undrafted_rate > 0:
@@ -218,16 +219,20 @@ class Policy:
         plan = Plan(searched_at=self._step, undrafted_rate=alone.tokens_per_s)
         slower = best.step_s / nothing.step_s if nothing.step_s > 0 else 1.0
         plan.by_task.update(before.by_task)
+        plan.by_length.update(before.by_length)
         plan.gains.update(before.gains)
         by_task: dict[str, list[tuple[Choice, float]]] = {}
+        by_length: dict[tuple[str, int], list[Choice]] = {}
         for request, choice, tokens in zip(requests, choices, problem.tokens(best), strict=True):
             if request.limit > 0:  # what may have no drafts now says nothing of others, nor of its next steps
                 plan.by_sequence[request.sequence_id] = choice
                 by_task.setdefault(request.task, []).append((choice, tokens / slower))
+                by_length.setdefault((request.task, length_class(request.length)), []).append(choice)
         plan.usual = most_common(list(plan.by_sequence.values()) or [before.usual])
         for task, found in by_task.items():
             plan.by_task[task] = most_common([choice for choice, _ in found])
             plan.gains[task] = sum(gain for _, gain in found) / len(found)
+        plan.by_length.update({each: most_common(found) for each, found in by_length.items()})
         if nothing.tokens_per_s > 0:
             plan.gain = best.tokens_per_s / nothing.tokens_per_s
             plan.drafts_gain = best.tokens_per_s / alone.tokens_per_s

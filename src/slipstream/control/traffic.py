@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from slipstream.control.acceptance import Acceptance, Drafts, LookupYield
+from slipstream.control.acceptance import Acceptance, Drafts, LookupYield, length_class
 from slipstream.control.cost import DraftCost, Mean, TextSeen
 from slipstream.control.optimise import Curve, LookupCurve, Row
 from slipstream.control.types import MAX_TASKS, NO_DRAFTER, MethodReport, PolicyDrafter, StepRequest
@@ -68,12 +68,14 @@ class Traffic:
     def learn(self) -> bool:
         """Work in what was only kept so far; True where the acceptance of some drafter has changed."""
         drafts: dict[tuple[int, int, str], Drafts] = {}
+        lengths: dict[int, int] = {}
         for outcome in self._outcomes:
             drafter, lookup = outcome.drafter, outcome.lookup
             if drafter != NO_DRAFTER:
                 key = drafter, outcome.sequence_id, outcome.task
                 if key not in drafts:
                     drafts[key] = Drafts()
+                lengths[outcome.sequence_id] = outcome.length
                 drafts[key].add(outcome.num_checked, outcome.num_reached, outcome.num_accepted)
                 self._num_steps[drafter] += 1
             if lookup in self.lookups:
@@ -84,7 +86,7 @@ class Traffic:
             use.tokens.learn(float(outcome.num_tokens))
         has_changed = False
         for (drafter, sequence_id, task), each in drafts.items():
-            has_changed |= self.acceptance[drafter].learn(sequence_id, task, each)
+            has_changed |= self.acceptance[drafter].learn(sequence_id, task, each, lengths[sequence_id])
         self._outcomes = []
         for sequence_id in self._gone:
             for acceptance in self.acceptance:
@@ -101,7 +103,7 @@ class Traffic:
     def rows(self, requests: Seq[StepRequest], usable: Seq[int], draft_costs: Seq[DraftCost]) -> list[Row]:
         """What `usable` drafters and lookups could do for each request; requests of which nothing is known share what
         their task's may expect."""
-        shared: dict[tuple[int, str, int, int], Curve] = {}
+        shared: dict[tuple[int, str, int, int, int], Curve] = {}
         lookups: dict[str, dict[int, LookupCurve]] = {}
         rows = []
         for request in requests:
@@ -112,13 +114,13 @@ class Traffic:
                     continue
                 missing = self.seen[number].num_missing(request.sequence_id, request.length)
                 known = self.acceptance[number]
-                key = number, task, limit, missing
+                key = number, task, limit, missing, length_class(request.length)
                 is_known = known.knows(request.sequence_id)
                 curve = None if is_known else shared.get(key)
                 if curve is None:
                     entry_s = missing * draft_costs[number].missed_token_s / self._steps_left(request)
                     traits = self._drafters[number]
-                    curve = Curve.of(traits, known, request.sequence_id, task, limit, entry_s)
+                    curve = Curve.of(traits, known, request, entry_s)
                     if not is_known:
                         shared[key] = curve
                 curves[number] = curve
