@@ -14,13 +14,14 @@ HIDDEN, VOCAB, BLOCK = 24, 50, 5
 
 def random_head(seed: int = 0, **options: Any) -> DFlashHead:
     torch.manual_seed(seed)
-    flags = {"causal": (False, False), "windows": (None, None)} | options
+    flags = {"causal": (False, False), "windows": (None, None), "draft_vocab_size": VOCAB} | options
+    if flags.get("convolution_taps"):
+        flags["convolution_group"] = 8
     head = DFlashHead(
         DFlashConfig(
             hidden_size=HIDDEN,
             target_hidden_size=16,
             vocab_size=VOCAB,
-            draft_vocab_size=VOCAB,
             intermediate_size=40,
             num_layers=2,
             num_attention_heads=4,
@@ -29,7 +30,6 @@ def random_head(seed: int = 0, **options: Any) -> DFlashHead:
             feature_layers=(1, 3),
             block_size=BLOCK,
             mask_token_id=VOCAB - 1,
-            convolution_group=8,
             **flags,
         )
     )

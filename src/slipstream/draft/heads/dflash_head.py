@@ -68,6 +68,11 @@ class DFlashConfig:
     """The head that corrects the logits by the tokens drawn before, if there is one."""
     confidence: str | None = None
     """What a confidence head reads: `hidden`, or `hidden+token`, the previous token as the Markov head embeds it."""
+    embedding_scale: float = 1.0
+    """What the embeddings of a block are multiplied by, beyond what the target itself does."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    """Logits are scaled, and then held within ± this by a hyperbolic tangent."""
     attention_bias: bool = False
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
@@ -276,7 +281,8 @@ class DFlashHead(nn.Module):
         row sees; `config.causal` and `config.windows` say what the head was trained for.
         """
         rotary = self.rotary(embeds, positions)
-        rows = embeds
+        scale = self.config.embedding_scale
+        rows = embeds if scale == 1.0 else embeds * scale
         for index, layer in enumerate(self._layers()):
 
             def seen(query: Tensor, key: Tensor, value: Tensor, index: int = index) -> Tensor:
@@ -287,7 +293,10 @@ class DFlashHead(nn.Module):
 
     def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """[..., hidden] -> [..., draft vocab]; `project` is the target's output layer, unused where it has its own."""
-        return project(hidden) if self.lm_head is None else self.lm_head(hidden)
+        logits = project(hidden) if self.lm_head is None else self.lm_head(hidden)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """Log-odds [...] that the draft of a slot is accepted if all before it are; None without such a head.

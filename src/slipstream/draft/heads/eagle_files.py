@@ -17,15 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.draft.heads.checkpoints import TargetShape, TargetSizes, read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from slipstream.draft.heads.vocabulary import draft_token_ids, own_embedding, vocabulary_tensors
 from slipstream.errors import ModelError
 from slipstream.models.causal_lm import CausalLM
-
-_ROWS_AT_ONCE = 4096
 
 
 def load_eagle(path: str, target: CausalLM, *, revision: str | None = None) -> EagleHead:
@@ -42,7 +40,7 @@ def read_eagle(path: str, target: TargetShape, *, revision: str | None = None) -
     config = eagle_config(raw, tensors, target, path)
     head = EagleHead(config)
     check_head(config, target, path)
-    head.embedding = _own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
+    head.embedding = own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
     head.load_state_dict(_renamed(tensors, head, path))
     return head
 
@@ -115,9 +113,7 @@ def save_eagle(
         tensors["embed_tokens.weight"] = head.embedding
     ids = head.draft_token_ids.cpu()
     if config.draft_vocab_size < config.vocab_size:
-        known = torch.zeros(config.vocab_size, dtype=torch.bool)
-        known[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+        tensors |= vocabulary_tensors(ids, config.vocab_size)
     elif config.version == 3:  # other engines refuse a map of the whole vocabulary
         tensors["lm_head.weight"] = head.lm_head.weight[ids.argsort()]
     write_checkpoint(folder, _written(config, target, layout, num_speculative_tokens), tensors)
@@ -186,7 +182,10 @@ def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[
                 name = "layer." + name.removeprefix(prefix)
         if name not in ("d2t", "t2d") and not name.endswith("rotary_emb.inv_freq"):
             renamed[name] = tensor
-    renamed["draft_token_ids"] = _draft_token_ids(offsets, known, head.config, path)
+    config = head.config
+    renamed["draft_token_ids"] = draft_token_ids(
+        offsets, known, config.draft_vocab_size, config.vocab_size, path
+    )
     expected = head.state_dict()
     missing = sorted(expected.keys() - renamed.keys())
     unknown = sorted(renamed.keys() - expected.keys())
@@ -207,27 +206,6 @@ def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[
     return renamed
 
 
-def _draft_token_ids(offsets: Tensor | None, known: Tensor | None, config: EagleConfig, path: str) -> Tensor:
-    """[draft vocab]: the target's ids of the draft tokens; `offsets` (d2t) is added to the draft's own ids."""
-    ids = torch.arange(config.draft_vocab_size)
-    if offsets is None:
-        if config.draft_vocab_size != config.vocab_size:
-            raise ModelError(
-                f"{path!r} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no tensor d2t"
-            )
-        return ids
-    if len(offsets) != len(ids):
-        raise ModelError(f"{path!r}: d2t maps {len(offsets)} tokens, but the head drafts {len(ids)}")
-    ids = ids + offsets.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
-        raise ModelError(
-            f"{path!r}: d2t is not a one-to-one map into the target's {config.vocab_size} tokens"
-        )
-    if known is not None and not torch.equal(known.nonzero()[:, 0], ids.sort().values):
-        raise ModelError(f"{path!r}: t2d and d2t name different tokens")
-    return ids
-
-
 def check_head(config: EagleConfig, target: TargetSizes, path: str) -> None:
     """Raise `ModelError` where the head was trained for another target."""
     for what, mine, its in (
@@ -246,22 +224,6 @@ def check_head(config: EagleConfig, target: TargetSizes, path: str) -> None:
         raise ModelError(
             f"{path!r} reads hidden states {list(config.feature_layers)}, but the target has {target.num_layers} layers"
         )
-
-
-def _own_embedding(table: Tensor | None, target: TargetShape, path: str) -> Tensor | None:
-    """The head's own embedding table; None where it has none or a copy of the target's."""
-    if table is None:
-        return None
-    if table.shape[0] != target.vocab_size:
-        raise ModelError(f"{path!r} embeds {table.shape[0]} tokens, the target has {target.vocab_size}")
-    if table.shape[1] != target.hidden_size:
-        return table
-    for token_ids in torch.split(torch.arange(target.vocab_size), _ROWS_AT_ONCE):
-        mine = target.embed(token_ids).float().cpu()
-        # The tolerance covers half-precision copies of one table.
-        if not torch.allclose(mine, table[token_ids].float(), rtol=0.01, atol=1e-4):
-            return table
-    return None
 
 
 def _number(config: Mapping[str, Any], name: str, path: str) -> int:
