@@ -346,12 +346,19 @@ METHODS_ELSEWHERE = {
     "dspark": "convert or train an EAGLE-3 head",
     "extract_hidden_states": "slipstream train reads hidden states by itself",
     "mlp_speculator": "train Medusa or EAGLE-3 heads",
-    "mtp": "train an EAGLE-3 head for the model",
 }
 """vLLM's methods that are not supported, and what to do instead."""
 
 PARALLEL = {methods.DRAFT_MODEL.name: methods.PARD.name}
 """Our methods to those that draft with the same kind of checkpoint in one pass, as its `parallel_drafting` says."""
+
+
+def own_method(name: str) -> str:
+    """Our name of a method of vLLM's; others unchanged. It also names multi-token prediction by the family."""
+    if name.endswith(f"_{methods.MTP.name}") and ":" not in name:
+        return methods.MTP.name
+    return METHOD_SYNONYMS.get(name, name)
+
 
 _VERIFIERS = {"standard": None, "block": "block"}
 
@@ -366,7 +373,7 @@ def own_speculation(given: Mapping[str, Any]) -> dict[str, Any]:
     if own.get("method") is None:
         own["method"] = _method_of(own)
     if isinstance(own["method"], str):
-        own["method"] = METHOD_SYNONYMS.get(own["method"], own["method"])
+        own["method"] = own_method(own["method"])
     rule = own.pop("rejection_sample_method", None)
     if rule is not None:
         if rule not in _VERIFIERS:
@@ -407,7 +414,7 @@ def _method_of(given: Mapping[str, Any]) -> str:
     return methods.DRAFT_MODEL.name
 
 
-_MARKS = {mark: mark for mark in (*methods.HEADS, "mlp_speculator", "dflash", "dspark", "mtp")}
+_MARKS = {mark: mark for mark in (*methods.HEADS, "mlp_speculator", "dflash", "dspark")}
 """Substring of a configuration's model type to method, longer ones first."""
 _NAME_MARKS = {
     f"{methods.EAGLE.name}-": methods.EAGLE.name,

@@ -93,6 +93,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "eagle", "model": TRAINED, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
     {"method": "eagle3", "model": EMBEDDED_EAGLE3, **CHAIN, "tree_top_k": 1, "num_draft_nodes": None},
     {"method": "eagle3", "model": EMBEDDED_EAGLE3, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
+    {"method": "mtp", "model": TRAINED, **CHAIN},
+    {"method": "mtp", "model": TRAINED, **TREE},
     {"method": "ensemble", "mode": "first", "members": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {
         "method": "ensemble",

@@ -17,6 +17,10 @@ from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, save_hydra
 from slipstream.draft.heads.medusa import MedusaConfig, MedusaHeads, save_medusa
+from slipstream.draft.heads.mtp_files import save_mtp
+from slipstream.draft.heads.mtp_head import MtpForm, MtpHead
+from slipstream.kv.pool import LayerShape
+from slipstream.models.single_layer import SingleLayer, single_layer_config
 from slipstream.text.prompts import encode_chat
 from slipstream.train.batches import TargetScores
 from slipstream.train.eagle_loss import TargetText, training_time_test
@@ -51,6 +55,8 @@ def _train_heads(method: str, folder: Path) -> None:
     config: dict[str, Any] = {"hidden_size": 320, "vocab_size": 4096, "num_heads": 4, "shares_lm_head": True}
     if method.startswith("eagle"):
         _train_eagle(3 if method == "eagle3" else 1, target, token_ids, folder)
+    elif method == "mtp":
+        _train_mtp(target, hidden, token_ids, folder)
     elif method == "medusa":
         medusa = MedusaHeads(MedusaConfig(**config), target.lm_head)
         _train(medusa, [hidden], token_ids)
@@ -128,6 +134,27 @@ def _train_eagle(version: int, target: Any, token_ids: torch.Tensor, folder: Pat
         training_time_test(head, text, scores, target.lm_head, num_steps=2).loss.backward()
         optimizer.step()
     save_eagle(head, folder, target="embedded", layout="eagle3" if version == 3 else "eagle")
+
+
+def _train_mtp(target: Any, hidden: torch.Tensor, token_ids: torch.Tensor, folder: Path) -> None:
+    """It begins as the target's last layer, over the mean of both inputs."""
+    torch.manual_seed(0)
+    config = single_layer_config(target.config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.model.layers[0].load_state_dict(target.model.layers[-1].state_dict())
+    head = MtpHead(SingleLayer(model, LayerShape(5, 64, 64), frozenset()), MtpForm(masks_first=False))
+    half = torch.eye(config.hidden_size) / 2
+    head.projection.weight.data.copy_(torch.cat([half, half], dim=1))
+    embeds = target.get_input_embeddings()(token_ids)
+    positions = torch.arange(NUM_TOKENS - 1)[None]
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(NUM_STEPS):
+        chosen = torch.randint(NUM_TEXTS, (8,))
+        optimizer.zero_grad()
+        _, normed = head(embeds[chosen, 1:], hidden[chosen, :-1], positions, {})
+        _loss(target.lm_head(normed)[:, :-1], token_ids[chosen], 0).backward()
+        optimizer.step()
+    save_mtp(head, folder, target="embedded", config=target.config)
 
 
 def _loss(logits: torch.Tensor, token_ids: torch.Tensor, head: int) -> torch.Tensor:

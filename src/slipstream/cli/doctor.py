@@ -27,7 +27,7 @@ class DoctorFlags:
     draft: Annotated[str, Argument()]
     """The draft model or head: a folder, hub id or GGUF file."""
     kind: str | None = None
-    """draft_model, eagle, eagle3, medusa or hydra; inferred by default."""
+    """draft_model, mtp, eagle, eagle3, medusa or hydra; inferred by default."""
     json: Json = False
     engine: EngineValues
 

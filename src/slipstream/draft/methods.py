@@ -27,6 +27,9 @@ class DraftWeights(Enum):
     """A head that was trained for the target: the option `model`."""
     TARGET = "target"
     """The target's own, rounded or in part."""
+    CHECKPOINT = "checkpoint"
+    """Tensors of the target's own checkpoint that the target does not read, or a head where the option `model` names
+    one."""
     INNER = "inner"
     """Those of the drafters inside it."""
 
@@ -89,8 +92,8 @@ class MethodSpec:
 
     @property
     def is_head(self) -> bool:
-        """True for a head that was trained for the target."""
-        return self.weights is DraftWeights.HEAD
+        """True for a head that was trained for the target, or with it."""
+        return self.weights in (DraftWeights.HEAD, DraftWeights.CHECKPOINT)
 
     @property
     def uses_target(self) -> bool:
@@ -262,6 +265,17 @@ EAGLE3 = MethodSpec(
     },
     nearest=("ngram",),
 )
+MTP = MethodSpec(
+    name="mtp",
+    drafter="slipstream.draft.heads.mtp:MtpDrafter",
+    help="the layer for multi-token prediction in the target's own checkpoint",
+    weights=DraftWeights.CHECKPOINT,
+    features=TargetFeatures.LAST,
+    reads_unused_tensors=True,
+    drafts_chains=True,
+    elsewhere={VLLM: ("mtp",)},
+    nearest=("ngram",),
+)
 MEDUSA = MethodSpec(
     name="medusa",
     drafter="slipstream.draft.heads.medusa:MedusaDrafter",
@@ -319,7 +333,8 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         spec.name: spec
         for spec in (
             *(OFF, NGRAM, SUFFIX, TOKEN_RECYCLING, SIBLINGS, LOOKAHEAD, JACOBI),
-            *(DRAFT_MODEL, TLI, SLEM, PARD, EAGLE3, EAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
+            *(DRAFT_MODEL, TLI, SLEM, PARD),
+            *(MTP, EAGLE3, EAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
             *(CASCADE, ENSEMBLE, AUTO, VERSIONS, REMOTE),
         )
     }
@@ -378,6 +393,8 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
         return HYDRA.name
     if "medusa_num_heads" in config or config.get("model_type") == MEDUSA.name:
         return MEDUSA.name
+    if config.get("speculators_model_type") == MTP.name:
+        return MTP.name
     if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures:
         return EAGLE3.name
     if "Eagle" in architectures:

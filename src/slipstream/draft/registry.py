@@ -146,9 +146,8 @@ def _check_device(config: SpeculativeConfig, cls: type[Drafter]) -> None:
 
 
 def _drafter_class(method: str) -> type[Drafter]:
-    known = "mtp" if method.endswith("_mtp") and ":" not in method else method
-    if known in METHODS_ELSEWHERE and method not in DRAFTERS.names():
+    if method in METHODS_ELSEWHERE and method not in DRAFTERS.names():
         raise ConfigError(
-            f"drafter {method!r} is vLLM's and is not available here; {METHODS_ELSEWHERE[known]}"
+            f"drafter {method!r} is vLLM's and is not available here; {METHODS_ELSEWHERE[method]}"
         )
     return DRAFTERS.load(method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class CausalLM(ModelIdentity):
         self.weight_format = given.weight_format
         self.unused_tensors: Mapping[str, Tensor] = {}
         """Those of its checkpoint that it does not read; see `Checkpoint.unused_tensors`."""
+        self.final_scale = _final_scale(self.model)
+        """[hidden], what its final norm multiplies with; None where that is no norm of this kind."""
         self.was_compared = False
         """Whether its layers or logits were compared with Transformers' when it was loaded."""
         self.num_threads = executor.num_threads
@@ -196,3 +199,14 @@ class CausalLM(ModelIdentity):
         What a family does to its logits afterwards (scaling, a softcap) is not done.
         """
         return self.executor.project(hidden)
+
+
+@torch.no_grad()
+def _final_scale(model: Any) -> Tensor | None:
+    """The final norm's output for a row of ones, which an RMS norm leaves as they are before it scales them."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None or weight.ndim != 1:
+        return None
+    scale: Tensor = norm(torch.ones_like(weight))
+    return scale.detach().clone()

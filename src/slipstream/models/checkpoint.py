@@ -6,8 +6,9 @@ Tensors that the model is known not to read are left in the file, where a drafte
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -259,3 +260,13 @@ def _check_complete(source: Checkpoint, loaded: Mapping[str, Any]) -> None:
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ModelError(f"the checkpoint {source.path!r} {what} weights: {min(keys)}{more}")
+
+
+def unused_names(path: str, config: Any) -> Collection[str] | None:
+    """The names of the tensors that the model of `config` is known not to read; None for what is not here.
+
+    The headers of a folder's files are read, and nothing else.
+    """
+    if not Path(path).is_dir():
+        return None
+    return UnusedTensors(path, None, unused_by(config)).keys()

@@ -127,7 +127,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype
-    shapes, variants, vocab_size = _probed(model, backend)
+    shapes, variants, vocab_size = probed_outline(model, backend)
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and where.type == "cpu":
         fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
@@ -225,7 +225,7 @@ def _stored_bytes_per_weight(config: Any) -> float:
     return float(torch.float32.itemsize if stored is None else stored.itemsize)
 
 
-def _probed(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
+def probed_outline(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
     """What each layer stores and how it attends, and the width of the logits.
 
     Arithmetic on the meta device imports PyTorch's compiler and SymPy. Where the pass multiplies with none of the large

@@ -72,7 +72,7 @@ def test_a_drafter_of_ones_own_by_its_class(tmp_path: Path, monkeypatch: pytest.
         "module 'my_drafters' has no attribute 'Mime'\n" in misspelt.output
     )  # found, so nothing about where to look
     assert "unknown drafter 'draf'; did you mean 'draft'?" in run(*args, "--spec", "draf").output
-    assert "is vLLM's" in run(*args, "--spec", "mtp").output
+    assert "is vLLM's" in run(*args, "--spec", "mlp_speculator").output
 
 
 def test_json_is_compact_and_a_cut_answer_is_marked() -> None:

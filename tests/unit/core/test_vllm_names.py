@@ -233,7 +233,7 @@ def test_speculation_that_cannot_be_had(given: dict[str, Any], told: str) -> Non
         validate(SpeculativeConfig.from_mapping({"method": "ngram", **given}))
 
 
-@pytest.mark.parametrize("method", [*sorted(METHODS_ELSEWHERE), "deepseek_mtp"])
+@pytest.mark.parametrize("method", sorted(METHODS_ELSEWHERE))
 def test_methods_that_are_not_here(method: str) -> None:
     with pytest.raises(ConfigError, match=f"drafter '{method}' is vLLM's and is not available here; "):
         validate(SpeculativeConfig(method))

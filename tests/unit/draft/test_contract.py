@@ -22,6 +22,7 @@ from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
 from tests.kit.folders import kept_folder
 from tests.kit.head_drafters import CHOICES, random_heads
+from tests.kit.mtp_targets import random_mtp
 from tests.kit.pard_models import pard_folder
 from tests.kit.tokenizer_families import FAMILIES, PAIRS, save_model
 
@@ -134,6 +135,11 @@ def eagle(kind: str) -> Options:
 
 
 @functools.cache
+def mtp() -> Options:
+    return {"model": random_mtp(EMBEDDED_TARGET)}
+
+
+@functools.cache
 def model_of(family: str) -> Options:
     return {"model": save_model(FAMILIES[family](), kept_folder())}
 
@@ -171,6 +177,8 @@ def cases() -> Iterator[Case]:
             options = {"num_speculative_tokens": 3, "tree_top_k": 2, "num_draft_nodes": 5}
             made = partial(eagle, kind)
             yield Case(method, options, verifier, with_model(), has_target=True, made=made)
+    for options, verifier in SHAPES:
+        yield Case("mtp", options, verifier, with_model(), has_target=True, made=mtp)
     for inner, temperature, verifier in CASCADES:
         options = {**MODEL, "num_speculative_tokens": 5, "draft": inner}
         yield Case("cascade", options, verifier, with_model(temperature))

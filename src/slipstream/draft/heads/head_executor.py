@@ -10,6 +10,7 @@ name, or where it does not know such a head. A package adds one with one line of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.heads.mtp_head import MtpHead
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM
@@ -43,12 +45,8 @@ class HeadExecutor(ABC):
         """Bytes of the head's own weights as they are held."""
 
 
-class EagleExecutor(HeadExecutor):
-    """Computes an EAGLE head, over a cache of its own."""
-
-    @abstractmethod
-    def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
-        """Takes the head over: the numbers of `head` may be gone afterwards."""
+class FeatureExecutor(HeadExecutor):
+    """Computes a head of one layer that reads the target's features, over a cache of its own."""
 
     @abstractmethod
     def forward(
@@ -70,6 +68,22 @@ class EagleExecutor(HeadExecutor):
             return logits
 
         return chains.draw(rows, run)
+
+
+class EagleExecutor(FeatureExecutor):
+    """Computes an EAGLE head."""
+
+    @abstractmethod
+    def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
+        """Takes the head over: the numbers of `head` may be gone afterwards."""
+
+
+class MtpExecutor(FeatureExecutor):
+    """Computes a layer for multi-token prediction."""
+
+    @abstractmethod
+    def __init__(self, head: MtpHead, target: CausalLM, fmt: WeightFormat) -> None:
+        """Takes the head over: the numbers of `head` may be gone afterwards."""
 
 
 class HeadsExecutor(HeadExecutor):
@@ -143,6 +157,33 @@ class EagerEagle(EagleExecutor):
         return states, logits
 
 
+class EagerMtp(MtpExecutor):
+    """Calls the head's module, whose layer is Transformers' code and attends through the hook."""
+
+    def __init__(self, head: MtpHead, target: CausalLM, fmt: WeightFormat) -> None:
+        pack_head(head, target, fmt, head.called)
+        self.head, self.target = head, target
+
+    def footprint(self) -> int:
+        return head_bytes(self.head)
+
+    def forward(
+        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
+    ) -> tuple[Tensor, Tensor]:
+        head, device = self.head, self.target.device
+        on = rows.on(device)
+        states = head.encode(given) if from_target else given
+        with without_cudnn(device):
+            output, normed = head(
+                self.target.embed(on.token_ids)[None],
+                states[None],
+                on.positions[None],
+                PackedAttention(rows, pool).arguments(),
+            )
+        states = normed if head.form.recycles_normed else output
+        return states[0], self.target.project(normed[0, on.logit_rows])
+
+
 class EagerHeads(HeadsExecutor):
     """Calls the heads' module."""
 
@@ -158,10 +199,12 @@ class EagerHeads(HeadsExecutor):
         return self.heads.some(rows, first, count)
 
 
-def pack_head(head: nn.Module, target: CausalLM, fmt: WeightFormat) -> None:
-    """Pack the linear layers of a head for the kernels that its target's are packed for."""
+def pack_head(
+    head: nn.Module, target: CausalLM, fmt: WeightFormat, called: Collection[str] | None = None
+) -> None:
+    """Pack the linear layers of a head for the kernels that its target's are packed for. `called`: `pack_linears`."""
     if target.is_native or fmt.name != UNCHANGED:
-        pack_linears(head, fmt, target.is_native)
+        pack_linears(head, fmt, target.is_native, called=called)
 
 
 def head_bytes(head: nn.Module) -> int:
@@ -178,6 +221,7 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
         "eagle.eager": "slipstream.draft.heads.head_executor:EagerEagle",
         "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
         "heads.eager": "slipstream.draft.heads.head_executor:EagerHeads",
+        "mtp.eager": "slipstream.draft.heads.head_executor:EagerMtp",
     },
 )
 
@@ -189,6 +233,13 @@ def eagle_executor(head: EagleHead, target: CausalLM, quantization: str | None) 
     """
     made = _made("eagle", head, target, quantization)
     assert isinstance(made, EagleExecutor)
+    return made
+
+
+def mtp_executor(head: MtpHead, target: CausalLM, quantization: str | None) -> MtpExecutor:
+    """As `eagle_executor`, of a layer for multi-token prediction."""
+    made = _made("mtp", head, target, quantization)
+    assert isinstance(made, MtpExecutor)
     return made
 
 

@@ -1,4 +1,5 @@
-"""Level by level from the target's features, over entries of its own: what EAGLE's heads do.
+"""Level by level from the target's features, over entries of its own: what EAGLE's heads and layers for multi-token
+prediction do.
 
 A cache entry belongs to a token and the features of the token before it. Committed text is fed with the target's true
 features, draft tokens with the head's own estimates. After a verdict the estimates are dropped, and accepted tokens are
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.sequence import Sequence
-from slipstream.draft.heads.head_executor import EagleExecutor
+from slipstream.draft.heads.head_executor import FeatureExecutor
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
@@ -27,7 +28,7 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
 
     first_entry = 1  # the first token has no feature before it
     keeps_accepted = False
-    executor: EagleExecutor
+    executor: FeatureExecutor
     target_cache: KVCache | None = None
 
     def attach(self, cache: KVCache) -> None:

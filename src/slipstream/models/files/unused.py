@@ -19,7 +19,7 @@ from slipstream.models.files.quantised_folder import safetensors_files
 from slipstream.models.huggingface import model_class
 from slipstream.models.quiet import one_line
 
-_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys by which configurations say how many prediction layers there are."""
 _UNDER_MTP = re.compile(r"(^|\.)mtp(_layers)?\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 def unused_by(config: Any) -> Callable[[str], bool]:
     """Whether the model of `config` is known not to read a tensor, by the tensor's name in the checkpoint."""
-    declared = any(getattr(config, key, None) for key in _COUNTS)
+    declared = any(getattr(config, key, None) for key in COUNTS)
     try:
         ignored = tuple(model_class(config)._keys_to_ignore_on_load_unexpected or ())
     except KeyError:  # code that a checkpoint brings

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from slipstream.config import reject_unknown
-from slipstream.draft.methods import EAGLE, EAGLE3, HEADS, HYDRA, MEDUSA, kind_of_checkpoint
+from slipstream.draft.methods import EAGLE, EAGLE3, HEADS, HYDRA, MEDUSA, MTP, kind_of_checkpoint
 from slipstream.errors import ModelError
 
 Ids = NDArray[np.int64]
@@ -117,10 +117,10 @@ class HeadNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInfo:
-    """A head of EAGLE, Medusa or Hydra."""
+    """A head of EAGLE, Medusa or Hydra, or a layer for multi-token prediction."""
 
     layout: str
-    """`eagle`, `eagle3`, `speculators`, `medusa` or `hydra`."""
+    """`eagle`, `eagle3`, `speculators`, `medusa`, `hydra` or `mtp`."""
     version: int = 0
     """Version of EAGLE, 1 or 3; 0 for others."""
     num_layers: int = 1
@@ -175,13 +175,15 @@ def head_info(folder: str | Path) -> HeadInfo | None:
         return None
     if layout in (MEDUSA.name, HYDRA.name):
         return HeadInfo(layout=layout, num_heads=config.get(f"{layout}_num_heads") or config.get("num_heads"))
+    if layout == MTP.name:
+        return HeadInfo(layout=layout, num_layers=config.get("num_nextn_predict_layers", 1))
     return _eagle_info(layout, config, _Tensors(Path(folder)))
 
 
 def _layout(config: Mapping[str, Any]) -> str | None:
-    if "speculators_model_type" in config:
-        return SPECULATORS
     kind = kind_of_checkpoint(config)
+    if "speculators_model_type" in config and kind == EAGLE3.name:
+        return SPECULATORS
     return kind if kind in HEADS else None
 
 

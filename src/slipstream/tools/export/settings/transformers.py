@@ -14,6 +14,7 @@ from slipstream.draft.methods import (
     DRAFT_MODEL,
     DRAFT_MODELS,
     LAYER_SKIP,
+    MTP,
     NGRAM,
     OFF,
     SLEM,
@@ -217,7 +218,7 @@ def _program(values: Mapping[str, Any]) -> str:
 
 def _from_mapping(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """A whole `generation_config.json` has many other keys; those are not about speculation."""
-    marks = ("assistant", "prompt_lookup", "matching_ngram", "specul", "mtp", "lookbehind")
+    marks = ("assistant", "prompt_lookup", "matching_ngram", "specul", MTP.name, "lookbehind")
     names = ("model", "do_sample")
     is_whole = "transformers_version" in mapping or "_from_model_config" in mapping
     return {

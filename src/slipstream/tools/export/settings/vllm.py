@@ -37,7 +37,7 @@ from slipstream.tools.export.keys import SAMPLINGS, Key, check_keys, fields_foun
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, SuffixLimits
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
-from slipstream.vllm_names import METHOD_SYNONYMS, METHODS_ELSEWHERE, PARALLEL, own_speculation
+from slipstream.vllm_names import METHODS_ELSEWHERE, PARALLEL, own_method, own_speculation
 
 FILE = "speculative_config.json"
 METHODS = {
@@ -324,10 +324,9 @@ def _method(given: Mapping[str, Any], version: str) -> str:
     method = given.get("method")
     if method is None:
         method = str(own_speculation({"model": given.get("model")})["method"])
-    method = METHOD_SYNONYMS.get(str(method), str(method))
-    if method in ELSEWHERE or method.endswith("_mtp"):
-        known = "mtp" if method.endswith("_mtp") else method
-        instead = METHODS_ELSEWHERE.get(known, "convert or train an EAGLE-3 head")
+    method = own_method(str(method))
+    if method in ELSEWHERE:
+        instead = METHODS_ELSEWHERE.get(method, "convert or train an EAGLE-3 head")
         raise no_counterpart(f"vLLM's method {method!r}", instead)
     reject_unknown([method], set(METHODS[version].values()), f"method of vLLM {version}")
     if given.get("parallel_drafting") is True:

@@ -1,0 +1,196 @@
+"""Tiny targets with a layer for multi-token prediction in their checkpoint, in each layout, with random weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.draft.heads.mtp_files import save_mtp
+from slipstream.draft.heads.mtp_head import MtpForm, MtpHead
+from slipstream.kv.pool import LayerShape
+from slipstream.models.single_layer import SingleLayer, single_layer_config
+from tests.kit.folders import kept_folder
+from tests.kit.small_llama import sizes
+from tests.kit.tokenizer_families import byte_level
+
+VOCAB, LAYERS, HIDDEN = 320, 2, 32
+_EXPERTS: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1},
+    **{"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
+}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "shared_expert_intermediate_size": 16,
+}
+_FULL = {"layer_types": ["full_attention"] * (LAYERS + 1)}
+_SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("deepseek", "llama", {}),
+    "deepseek": ("deepseek", "deepseek_v3", {**_EXPERTS, **_LATENT, "num_key_value_heads": 4}),
+    "glm": ("deepseek", "glm4_moe", {**_EXPERTS, "use_qk_norm": True}),
+    "qwen3-next": ("qwen", "qwen3_next", {**_FULL, **_QWEN_EXPERTS, "partial_rotary_factor": 0.5}),
+    "qwen3.5": ("qwen", "qwen3_5_text", _FULL),
+    "mimo": ("mimo", "qwen2", {}),
+    "mimo-v2": (
+        "mimo_v2",
+        "mimo_v2_flash",
+        {
+            **{name: value for name, value in _EXPERTS.items() if name.startswith(("n_r", "num_e", "moe"))},
+            **{"layer_types": _SLIDING, "mlp_layer_types": ["dense", "sparse", "dense"]},
+            **{"v_head_dim": 12, "sliding_window": 6},
+        },
+    ),
+    "qwen3": ("deepseek", "qwen3", {"attention_bias": True}),
+}
+"""Name to (layout, model type, options beside the sizes)."""
+PREFIXES = {
+    "deepseek": f"model.layers.{LAYERS}.",
+    "qwen": "mtp.layers.0.",
+    "mimo": "model.mtp_layers.0.",
+    "mimo_v2": "model.mtp.layers.0.",
+    "speculators": "mtp_layers.0.",
+}
+_NAMES = {
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "mimo_v2": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "speculators": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+
+
+@dataclass(frozen=True)
+class MtpTarget:
+    """A checkpoint, and the modules that it was written from."""
+
+    folder: str
+    layout: str
+    whole: Any
+    """The Transformers model with one layer more: its last one is the prediction layer's."""
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    projection: nn.Linear
+    final_norm: nn.Module
+
+    @torch.no_grad()
+    def step(self, token_ids: list[int], states: Tensor, *, hidden_first: bool, masks_first: bool) -> Tensor:
+        """The layer's output [rows, hidden] before its final norm, written down plainly.
+
+        Row i pairs states[i] [hidden] with token_ids[i], at position i.
+        """
+        rows = len(token_ids)
+        embeds = self.whole.get_input_embeddings()(torch.tensor(token_ids))
+        if masks_first:
+            embeds[0] = 0
+        parts = [self.embedding_norm(embeds), self.hidden_norm(states)]
+        given = self.projection(torch.cat(parts[::-1] if hidden_first else parts, dim=-1))[None]
+        distance = torch.arange(rows)[:, None] - torch.arange(rows)[None]
+        kind = (getattr(self.whole.config, "layer_types", None) or ["full_attention"])[-1]
+        window = self.whole.config.sliding_window if kind == "sliding_attention" else rows
+        seen = (distance >= 0) & (distance < window)
+        decoder = self.whole.model
+        per_kind = {"layer_type": kind} if self.layout == "mimo_v2" else {}
+        output = decoder.layers[-1](
+            given,
+            attention_mask=torch.zeros(rows, rows).masked_fill(~seen, float("-inf"))[None, None],
+            position_embeddings=decoder.rotary_emb(given, torch.arange(rows)[None], **per_kind),
+            position_ids=torch.arange(rows)[None],
+        )
+        return (output[0] if isinstance(output, tuple) else output)[0]
+
+    @torch.no_grad()
+    def logits(self, output: Tensor) -> Tensor:
+        """[rows, hidden] as `step` returns it -> [rows, vocab]."""
+        found: Tensor = self.whole.get_output_embeddings()(self.final_norm(output))
+        return found
+
+
+@functools.cache
+def mtp_target(family: str, layout: str | None = None) -> MtpTarget:
+    """A folder with a tokenizer; `layout` writes the layer in another one than the family's."""
+    usual, model_type, options = FAMILIES[family]
+    layout = layout or usual
+    shape = sizes(HIDDEN, LAYERS + 1, 4, 2, inner=48, vocab=VOCAB, context=256, spread=0.2, eos=None)
+    config = AutoConfig.for_model(
+        model_type, **{**shape, "head_dim": 8, "attn_implementation": "eager", **options}
+    )
+    config.bos_token_id = config.pad_token_id = None
+    torch.manual_seed(0)
+    whole: Any = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for name, weight in whole.named_parameters():
+        if weight.ndim == 1 and name.endswith(("norm.weight", "bias", "sinks")):
+            weight += 0.3 * torch.randn_like(weight)
+    norms = [_norm(whole) for _ in range(3)]
+    made = MtpTarget(str(kept_folder()), layout, whole, *norms[:2], _projection(), norms[2])
+    _write(made)
+    byte_level(VOCAB).save_pretrained(made.folder)
+    return made
+
+
+def _norm(whole: Any) -> nn.Module:
+    like = whole.model.norm
+    norm = type(like)(HIDDEN, eps=whole.config.rms_norm_eps)
+    norm.weight.data = like.weight.data + 0.3 * torch.randn(HIDDEN)
+    return norm.requires_grad_(False)
+
+
+def _projection() -> nn.Linear:
+    projection = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+    nn.init.normal_(projection.weight, std=0.2)
+    return projection.requires_grad_(False)
+
+
+def _write(made: MtpTarget) -> None:
+    folder, prefix = Path(made.folder), PREFIXES[made.layout]
+    made.whole.save_pretrained(folder)
+    tensors, own = {}, f"model.layers.{LAYERS}."
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        part = name.removeprefix(own)
+        if made.layout == "mimo_v2":
+            part = part.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        tensors[name if part == name or not name.startswith(own) else prefix + part] = tensor
+    beside = "mtp." if made.layout == "qwen" else prefix
+    modules = (made.embedding_norm, made.hidden_norm, made.projection, made.final_norm)
+    for name, module in zip(_NAMES[made.layout], modules, strict=True):
+        tensors[f"{beside}{name}.weight"] = module.weight.data.clone()  # type: ignore[operator]
+    if made.layout == "deepseek":  # copies of the target's, as DeepSeek's own checkpoint has them
+        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = torch.zeros(VOCAB, HIDDEN)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("layer_types", "mlp_layer_types"):
+        if config.get(name):
+            config[name] = config[name][:LAYERS]
+    config["num_hidden_layers"] = LAYERS
+    config["mtp_num_hidden_layers" if made.layout == "qwen" else "num_nextn_predict_layers"] = 1
+    file.write_text(json.dumps(config))
+
+
+@functools.cache
+def random_mtp(path: str) -> str:
+    """A folder with a random layer in the layout of speculators, for the model in a folder."""
+    config: Any = AutoConfig.from_pretrained(path)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(single_layer_config(config), dtype=torch.float32)
+    head = MtpHead(SingleLayer(model, LayerShape(1, 1, 1), frozenset()), MtpForm(masks_first=False))
+    for weight in head.parameters():
+        weight.data += 0.05 * torch.randn_like(weight)
+    folder = kept_folder()
+    save_mtp(head, folder, target=path, config=config)
+    return str(folder)

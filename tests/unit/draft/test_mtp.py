@@ -1,0 +1,330 @@
+"""Layers for multi-token prediction: logits as the families' own code has them, files, exact texts, and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from slipstream import LLM, SamplingParams
+from slipstream.config import SpeculativeConfig
+from slipstream.core.sequence import Sequence
+from slipstream.draft.base import DraftContext
+from slipstream.draft.heads.mtp import MtpDrafter
+from slipstream.draft.registry import create_drafter
+from slipstream.errors import ConfigError, ModelError
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.outline import outline_model
+from slipstream.testing.stub_drafters import draft_context
+from tests.kit.mtp_targets import FAMILIES, VOCAB, MtpTarget, mtp_target
+
+TEXT = [(37 * place + 11) % VOCAB for place in range(14)]
+CLOSE = 1e-4
+
+
+@functools.cache
+def target(family: str) -> CausalLM:
+    return load_model(mtp_target(family).folder)
+
+
+def context(family: str, verifier: str = "coupled") -> DraftContext:
+    return dataclasses.replace(draft_context(VOCAB, 256, verifier), target=target(family))
+
+
+def make(family: str, verifier: str = "coupled", **options: Any) -> MtpDrafter:
+    drafter = create_drafter(SpeculativeConfig("mtp", verifier, options), context(family, verifier))
+    assert isinstance(drafter, MtpDrafter)
+    return drafter
+
+
+def states_of(family: str, text: list[int]) -> Tensor:
+    """[tokens, hidden]: what the target's final norm puts out."""
+    lm = target(family)
+    pool = KVPool(lm.shapes, len(text), lm.dtype, lm.device)
+    return lm.forward([RowGroup(pool.slots, 0, text, [])], pool, [lm.num_layers]).hidden[lm.num_layers]
+
+
+def flags(made: MtpTarget) -> dict[str, bool]:
+    return {"hidden_first": made.layout == "mimo", "masks_first": made.layout in ("deepseek", "mimo")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_logits_are_those_of_the_familys_own_layer(family: str) -> None:
+    """A text in two passes, as prompts in chunks are, against one pass of Transformers' layer."""
+    made, drafter = mtp_target(family), make(family)
+    states = states_of(family, TEXT)
+    expected = made.logits(made.step(TEXT[1:], states[:-1], **flags(made)))
+    rows = len(TEXT) - 1
+    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    found = []
+    for begin, end in ((0, 8), (8, rows)):
+        part = ForwardBatch([RowGroup(pool.slots, begin, TEXT[begin + 1 : end + 1], range(end - begin))])
+        found.append(drafter.executor.forward(part, pool, states[begin:end], from_target=True)[1])
+    assert float((torch.cat(found) - expected).abs().max()) < CLOSE
+    assert float(expected.std()) > 0.3, "logits of nothing would be close to anything"
+
+
+@pytest.mark.parametrize("family", ["deepseek", "glm"])
+def test_its_logits_are_those_of_transformers_own_prediction_model(family: str) -> None:
+    """That one does not mask the embedding at position 0."""
+    made, drafter = mtp_target(family), make(family)
+    main = AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager", dtype=torch.float32)
+    theirs: Any = MtpModel(main, 1).eval()
+    layer = theirs.layers[0]
+    for name in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
+        its = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj"}.get(
+            name, "post_norm"
+        )
+        getattr(layer, its).load_state_dict(getattr(made, name).state_dict())
+    layer.mtp_block.load_state_dict(made.whole.model.layers[-1].state_dict())
+    states, rows = states_of(family, TEXT)[:-1], len(TEXT) - 1
+    positions, token_ids = torch.arange(1, rows + 1)[None], torch.tensor([TEXT[1:]])
+    with torch.no_grad():
+        output = theirs.forward_layer(
+            0, states[None], positions, MtpCache(config=theirs.config), input_ids=token_ids
+        )
+        expected = main.lm_head(output)[0]
+    drafter.head.form = dataclasses.replace(drafter.head.form, masks_first=False)
+    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
+    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    assert float((found - expected).abs().max()) < CLOSE
+
+
+def drafted(drafter: MtpDrafter, text: list[int], depth: int) -> list[int]:
+    """The greedy chain behind a text, by a drafter over the states of its target."""
+    lm = drafter.target
+    drafter.allocate(256)
+    cache = lm.new_cache(256, prefix_caching=False, feature_width=lm.hidden_size)
+    drafter.attach(cache)
+    sequence = Sequence(
+        id=0,
+        request_id="0",
+        index=0,
+        token_ids=list(text),
+        num_prompt_tokens=len(text),
+        params=SamplingParams(temperature=0, max_tokens=64),
+        seed=0,
+        num_computed=len(text) - 1,
+    )
+    cache.accounting.open(0, text, "")
+    cache.accounting.reserve(0, len(text) + 8)
+    slots = cache.accounting.slots(0)
+    states = lm.forward([RowGroup(slots, 0, text[:-1], [])], cache.pool, [lm.num_layers]).hidden[
+        lm.num_layers
+    ]
+    cache.keep_features(slots[: len(states)], states)
+    cache.accounting.commit(0, text[:-1])
+    (proposal,) = drafter.propose([sequence], [depth])
+    return list(proposal.token_ids)
+
+
+def reference_chain(
+    family: str, text: list[int], depth: int, *, recycles_normed: bool, **fed: bool
+) -> list[int]:
+    """The same by whole passes: a step's row reads the output of the step before in the target's state's place."""
+    made = mtp_target(family)
+    states, chain = states_of(family, text)[:-1], []
+    for _ in range(depth):
+        output = made.step([*text[1:], *chain], states, **fed)
+        chain.append(int(made.logits(output[-1:])[0].argmax()))
+        last = made.final_norm(output[-1:]) if recycles_normed else output[-1:]
+        states = torch.cat([states, last])
+    return chain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_feeds_each_step_with_the_one_before(family: str) -> None:
+    drafter = make(family, num_speculative_tokens=4)
+    expected = reference_chain(family, TEXT, 4, recycles_normed=family != "glm", **flags(mtp_target(family)))
+    assert drafted(drafter, TEXT, 4) == expected
+
+
+def test_the_options_say_how_the_layer_is_fed() -> None:
+    form = make("llama", hidden="pre", recycled="y", order="he").head.form
+    assert (form.hidden_is_normed, form.recycles_normed, form.hidden_first) == (False, False, True)
+    chain = reference_chain("llama", TEXT, 4, recycles_normed=False, hidden_first=True, masks_first=True)
+    assert drafted(make("llama", recycled="y", order="he", num_speculative_tokens=4), TEXT, 4) == chain
+    assert drafted(make("llama", num_speculative_tokens=4), TEXT, 4) != chain
+    with pytest.raises(ConfigError, match="unknown mtp order 'ee'"):
+        make("llama", order="ee")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-next"])
+def test_the_state_before_the_targets_final_norm(family: str) -> None:
+    """It is had from the one behind it, up to a scale that the layer's own norm takes out."""
+    made, drafter = mtp_target(family), make(family, hidden="pre")
+    whole = made.whole
+    with torch.no_grad():
+        inner = torch.tensor([TEXT])
+        hidden = whole.model(inner, output_hidden_states=True).hidden_states[-2][
+            0
+        ]  # its last layer is the head's
+        states = whole.model.norm(hidden)
+    encoded = drafter.head.encode(states)
+    found, expected = drafter.head.hidden_norm(encoded), made.hidden_norm(hidden)
+    assert float((found - expected).abs().max()) < 1e-3
+    assert float((drafter.head.hidden_norm(states) - expected).abs().max()) > 0.05
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    prompts = [TEXT, TEXT[:5], [*TEXT[:9], 7, 3], TEXT]
+    params = [
+        SamplingParams(temperature=temperature, seed=number, max_tokens=18, ignore_eos=True)
+        for number, temperature in enumerate((0.0, 0.0, 0.8, 0.8))
+    ]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+
+@functools.cache
+def texts_without(family: str) -> list[list[int]]:
+    return texts(LLM(mtp_target(family).folder))
+
+
+TREE = {"tree_top_k": 2, "num_draft_nodes": 5}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*((family, {}) for family in FAMILIES), ("llama", TREE), ("deepseek", TREE)],
+)
+def test_texts_are_those_without_it(family: str, options: dict[str, Any]) -> None:
+    """In a batch, in chunks, and with prefixes of earlier requests."""
+    spec = {"method": "mtp", **options}
+    llm = LLM(mtp_target(family).folder, speculative_config=spec, max_num_batched_tokens=9)
+    num_drafted: list[int] = []
+    llm.engine.on_observe = lambda seen: num_drafted.extend(len(one.proposal) for one in seen)
+    for _ in range(2):
+        assert texts(llm) == texts_without(family)
+    assert llm.engine.stats().num_draft_failures == 0
+    assert sum(num_drafted) > 100
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_greedy_texts_with_the_other_verifiers(verifier: str) -> None:
+    spec = {"method": "mtp", "verifier": verifier}
+    assert texts(LLM(mtp_target("llama").folder, speculative_config=spec))[:2] == texts_without("llama")[:2]
+
+
+def test_true_states_replace_its_own() -> None:
+    """After any verdict a proposal is the one of a drafter that meets the text for the first time."""
+    spec = {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+    llm = LLM(mtp_target("llama").folder, speculative_config=spec, enable_prefix_caching=False)
+    engine, checked = llm.engine, 0
+    drafter = engine.drafter
+    assert isinstance(drafter, MtpDrafter)
+    engine.add_request("a", TEXT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+        for sequence in engine.scheduler.running:
+            first = drafter.propose([sequence], [3])[0]
+            if sequence.id in drafter.cache.accounting:
+                drafter.cache.accounting.close(sequence.id, retain=False)
+            assert drafter.propose([sequence], [3])[0].token_ids == first.token_ids
+            checked += len(first) > 0
+    assert checked > 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_knows_what_it_holds(family: str) -> None:
+    drafter = make(family)
+    outlined = dataclasses.replace(
+        drafter.context, target=None, target_outline=outline_model(mtp_target(family).folder)
+    )
+    planned = MtpDrafter.footprint(drafter.options, outlined)
+    assert planned.traits == drafter.traits
+    number = sum(weight.numel() for weight in dict(drafter.head.named_parameters()).values())
+    assert (
+        number * 4 < planned.head_bytes < drafter.executor.footprint()
+    )  # whose panels are as wide as 64 outputs
+
+
+def changed(tmp_path: Path, change: Any) -> str:
+    """A copy of the target of Llama's family, with other tensors or another configuration."""
+    folder = tmp_path / "changed"
+    shutil.copytree(mtp_target("llama").folder, folder)
+    tensors, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def drop_all(tensors: dict[str, Tensor], config: Any) -> None:
+    for name in [name for name in tensors if ".layers.2." in name]:
+        del tensors[name]
+
+
+PLACE = "model.layers.2."
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            drop_all,
+            r"has no layer for multi-token prediction: no model\.layers\.2\.eh_proj\.weight, mtp\.fc\.weight",
+        ),
+        (
+            lambda t, c: t.pop(f"{PLACE}eh_proj.weight"),
+            r"no model\.layers\.2\.eh_proj\.weight, .* among the 14 tensors that the target does not read",
+        ),
+        (lambda t, c: t.pop(f"{PLACE}hnorm.weight"), r"lacks the tensor model\.layers\.2\.hnorm\.weight"),
+        (
+            lambda t, c: t.pop(f"{PLACE}mlp.up_proj.weight"),
+            r"lacks the tensor model\.layers\.2\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda t, c: t.pop(f"{PLACE}shared_head.norm.weight"),
+            r"lacks the tensor model\.layers\.2\.shared_head\.norm\.weight",
+        ),
+        (
+            lambda t, c: t.update({f"{PLACE}odd.weight": torch.ones(2)}),
+            r"has an unknown tensor model\.layers\.2\.odd\.weight",
+        ),
+        (
+            lambda t, c: t.update({f"{PLACE}eh_proj.weight": torch.ones(32, 32)}),
+            r"has model\.layers\.2\.eh_proj\.weight of shape \[32, 32\], not \[32, 64\]",
+        ),
+        (
+            lambda t, c: t.update({f"{PLACE}mlp.up_proj.weight": torch.ones(9, 32)}),
+            r"has model\.layers\.2\.mlp\.up_proj\.weight of shape \[9, 32\], not \[48, 32\]",
+        ),
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_told_by_name(tmp_path: Path, change: Any, told: str) -> None:
+    lm = load_model(changed(tmp_path, change))
+    with pytest.raises((ConfigError, ModelError), match=told) as refused:
+        create_drafter(SpeculativeConfig("mtp"), dataclasses.replace(draft_context(VOCAB, 256), target=lm))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_layer_in_the_layout_of_speculators() -> None:
+    """The same layer in a folder of the target's own checkpoint, and drafts with it."""
+    made = mtp_target("qwen3", "speculators")
+    lm = load_model(made.folder)
+    context = dataclasses.replace(draft_context(VOCAB, 256), target=lm)
+    drafter = create_drafter(SpeculativeConfig("mtp", options={"num_speculative_tokens": 1}), context)
+    assert isinstance(drafter, MtpDrafter)
+    states, rows = states_of("qwen3", TEXT)[:-1], len(TEXT) - 1
+    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
+    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=False))
+    assert float((found - expected).abs().max()) < CLOSE
