@@ -22,20 +22,24 @@ public name. Lower a limit when a test no longer needs it."""
 NOT_OURS = frozenset(
     {
         "_attn_implementation",
+        "_backbone_forward",
         "_config",
         "_exit",
         "_extra_content",
         "_fields_",
+        "_forward_backbone",
         "_from_config",
         "_get_dtype_plan",
         "_get_proto_job_config",
         "_model_mapping",
         "_name",
+        "_predecessor_ids",
         "_py_driver_sys_path",
         "_replace",
     }
 )
-"""Names of the standard library, of Transformers, Ray and httpx2, and of the OpenAI client's messages."""
+"""Names of the standard library, of Transformers, Ray and httpx2, of libraries that train heads, and of the OpenAI
+client's messages."""
 
 
 def private_accesses(source: str) -> list[str]:

@@ -55,7 +55,7 @@ def dflash_config(
 ) -> DFlashConfig:
     """The configuration of a checkpoint of any layout; raises `ModelError` where it is not such a head's."""
     bare = {_bare(name): tensor for name, tensor in tensors.items()}
-    return config_of(DFlashSettings(raw, bare, path), target.context_length)
+    return config_of(DFlashSettings(raw, bare, path), target)
 
 
 def check_dflash(config: DFlashConfig, target: TargetSizes, path: str) -> None:

@@ -1,6 +1,6 @@
 """Configurations of DFlash's kin of heads, as other libraries write them.
 
-| layout | written by | recognised by | feature layers | whether the anchor's row predicts |
+| layout | written by | recognised by | feature layers | says if the anchor's row predicts |
 |---|---|---|---|---|
 | `z-lab` | DFlash's authors, SpecForge, XPress | `dflash_config` | from 0 | `shift_label`, `sample_from_anchor` |
 | `speculators` | the speculators library | `speculators_model_type` | from 1 | `sample_from_anchor` |
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from slipstream.draft.heads.checkpoints import TargetSizes
 from slipstream.draft.heads.corrections import MARKOV_KINDS
 from slipstream.draft.heads.dflash_head import DFlashConfig
 from slipstream.draft.heads.left_to_right import LeftToRightConfig
@@ -26,6 +27,8 @@ from slipstream.models.huggingface import AutoConfig
 ZLAB, SPECULATORS, DEEPSPEC = "z-lab", "speculators", "deepspec"
 LAYOUTS = (ZLAB, SPECULATORS, DEEPSPEC)
 SPECULATORS_TYPES = ("dflash", "dspark", "dflash2", "xpress")
+_MUSE = "muse_glimmer_assistant"
+"""Muse Glimmer's drafter, in Transformers too: a DFlash head with its settings beside its sizes."""
 _FAMILIES = ("qwen3", "llama")
 """Families whose sizes a file may leave out; the layers are Qwen3's whatever it names."""
 _SLIDING = "sliding_attention"
@@ -45,7 +48,8 @@ def layout_of(raw: Mapping[str, Any]) -> str | None:
         return SPECULATORS if raw["speculators_model_type"] in SPECULATORS_TYPES else None
     if "Qwen3DSparkModel" in (raw.get("architectures") or ()):
         return DEEPSPEC
-    return ZLAB if isinstance(raw.get("dflash_config"), Mapping) else None
+    named = isinstance(raw.get("dflash_config"), Mapping) or raw.get("model_type") == _MUSE
+    return ZLAB if named else None
 
 
 class DFlashSettings:
@@ -64,7 +68,8 @@ class DFlashSettings:
         said = raw.get("transformer_layer_config") or {} if layout == SPECULATORS else raw
         family = said.get("model_type") if said.get("model_type") in _FAMILIES else _FAMILIES[0]
         try:
-            usual = AutoConfig.for_model(**{**said, "model_type": family}).to_dict()
+            sizes = {name: value for name, value in said.items() if not name.endswith("_token_id")}
+            usual = AutoConfig.for_model(**{**sizes, "model_type": family}).to_dict()
         except (StrictDataclassError, TypeError, ValueError) as error:
             self.refuse(f"cannot be read: {str(error).splitlines()[-1].strip()}")
         self.layer = usual | {name: value for name, value in said.items() if value is not None}
@@ -164,7 +169,7 @@ class DFlashSettings:
         said = self.raw.get("is_causal")
         for name in ("causal", "causal_head"):
             said = self.own.get(name) if said is None else said
-        if said is None and "selector_rank" in self.own:
+        if said is None and ("selector_rank" in self.own or self.raw.get("model_type") == _MUSE):
             said = False
         return tuple(window is not None if said is None else bool(said) for window in windows)
 
@@ -182,12 +187,13 @@ class DFlashSettings:
         return dict(rope.get(_SLIDING, rope))
 
 
-def config_of(settings: DFlashSettings, context_length: int) -> DFlashConfig:
-    """The configuration that `settings` describe; `context_length` is the target's, for files that do not say it."""
+def config_of(settings: DFlashSettings, target: TargetSizes) -> DFlashConfig:
+    """The configuration that `settings` describe; what a file leaves to its target is taken from `target`."""
     layer, tensors = settings.layer, settings.tensors
     hidden, heads = (settings.number(name, of_layer=True) for name in ("hidden_size", "num_attention_heads"))
     num_layers = settings.number("num_hidden_layers", of_layer=True)
-    vocab = settings.number("vocab_size", of_layer=True)
+    says_vocab = settings.layout == SPECULATORS or "vocab_size" in settings.raw
+    vocab = settings.number("vocab_size", of_layer=True) if says_vocab else target.vocab_size
     windows = settings.windows(num_layers)
     correction = settings.correction()
     convolves = any(".attention_conv." in name for name in tensors) or settings.get("conv_kernel_size")
@@ -217,7 +223,7 @@ def config_of(settings: DFlashSettings, context_length: int) -> DFlashConfig:
         logit_softcap=float(settings.own.get("final_logit_softcapping") or 0.0) or None,
         attention_bias=bool(layer.get("attention_bias", False)),
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=layer.get("max_position_embeddings") or context_length,
+        max_position_embeddings=layer.get("max_position_embeddings") or target.context_length,
         rope_parameters=settings.rope(),
         hidden_act=layer.get("hidden_act", "silu"),
     )
