@@ -102,11 +102,17 @@ def requantised(file: Path, plain: Path, kind: str) -> Path:
 
 
 def write_model(
-    file: Path, arch: str, model: Any, keys: dict[str, Any], kinds: dict[str, str] | None = None
+    file: Path,
+    arch: str,
+    model: Any,
+    keys: dict[str, Any],
+    kinds: dict[str, str] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> Path:
     """A Transformers model as llama.cpp's converter writes it, in float32 or in random blocks of `kinds`.
 
     `kinds` gives llama.cpp's name of a tensor (or "" for all matrices) a quantised type; the model gets its numbers.
+    `more` are tensors beside the model's.
     """
     import gguf
 
@@ -146,7 +152,8 @@ def write_model(
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,
     }
-    return write(file, arch, {f"{arch}.{key}": value for key, value in (sizes | keys).items()}, tensors)
+    own = {f"{arch}.{key}": value for key, value in (sizes | keys).items()}
+    return write(file, arch, own, tensors | (more or {}))
 
 
 def apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

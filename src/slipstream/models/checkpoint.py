@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from slipstream.core.model_path import names_gguf
 from slipstream.errors import ModelError
 from slipstream.models.configuration import load_config, meta_model, read_generation_config
 from slipstream.models.files.folder import as_transformers_reads, check_weight_files
 from slipstream.models.files.gguf import Gguf, open_gguf
 from slipstream.models.files.gguf_architectures import read_config
-from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
+from slipstream.models.files.gguf_model import GgufPrediction, find_gguf, read_gguf_model
 from slipstream.models.files.lora import apply_adapter, chosen_adapter
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, resolve_quantized
@@ -72,10 +73,10 @@ class Checkpoint:
     def unused_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the model is known not to read, such as the layers of multi-token prediction.
 
-        By their names in the files, and each read when it is first used; of a GGUF file none.
+        By their names in the files, and each read when it is first used; of a GGUF file by Transformers' names.
         """
         if self.gguf is not None:
-            return {}
+            return GgufPrediction(self.gguf, self.config)
         return UnusedTensors(self.path, self.revision, unused_by(self.config))
 
     @property
@@ -265,8 +266,10 @@ def _check_complete(source: Checkpoint, loaded: Mapping[str, Any]) -> None:
 def unused_names(path: str, config: Any) -> Collection[str] | None:
     """The names of the tensors that the model of `config` is known not to read; None for what is not here.
 
-    The headers of a folder's files are read, and nothing else.
+    The headers of the files are read, and nothing else.
     """
+    if names_gguf(path) and Path(path).is_file():
+        return GgufPrediction(open_gguf(path), config).keys()
     if not Path(path).is_dir():
         return None
     return UnusedTensors(path, None, unused_by(config)).keys()

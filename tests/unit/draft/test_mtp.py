@@ -29,7 +29,8 @@ from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.outline import outline_model
 from slipstream.testing.stub_drafters import draft_context
-from tests.kit.mtp_targets import FAMILIES, VOCAB, MtpTarget, mtp_target
+from tests.kit.gguf_files import write_model
+from tests.kit.mtp_targets import FAMILIES, HIDDEN, VOCAB, MtpTarget, mtp_target
 
 TEXT = [(37 * place + 11) % VOCAB for place in range(14)]
 CLOSE = 1e-4
@@ -328,3 +329,41 @@ def test_a_layer_in_the_layout_of_speculators() -> None:
     found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
     expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=False))
     assert float((found - expected).abs().max()) < CLOSE
+
+
+@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("mimo", "qwen2")])
+def test_a_gguf_file_has_the_layer_behind_its_own(family: str, arch: str, tmp_path: Path) -> None:
+    """Its layer has plain numbers and one quantised matrix, whose rows Llama's files permute."""
+    made = mtp_target.__wrapped__(family)
+    names = {"eh_proj": "projection", "enorm": "embedding_norm", "hnorm": "hidden_norm"}
+    names |= {"shared_head_norm": "final_norm"}
+    nextn = {
+        f"blk.2.nextn.{theirs}.weight": getattr(made, ours).weight.numpy() for theirs, ours in names.items()
+    }
+    nextn["blk.2.nextn.embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN).numpy()
+    file = tmp_path / "target.gguf"
+    write_model(file, arch, made.whole, {"nextn_predict_layers": 1}, {"blk.2.attn_q.weight": "Q8_0"}, nextn)
+    lm = load_model(str(file))
+    assert lm.num_layers == 2
+    context = dataclasses.replace(draft_context(VOCAB, 256), target=lm)
+    drafter = create_drafter(SpeculativeConfig("mtp"), context)
+    assert isinstance(drafter, MtpDrafter)
+    states, rows = (
+        torch.randn(len(TEXT) - 1, HIDDEN, generator=torch.Generator().manual_seed(3)),
+        len(TEXT) - 1,
+    )
+    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
+    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=True))
+    assert float((found - expected).abs().max()) < CLOSE
+    planned = dataclasses.replace(context, target=None, target_outline=outline_model(str(file)))
+    assert MtpDrafter.footprint(drafter.options, planned).traits == drafter.traits
+
+
+@pytest.mark.parametrize("count", [3, 2**31])
+def test_a_gguf_file_of_prediction_layers_alone_is_refused(count: int, tmp_path: Path) -> None:
+    file = tmp_path / "target.gguf"
+    write_model(file, "llama", mtp_target("llama").whole, {"nextn_predict_layers": count})
+    with pytest.raises(ModelError, match=f"says that {count} of its 3 layers are for multi-token prediction"):
+        load_model(str(file))

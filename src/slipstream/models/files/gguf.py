@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,9 @@ class Gguf:
     fields: Mapping[str, Any]
     """Keys to numbers, strings, or lists of these."""
     tensors: Mapping[str, GgufTensor]
+    """Those of the model. Its fields count its layers only."""
+    prediction: Mapping[str, GgufTensor] = field(default_factory=dict)
+    """Those of layers for multi-token prediction, which lie behind the model's."""
 
     @property
     def architecture(self) -> str:
@@ -216,7 +219,29 @@ def _read(mapped: mmap.mmap, path: str) -> Gguf:
             raise _Damaged(f"has a damaged header: two tensors {place.name!r}")
         tensors[place.name] = place.tensor(mapped, begin, alignment)
     _check_apart(places, tensors)
-    return Gguf(path, fields, tensors)
+    return _without_prediction(Gguf(path, fields, tensors))
+
+
+def _without_prediction(file: Gguf) -> Gguf:
+    """The same with the last layers apart, as many as the file says are for multi-token prediction."""
+    count = file.fields.get(f"{file.architecture}.nextn_predict_layers", 0)
+    key = f"{file.architecture}.block_count"
+    num_blocks = file.fields.get(key)
+    if count == 0 or type(num_blocks) is not int:
+        return file
+    if type(count) is not int or not 0 < count < num_blocks:
+        raise _Damaged(f"says that {count!r:.40} of its {num_blocks} layers are for multi-token prediction")
+    first = num_blocks - count
+    apart = {name for name in file.tensors if _layer_of(name) in range(first, num_blocks)}
+    model = {name: each for name, each in file.tensors.items() if name not in apart}
+    prediction = {name: each for name, each in file.tensors.items() if name in apart}
+    return Gguf(file.path, {**file.fields, key: first}, model, prediction)
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1 for one of none."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blk" and len(parts) > 2 and parts[1].isdecimal() else -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,12 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
+_NEXTN = {
+    **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{"shared_head_norm": "shared_head.norm", "shared_head_head": "shared_head.head"},
+}
+"""Parts of a layer for multi-token prediction beside the usual ones."""
+
 NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
 """Tensors that say how positions are rotated; a Transformers model has no weights of these names."""
 
@@ -106,6 +112,15 @@ class GgufArchitecture:
         if len(parts) == 3 and parts[0] == "blk" and parts[2] in known:
             return f"model.layers.{parts[1]}.{known[parts[2]]}.{ending}"
         return None
+
+    def prediction_name(self, theirs: str) -> str | None:
+        """As `name`, of a tensor of a layer for multi-token prediction: as DeepSeek-V3's checkpoint names it."""
+        stem, _, ending = theirs.rpartition(".")
+        before, nextn, part = stem.partition(".nextn.")
+        if not nextn:
+            return self.name(theirs)
+        number = before.removeprefix("blk.")
+        return f"model.layers.{number}.{_NEXTN[part]}.{ending}" if part in _NEXTN else None
 
     def has_experts_in(self, theirs: str) -> bool:
         """Whether a tensor holds a part of all experts of a layer."""
@@ -317,6 +332,8 @@ def read_config(file: Gguf) -> Any:
     )
     for name, value in architecture.more(keys, sizes).items():
         setattr(config, name, value)
+    if file.prediction:
+        config.num_nextn_predict_layers = keys.size("nextn_predict_layers")
     return config
 
 

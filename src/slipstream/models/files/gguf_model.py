@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
     _check_complete(file, architecture)
     tensors: dict[str, Tensor] = {}
     matrices: dict[str, GroupedMatrix] = {}
-    for entry in _each_matrix(file, architecture):
+    for entry in _each_matrix(file.tensors.values(), architecture):
         name = transformers_name(file, architecture, entry)
         if name is None:
             continue
@@ -67,13 +68,60 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
                 )
             matrices[stem] = GgufMatrix(entry, stem, order)
             continue
-        tensor = entry.numbers()
-        if order is not None:
-            tensor = tensor[order]
-        if architecture.norms_hold_one_more and entry.name.endswith("norm.weight"):
-            tensor = tensor.float() - 1
-        tensors[name] = tensor
+        tensors[name] = _numbers(entry, architecture, order)
     return StoredModel(tensors, matrices, quantised_kinds(file))
+
+
+def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | None) -> Tensor:
+    """A tensor of plain numbers as the model has it."""
+    tensor = entry.numbers()
+    if order is not None:
+        tensor = tensor[order]
+    if architecture.norms_hold_one_more and entry.name.endswith("norm.weight"):
+        tensor = tensor.float() - 1
+    return tensor
+
+
+class GgufPrediction(Mapping[str, Tensor]):
+    """The tensors of a file's layers for multi-token prediction, named as in DeepSeek-V3's checkpoint.
+
+    Each is read when it is used, quantised ones as float32 numbers.
+    """
+
+    def __init__(self, file: Gguf, config: Any) -> None:
+        self._file, self._config = file, config
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry, architecture = self._entry_of[name], architecture_of(self._file)
+        order = row_order(architecture, entry, self._config)
+        if entry.format.dtype is None:
+            return GgufMatrix(entry, name, order).widened(0, entry.shape[0])
+        return _numbers(entry, architecture, order).clone()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entry_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entry_of)
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    @cached_property
+    def _entry_of(self) -> dict[str, GgufTensor]:
+        """Raises `ModelError` for a tensor that models of the family have not."""
+        found: dict[str, GgufTensor] = {}
+        architecture = architecture_of(self._file)
+        for entry in _each_matrix(self._file.prediction.values(), architecture):
+            if _part(entry) in NO_WEIGHTS:
+                continue
+            name = architecture.prediction_name(entry.name)
+            if name is None:
+                raise ModelError(
+                    f"{self._file.path!r} has a tensor that {architecture.model_type} models have not: {entry.name}"
+                )
+            found[name if entry.expert is None else name.format(entry.expert)] = entry
+        return found
 
 
 def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
@@ -87,9 +135,9 @@ def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
                 raise ModelError(f"the checkpoint {file.path!r} lacks weights: {ours} ({name})")
 
 
-def _each_matrix(file: Gguf, architecture: GgufArchitecture) -> Iterator[GgufTensor]:
+def _each_matrix(tensors: Iterable[GgufTensor], architecture: GgufArchitecture) -> Iterator[GgufTensor]:
     """The tensors of a file, a stack of experts as the matrices that it is made of."""
-    for entry in file.tensors.values():
+    for entry in tensors:
         if not architecture.has_experts_in(entry.name):
             yield entry
             continue
