@@ -349,7 +349,7 @@ METHODS_ELSEWHERE = {
 }
 """vLLM's methods that are not supported, and what to do instead."""
 
-PARALLEL = {methods.DRAFT_MODEL.name: methods.PARD.name}
+PARALLEL = {methods.DRAFT_MODEL.name: methods.PARD.name, methods.EAGLE3.name: methods.PEAGLE.name}
 """Our methods to those that draft with the same kind of checkpoint in one pass, as its `parallel_drafting` says."""
 
 
@@ -414,7 +414,10 @@ def _method_of(given: Mapping[str, Any]) -> str:
     return methods.DRAFT_MODEL.name
 
 
-_MARKS = {mark: mark for mark in (*methods.HEADS, "mlp_speculator", "dflash", "dspark")}
+_MARKS = {
+    mark: mark
+    for mark in sorted((*methods.HEADS, "mlp_speculator", "dflash", "dspark"), key=len, reverse=True)
+}
 """Substring of a configuration's model type to method, longer ones first."""
 _NAME_MARKS = {
     f"{methods.EAGLE.name}-": methods.EAGLE.name,

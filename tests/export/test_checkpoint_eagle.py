@@ -17,7 +17,7 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.errors import ModelError
 from slipstream.tools.export.checkpoints import convert, convert_back
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
-from slipstream.tools.export.head_info import AuxLayers, HeadInfo
+from slipstream.tools.export.head_info import AuxLayers, HeadInfo, head_info
 from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError
 
@@ -208,3 +208,19 @@ def test_openvino_gets_all_tensors_and_the_numbers_of_the_layers(tmp_path: Path)
     assert '<hidden_layers_list value="0 2 4" />' in script
     assert script.count("optimum-cli") == 2
     assert (made.target, made.draft) == (tmp_path / "target", tmp_path / "draft")
+
+
+def test_a_head_that_reads_masks_is_written_for_vllm_only(tmp_path: Path) -> None:
+    target = TargetFiles(EMBEDDED_TARGET)
+    head = random_head(tmp_path / "ours", num_layers=2, mask_token_id=5)
+    given = record(head, method="peagle")
+    for layout in ("eagle3", "speculators"):
+        convert(given, "vllm", tmp_path / layout, layout=layout)
+        info = head_info(tmp_path / layout)
+        assert info is not None
+        assert (info.method, info.num_layers) == ("peagle", 2)
+        again = read_eagle(str(tmp_path / layout), target)
+        assert again.config == read_eagle(str(head), target).config
+    for engine in ("sglang", "tensorrt_llm"):
+        with pytest.raises(ExportError, match="has 2 layers, for which"):
+            convert(given, engine, tmp_path / engine)

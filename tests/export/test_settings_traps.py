@@ -147,7 +147,9 @@ def test_a_draft_model_with_masks_is_vllms_parallel_drafting() -> None:
     config = json.loads(flags(setting)["--speculative-config"])
     assert (config["method"], config["parallel_drafting"]) == ("draft_model", True)
     assert imported("vllm", json.dumps(config)).method == "pard"
-    with pytest.raises(ConfigError, match="parallel_drafting of vLLM is for draft_model"):
+    head = json.dumps({"method": "eagle3", "model": "h", "parallel_drafting": True})
+    assert imported("vllm", head).method == "peagle"
+    with pytest.raises(ConfigError, match="parallel_drafting of vLLM is for draft_model and eagle3"):
         imported("vllm", json.dumps({"method": "ngram", "parallel_drafting": True}))
 
 

@@ -27,6 +27,7 @@ from slipstream.draft.registry import drafter_names
 from slipstream.testing.enumeration import Distribution, total_variation
 from tests.kit.engine_enumeration import engine_distribution
 from tests.kit.pard_models import pard_folder
+from tests.kit.peagle_heads import peagle_folder
 
 PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
 """Sixteen answers; the first token comes with the prompt, before any draft."""
@@ -95,6 +96,10 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "eagle3", "model": EMBEDDED_EAGLE3, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
     {"method": "mtp", "model": TRAINED, **CHAIN},
     {"method": "mtp", "model": TRAINED, **TREE},
+    {"method": "peagle", "model": MASKED, **CHAIN},
+    {"method": "peagle", "model": MASKED, **TREE},
+    {"method": "peagle", "model": MASKED, **CHAIN, "confidence_threshold": 0.02},
+    {"method": "peagle", "model": MASKED, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
     {"method": "ensemble", "mode": "first", "members": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {
         "method": "ensemble",
@@ -193,7 +198,7 @@ def test_the_distribution_stays(
     elif spec.get("model") == OTHER_VOCABULARY:
         spec = {**spec, "model": cut_draft}
     elif spec.get("model") == MASKED:
-        spec = {**spec, "model": pard_folder()}
+        spec = {**spec, "model": pard_folder() if spec["method"] == "pard" else peagle_folder()}
     verifier = "block" if SPECS.index(given) % 2 else "rejection"
     llm = LLM(speculative_config={**spec, "verifier": verifier})
     drafted: list[int] = []

@@ -276,6 +276,16 @@ MTP = MethodSpec(
     elsewhere={VLLM: ("mtp",)},
     nearest=("ngram",),
 )
+PEAGLE = MethodSpec(
+    name="peagle",
+    drafter="slipstream.draft.heads.peagle:PEagleDrafter",
+    help="an EAGLE-3 head that reads mask tokens drafts all its tokens in one pass (P-EAGLE)",
+    weights=DraftWeights.HEAD,
+    features=TargetFeatures.CHOSEN,
+    drafts_chains=True,
+    elsewhere={VLLM: ("eagle3",)},
+    nearest=("eagle3", "ngram"),
+)
 MEDUSA = MethodSpec(
     name="medusa",
     drafter="slipstream.draft.heads.medusa:MedusaDrafter",
@@ -334,7 +344,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         for spec in (
             *(OFF, NGRAM, SUFFIX, TOKEN_RECYCLING, SIBLINGS, LOOKAHEAD, JACOBI),
             *(DRAFT_MODEL, TLI, SLEM, PARD),
-            *(MTP, EAGLE3, EAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
+            *(MTP, EAGLE3, EAGLE, PEAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
             *(CASCADE, ENSEMBLE, AUTO, VERSIONS, REMOTE),
         )
     }
@@ -395,8 +405,11 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
         return MEDUSA.name
     if config.get("speculators_model_type") == MTP.name:
         return MTP.name
+    masks = [config.get(key) for key in ("mask_token_id", "pard_token", "ptd_token_id")]
     if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures:
-        return EAGLE3.name
+        kind = config.get("speculators_model_type", EAGLE3.name)
+        reads_masks = kind == EAGLE3.name and masks != [None] * len(masks)
+        return PEAGLE.name if kind == PEAGLE.name or reads_masks else EAGLE3.name
     if "Eagle" in architectures:
         return EAGLE.name
     return PARD.name if "pard_token" in config else DRAFT_MODEL.name

@@ -167,8 +167,8 @@ class _DraftAttention:
     def __init__(self, documents: Tensor, length: int, entries: list[_Entries], roots: Tensor) -> None:
         self.documents, self.length, self.entries, self.roots = documents, length, entries, roots
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `eagle_head.Attend`; B is 1."""
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `eagle_head.Attend`; B is 1, and so is the number of layers."""
         self.entries.append(_Entries(self.roots, key[0].transpose(0, 1), value[0].transpose(0, 1)))
         queries = query[0].transpose(0, 1)  # [n, heads, dim]
         repeats = queries.shape[1] // self.entries[0].keys.shape[1]

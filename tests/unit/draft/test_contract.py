@@ -24,6 +24,7 @@ from tests.kit.folders import kept_folder
 from tests.kit.head_drafters import CHOICES, random_heads
 from tests.kit.mtp_targets import random_mtp
 from tests.kit.pard_models import pard_folder
+from tests.kit.peagle_heads import peagle_folder
 from tests.kit.tokenizer_families import FAMILIES, PAIRS, save_model
 
 pytestmark = pytest.mark.usefixtures("drafts_loaded_once")
@@ -134,6 +135,10 @@ def eagle(kind: str) -> Options:
     return {"model": save(random_head(**HEADS[kind]), kept_folder())}
 
 
+def peagle(layout: str) -> Options:
+    return {"model": peagle_folder(layout)}
+
+
 @functools.cache
 def mtp() -> Options:
     return {"model": random_mtp(EMBEDDED_TARGET)}
@@ -163,6 +168,8 @@ def cases() -> Iterator[Case]:
     for options, verifier in SHAPES:
         yield Case("draft_model", {**MODEL, **options}, verifier, with_model())
         yield Case("pard", options, verifier, with_model(), made=lambda: {"model": pard_folder()})
+        made = partial(peagle, "eagle3")
+        yield Case("peagle", options, verifier, with_model(), has_target=True, made=made)
         for method in ("hydra", "medusa"):
             yield Case(method, options, verifier, with_model(), has_target=True, made=partial(heads, method))
     for options, verifier in LAYERS:

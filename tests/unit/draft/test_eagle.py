@@ -206,7 +206,7 @@ def test_true_features_replace_the_heads_estimates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "complaint"),
     [
-        (lambda t, c: t.pop("midlayer.mlp.up_proj.weight"), "missing layer.mlp.up_proj.weight"),
+        (lambda t, c: t.pop("midlayer.mlp.up_proj.weight"), "missing midlayer.mlp.up_proj.weight"),
         (lambda t, c: t.update({"extra.weight": torch.zeros(2)}), "unknown extra.weight"),
         (lambda t, c: t.update({"norm.weight": torch.zeros(7)}), r"tensor norm.weight is \[7\]"),
         (lambda t, c: t.pop("fc.weight"), "not an EAGLE head"),

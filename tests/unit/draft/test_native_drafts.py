@@ -37,6 +37,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle-3": {"version": 3},
     "pruned": {"version": 3, "draft_vocab_size": 205, "norm_before_residual": True},
     "own table": {"version": 3, "own_table": True, "fc_bias": True},
+    "deep": {"version": 3, "num_layers": 3, "draft_vocab_size": 205},
+    "deep, normed queries": {"version": 3, "num_layers": 2, "norm_queries": True},
 }
 
 
@@ -79,7 +81,8 @@ def saved_head(folder: Path, version: int, own_table: bool = False, **options: A
         head.draft_token_ids = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values
     if own_table:
         head.embedding = torch.randn(VOCAB, HIDDEN)
-    save_eagle(head, folder, target="odd", layout="eagle" if version == 1 else "eagle3")
+    layout = "speculators" if config.norm_queries else "eagle" if version == 1 else "eagle3"
+    save_eagle(head, folder, target="odd", layout=layout)
     return str(folder)
 
 
@@ -88,6 +91,7 @@ class Reference:
 
     def __init__(self, head: EagleHead, lm: CausalLM) -> None:
         self.head, self.lm = head, lm
+        self.num_layers = head.config.num_layers
 
     def forward(
         self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
@@ -100,7 +104,7 @@ class Reference:
             embeds[None],
             states[None],
             on.positions[None],
-            lambda query, key, value: attention.attend(0, query, key, value, Variant(24**-0.5)),
+            lambda layer, query, key, value: attention.attend(layer, query, key, value, Variant(24**-0.5)),
         )[0]
         wanted = states[on.logit_rows]
         if self.head.config.version == 1:
@@ -110,9 +114,9 @@ class Reference:
         return states, logits
 
 
-def new_pool() -> KVPool:
+def new_pool(num_layers: int) -> KVPool:
     """Entries that were not written are NaN, so that reading one shows."""
-    pool = KVPool([LayerShape(3, 24, 24)], SLOTS, torch.float32, torch.device("cpu"))
+    pool = KVPool([LayerShape(3, 24, 24)] * num_layers, SLOTS, torch.float32, torch.device("cpu"))
     for tensor in (*pool.keys, *pool.values):
         tensor.fill_(float("nan"))
     return pool
@@ -127,7 +131,7 @@ BELOW = RowGroup(range(SLOTS), 20, [8, 9], range(2), [21, 21], [20, 20, 20], [[0
 
 def passes(computes: Any, features: Tensor) -> list[tuple[Tensor, Tensor]]:
     """A text in two chunks, then two levels of a tree: states and logits of each pass."""
-    pool, done = new_pool(), []
+    pool, done = new_pool(computes.num_layers), []
     for begin, end in ((0, 13), (13, 20)):
         group = RowGroup(range(SLOTS), begin, TEXT[begin:end], range(end - begin))
         done.append(computes.forward(ForwardBatch([group]), pool, features[begin:end], True))
@@ -177,7 +181,7 @@ def test_neighbours_do_not_change_a_row(
     native = fused(saved_head(tmp_path, **HEADS[kind]), lm, quantization)
     features = some_features(load_eagle(str(tmp_path), lm))
     together = passes(native, features)
-    pool, alone = new_pool(), []
+    pool, alone = new_pool(native.num_layers), []
     for i in range(len(TEXT)):
         group = RowGroup(range(SLOTS), i, TEXT[i : i + 1], [0])
         alone.append(native.forward(ForwardBatch([group]), pool, features[i : i + 1], True))
@@ -253,7 +257,7 @@ def test_a_draft_models_chains_are_those_of_its_levels(lm: CausalLM) -> None:
 def test_a_heads_chains_are_those_of_its_levels(kind: str, lm: CausalLM, tmp_path: Path) -> None:
     native = fused(saved_head(tmp_path, **HEADS[kind]), lm)
     width = some_features(load_eagle(str(tmp_path), lm)).shape[1]
-    shape = [LayerShape(3, 24, 24)]
+    shape = [LayerShape(3, 24, 24)] * native.num_layers
     features = torch.randn(len(CHAINS), 12, width, generator=torch.Generator().manual_seed(3))
     texts = [[(number * 101 + 7 * i * i) % VOCAB for i in range(12)] for number in range(len(CHAINS))]
     first = [sequence_rows(0, 12, number, text) for number, text in enumerate(texts)]
@@ -291,7 +295,7 @@ def test_chains_that_have_no_room_are_refused(
     if kind == "head":
         native = fused(saved_head(tmp_path, **HEADS["eagle-3"]), lm)
         features = torch.zeros(len(group.token_ids), LAYERS * HIDDEN)
-        draft = partial(native.draft_chain, ForwardBatch([group]), new_pool(), features)
+        draft = partial(native.draft_chain, ForwardBatch([group]), new_pool(1), features)
     with pytest.raises(ValueError, match=message):
         draft(chains)
 

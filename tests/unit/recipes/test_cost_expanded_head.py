@@ -151,7 +151,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return made
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2)
 

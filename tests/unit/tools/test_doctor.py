@@ -81,7 +81,7 @@ def test_a_broken_checkpoint_is_named(head: Path) -> None:
     save_file(tensors, head / "model.safetensors")
     found = faults(list(examine(EMBEDDED_TARGET, str(head))))
     assert list(found) == ["checkpoint"]
-    assert "missing layer.mlp.up_proj.weight" in found["checkpoint"]
+    assert "missing midlayer.mlp.up_proj.weight" in found["checkpoint"]
 
 
 def edit(head: Path, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""EAGLE: a one-layer head drafts from the target's own features (`eagle_head` names the papers)."""
+"""EAGLE: a head of one layer, or a few, drafts from the target's own features (`eagle_head` names the papers)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.eagle_files import check_head, eagle_config, load_eagle
+from slipstream.draft.heads.eagle_head import EagleConfig
 from slipstream.draft.heads.head_executor import eagle_executor
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.features import FeatureDrafter
@@ -39,7 +40,10 @@ class EagleDrafter(FeatureDrafter):
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
         self.target = target_of(options, context)
         self.head = load_eagle(options.model, self.target, revision=options.revision)
-        self._check_version(self.head.config.version, options.model)
+        self._check_config(self.head.config, options.model)
+        mask, self.head.mask_hidden = self.head.mask_hidden, None  # no executor knows it
+        self.mask_features = None if mask is None else mask[0]
+        """[1, width]: what a P-EAGLE head reads in place of features that are not there yet."""
         self.executor = eagle_executor(self.head, self.target, options.quantization)
         config = self.head.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -48,14 +52,14 @@ class EagleDrafter(FeatureDrafter):
             context,
             vocab_size=context.vocab_size,
             context_length=config.max_position_embeddings,
-            shapes=[shape],
+            shapes=[shape] * config.num_layers,
             like=self.target,
         )
         self.traits = replace(self.traits, feature_layers=config.feature_layers)
 
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
-        """Return its own weights as the header of the file has them, and entries of its one layer.
+        """Return its own weights as the header of the file has them, and entries of its layers.
 
         An embedding table in the file is counted where it cannot be a copy of the target's.
         """
@@ -65,7 +69,7 @@ class EagleDrafter(FeatureDrafter):
         raw, tensors = outline_checkpoint(options.model, revision=options.revision)
         config = eagle_config(raw, tensors, target, options.model)
         check_head(config, target, options.model)
-        cls._check_version(config.version, options.model)
+        cls._check_config(config, options.model)
         table = tensors.pop("embed_tokens.weight", None)
         own_table = 0 if table is None or table.shape[1] == target.hidden_size else table.numel()
         entry = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -74,7 +78,7 @@ class EagleDrafter(FeatureDrafter):
             traits=replace(
                 cls.configured(options, context),
                 context_length=config.max_position_embeddings,
-                kv_bytes_per_token=bytes_per_token([entry], target.cache_dtype),
+                kv_bytes_per_token=bytes_per_token([entry] * config.num_layers, target.cache_dtype),
                 feature_layers=config.feature_layers,
             ),
             head_bytes=held_bytes(tensors, target, options.quantization)
@@ -87,7 +91,9 @@ class EagleDrafter(FeatureDrafter):
         )
 
     @classmethod
-    def _check_version(cls, found: int, path: str) -> None:
+    def _check_config(cls, config: EagleConfig, path: str) -> None:
+        """Raise an error for a head that another method runs."""
+        found = config.version
         if cls.version not in (None, found):
             own = {1: "eagle", 3: "eagle3"}[found]
             raise ConfigError(f"{path!r} is an EAGLE-{found} head; use method {own!r}")

@@ -144,7 +144,7 @@ class EagerEagle(EagleExecutor):
                 embeds[None],
                 states[None],
                 on.positions[None],
-                lambda query, key, value: attention.attend(0, query, key, value, self._variant),
+                lambda layer, query, key, value: attention.attend(layer, query, key, value, self._variant),
             )[0]
         wanted = states[on.logit_rows]
         if head.config.version == 1:

@@ -124,8 +124,6 @@ class NativeHeads(PackedModel, HeadsExecutor):
 class NativeEagle(PackedModel, EagleExecutor):
     """Takes over the weights of a head; those of `head` are gone afterwards."""
 
-    num_layers = 1
-
     @classmethod
     def refusal(cls, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> str | None:
         width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
@@ -141,28 +139,18 @@ class NativeEagle(PackedModel, EagleExecutor):
         assert isinstance(executor, CpuKernels)
         assert kernel is not None
         config, rotary = head.config, head.rotary
-        layer: Any = head.layer
+        layers: list[Any] = [head.layer, *head.upper]
+        self.num_layers = len(layers)
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
         self._executor = executor  # whose weights the structs point to
         fuses = config.version == 3
         if head.embedding is not None:
             self._keep(head.embedding)
             self._embedding = self._kept[-1]
-        attention, mlp = layer.self_attn, layer.mlp
-        parts = LayerParts(
-            attention_norm=NormParts(layer.hidden_norm.weight) if fuses else None,
-            mlp_norm=NormParts(layer.post_attention_layernorm.weight),
-            query_norm=None,
-            key_norm=None,
-            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-            output=attention.o_proj,
-            gate_up=(mlp.gate_proj, mlp.up_proj),
-            down=mlp.down_proj,
-        )
         self._frequencies = Rotation(rotary).inverse_frequencies
         self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
         model = ModelStruct(
-            num_layers=1,
+            num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -184,7 +172,7 @@ class NativeEagle(PackedModel, EagleExecutor):
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=self._norm(NormParts(head.norm.weight) if fuses else None),
             head=(self._pack([head.lm_head], kernel) if fuses else executor.head).struct,
-            layers=(LayerStruct * 1)(self._layer(parts, kernel)),
+            layers=(LayerStruct * len(layers))(*(self._layer(_eagle_parts(each), kernel) for each in layers)),
         )
         ids = head.draft_token_ids
         self._token_ids = None if torch.equal(ids, torch.arange(config.vocab_size)) else ids.clone()
@@ -192,7 +180,7 @@ class NativeEagle(PackedModel, EagleExecutor):
             model=model,
             embedder=ctypes.pointer(model if self._embedding is not None else executor.struct),
             fc=self._pack([head.fc], kernel).struct,
-            embedding_norm=self._keep(layer.input_layernorm.weight) if fuses else None,
+            embedding_norm=self._keep(layers[0].input_layernorm.weight) if fuses else None,
             token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),
             residual_is_normed=config.norm_before_residual,
         )
@@ -224,3 +212,27 @@ class NativeEagle(PackedModel, EagleExecutor):
         states = StatesStruct(given.data_ptr(), made.data_ptr(), from_target)
         states.kept = (given, made)
         return made, native.empty_rows(rows.num_logit_rows, self._vocab_size), states
+
+
+def _eagle_parts(layer: Any) -> LayerParts:
+    """The parts of a head's layer; the norm of the embedding that the first one reads is not among them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (
+        layer.hidden_norm if layer.fuses else layer.input_layernorm,
+        layer.post_attention_layernorm,
+        attention.q_norm,
+        attention.k_norm,
+    )
+    of_attention, of_mlp, of_queries, of_keys = (
+        None if norm is None else NormParts(norm.weight) for norm in norms
+    )
+    return LayerParts(
+        attention_norm=of_attention,
+        mlp_norm=of_mlp,
+        query_norm=of_queries,
+        key_norm=of_keys,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=attention.o_proj,
+        gate_up=(mlp.gate_proj, mlp.up_proj),
+        down=mlp.down_proj,
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
-from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, PARD, kind_of_checkpoint
+from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, PARD, PEAGLE, kind_of_checkpoint
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
@@ -54,6 +54,8 @@ def fault(check: str, text: str) -> Finding:
 
 
 KINDS = (DRAFT_MODEL.name, PARD.name, *HEADS)
+READ_LAYERS = (EAGLE3.name, PEAGLE.name)
+"""Kinds whose configuration says which layers of the target they read, and where they norm them."""
 
 
 def examine(
@@ -94,8 +96,8 @@ def examine(
     on_part("drafting for a few prompts")
     canary = run_canary(loaded, speculative)
     yield _canary(canary)
-    if kind == EAGLE3.name and Path(draft).is_dir():
-        yield from _variations(loaded, draft, canary, on_part)
+    if kind in READ_LAYERS and Path(draft).is_dir():
+        yield from _variations(loaded, draft, kind, canary, on_part)
 
 
 def kind_of(draft: str) -> str:
@@ -150,7 +152,7 @@ def _conventions(target: Engine, draft: str, kind: str) -> Iterator[Finding]:
             "rope",
             f"the draft's rope_theta is {theta:g}, the target's {own:g}; set the value that it was trained with",
         )
-    if kind != EAGLE3.name:
+    if kind not in READ_LAYERS:
         return
     if "norm_before_residual" not in config:
         yield warning(
@@ -178,7 +180,7 @@ def _canary(canary: Canary) -> Finding:
 
 
 def _variations(
-    target: Engine, draft: str, canary: Canary, on_part: Callable[[str], object]
+    target: Engine, draft: str, kind: str, canary: Canary, on_part: Callable[[str], object]
 ) -> Iterator[Finding]:
     """Compare the acceptance with variations of the configuration."""
     better: list[tuple[float, str]] = []
@@ -186,7 +188,7 @@ def _variations(
     for sentence, config in variations(Path(draft), target.model.num_layers):
         on_part(f"drafting the same with {sentence}")
         with with_config(Path(draft), config) as folder:
-            other = run_canary(target, SpeculativeConfig(EAGLE3.name, options={"model": folder}))
+            other = run_canary(target, SpeculativeConfig(kind, options={"model": folder}))
         tried.append(sentence)
         if other.first > max(BETTER * canary.first, canary.first + 0.05):
             better.append((other.first, sentence))

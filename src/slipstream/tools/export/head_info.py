@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from slipstream.config import reject_unknown
-from slipstream.draft.methods import EAGLE, EAGLE3, HEADS, HYDRA, MEDUSA, MTP, kind_of_checkpoint
+from slipstream.draft.methods import EAGLE, EAGLE3, HEADS, HYDRA, MEDUSA, MTP, PEAGLE, kind_of_checkpoint
 from slipstream.errors import ModelError
 
 Ids = NDArray[np.int64]
@@ -124,6 +124,8 @@ class HeadInfo:
     version: int = 0
     """Version of EAGLE, 1 or 3; 0 for others."""
     num_layers: int = 1
+    reads_masks: bool = False
+    """Whether it drafts all its tokens in one pass (P-EAGLE)."""
     num_heads: int | None = None
     """Heads of Medusa and Hydra."""
     vocabulary: VocabularyMap | None = None
@@ -141,6 +143,8 @@ class HeadInfo:
     @property
     def method(self) -> str:
         """The method that runs it."""
+        if self.reads_masks:
+            return PEAGLE.name
         return EAGLE3.name if self.layout == SPECULATORS else self.layout
 
 
@@ -182,8 +186,8 @@ def head_info(folder: str | Path) -> HeadInfo | None:
 
 def _layout(config: Mapping[str, Any]) -> str | None:
     kind = kind_of_checkpoint(config)
-    if "speculators_model_type" in config and kind == EAGLE3.name:
-        return SPECULATORS
+    if kind in (EAGLE3.name, PEAGLE.name):
+        return SPECULATORS if "speculators_model_type" in config else EAGLE3.name
     return kind if kind in HEADS else None
 
 
@@ -194,6 +198,7 @@ def _eagle_info(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> He
     return HeadInfo(
         layout=layout,
         version=1 if layout == EAGLE.name else 3,
+        reads_masks=kind_of_checkpoint(config) == PEAGLE.name,
         num_layers=int(layer.get("num_hidden_layers", 1)),
         vocabulary=tensors.vocabulary(layer.get("vocab_size") or 0, config.get("draft_vocab_size") or 0),
         aux_layers=None if not layers else AuxLayers(tuple(layers)),

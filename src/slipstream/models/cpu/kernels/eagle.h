@@ -1,14 +1,15 @@
-// A pass of an EAGLE draft head: one layer whose rows combine a state with the embedding of the token behind it.
+// A pass of an EAGLE draft head: its first layer's rows combine a state with the embedding of the token behind it.
 //
 // The state is the target's, or what the head put out for the token before. EAGLE-1 reduces both to one hidden state.
-// EAGLE-3 reduces several states of the target to one, and its attention reads the embedding beside it.
+// EAGLE-3 reduces several states of the target to one, and its attention reads the embedding beside it. Further layers
+// are a decoder's.
 #pragma once
 
 #include "decoder.h"
 
 // mirrored by structs.py.
 struct Eagle {
-  Model model;                  // of one layer; its vocabulary is the target's
+  Model model;                  // its vocabulary is the target's
   const Model* embedder;        // the model whose embeddings are read; as wide as the head
   Linear fc;                    // EAGLE-1: of the embedding and the state; EAGLE-3: of the target's states
   const float* embedding_norm;  // [hidden], EAGLE-3; null: EAGLE-1
@@ -38,11 +39,12 @@ class EaglePass : Pass {
     } else {
       start_with_embedding_inside();
     }
-    const Layer& layer = m.layers[0];
-    attention(layer, keys_of(0), values_of(0));
-    add_attention(layer);
-    mlp(layer);
-    add_mlp(layer);
+    const Layer& first = m.layers[0];
+    attention(first, keys_of(0), values_of(0));
+    add_attention(first);
+    mlp(first);
+    add_mlp(first);
+    for (int i = 1; i < m.num_layers; ++i) layer(m.layers[i], keys_of(i), values_of(i));
     each_row([&](int row) { std::memcpy(states.made + size_t(row) * m.hidden, state(row), sizeof(float) * m.hidden); });
     e.token_ids ? scattered_head() : head();
   }

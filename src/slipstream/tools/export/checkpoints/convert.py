@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config import reject_unknown
-from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA
+from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, PEAGLE
 from slipstream.models import load_tokenizer
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import eagle3_writer
@@ -23,7 +23,7 @@ from slipstream.tools.export.record import SpeculativeRecord
 from slipstream.tools.export.refusals import ExportError
 
 ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino", "transformers")
-EAGLE_VERSIONS = {EAGLE.name: 1, EAGLE3.name: 3}
+EAGLE_VERSIONS = {EAGLE.name: 1, EAGLE3.name: 3, PEAGLE.name: 3}
 NEAREST_TO_HEADS = "use a draft model, or train an EAGLE-3 head with `slipstream train eagle3`"
 
 
@@ -89,7 +89,7 @@ def _medusa(record: SpeculativeRecord, engine: str, folder: Path, version: str |
 
 def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
     """The target too: llama.cpp reads GGUF files only. Nothing is written where either cannot be."""
-    if record.method in (MEDUSA.name, HYDRA.name, EAGLE.name):
+    if record.method in (MEDUSA.name, HYDRA.name, EAGLE.name, PEAGLE.name):
         raise ExportError(f"llama.cpp runs no {record.method} heads; {NEAREST_TO_HEADS}")
     draft = None
     if record.method in (*DRAFT_MODELS, EAGLE3.name):

@@ -37,6 +37,8 @@ class EagleDialect:
     attention_bias: bool = True
     fc_bias: Mapping[int, str] = field(default_factory=lambda: {1: "never", 3: "never"})
     """By EAGLE version: `never` (the layer has none), `optional`, or `always` (missing ones are not initialised)."""
+    deep: bool = False
+    """True: heads of several layers are loaded, and those that read mask tokens."""
     all_tensors: bool = False
     """True: what is missing in the file is filled at random, so the embedding and the map are always written."""
     without_version_1: str = "train an EAGLE-3 head with `slipstream train eagle3`, or use a draft model"
@@ -47,6 +49,7 @@ DIALECTS: Mapping[str, EagleDialect] = {
         name="vLLM",
         architectures={1: "EagleLlamaForCausalLM", 3: "LlamaForCausalLMEagle3"},
         layer_shift=0,
+        deep=True,
     ),
     "sglang": EagleDialect(
         name="SGLang",
@@ -101,6 +104,9 @@ def check_head(dialect: EagleDialect, head: EagleHead, target: TargetShape, path
         raise ExportError(
             f"{what}: its attention has biases, which {dialect.name} drops; vLLM reads them, or train a head without"
         )
+    if not dialect.deep and (config.num_layers > 1 or config.mask_token_id is not None):
+        has = f"{config.num_layers} layers" if config.num_layers > 1 else "mask tokens"
+        raise ExportError(f"{what}: the head has {has}, for which {dialect.name} has no place; vLLM reads it")
     own = head.embedding is not None and config.hidden_size == target.hidden_size
     if own and not dialect.own_embedding:
         raise ExportError(

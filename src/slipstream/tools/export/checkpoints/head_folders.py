@@ -73,7 +73,10 @@ def write_eagle(
     Raises `ExportError` where the engine would not run the head as it was trained.
     """
     check_head(dialect, head, target, path)
-    layout = layout or {1: EAGLE.name, 3: EAGLE3.name}[head.config.version]
+    usual = (
+        "speculators" if head.config.norm_queries else {1: EAGLE.name, 3: EAGLE3.name}[head.config.version]
+    )
+    layout = layout or usual
     save_eagle(head, folder, target=target.path, layout=layout, num_speculative_tokens=num_speculative_tokens)
     config, tensors = read_checkpoint(str(folder))
     tensors = _tensors(tensors, head, dialect)

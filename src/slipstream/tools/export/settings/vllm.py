@@ -16,6 +16,7 @@ from slipstream.draft.methods import (
     MEDUSA,
     NGRAM,
     OFF,
+    PEAGLE,
     SUFFIX,
     TLI,
     VLLM,
@@ -189,7 +190,7 @@ class VllmSettings(SettingsFormat):
         if given.method != OFF.name:
             notes.append("requests with min_p or logit_bias are refused while vLLM speculates")
         head = given.head
-        if given.method == EAGLE3.name and head is not None:
+        if given.method in (EAGLE3.name, PEAGLE.name) and head is not None:
             if head.aux_layers is None:
                 notes.append(
                     "the head's configuration does not name eagle_aux_hidden_state_layer_ids: vLLM reads layers 2, "
@@ -224,7 +225,7 @@ class VllmSettings(SettingsFormat):
 
 def _check_head(record: SpeculativeRecord) -> None:
     head = record.head
-    if record.method == EAGLE3.name and head is not None and head.output == "shared":
+    if record.method in (EAGLE3.name, PEAGLE.name) and head is not None and head.output == "shared":
         why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
         raise refuse_method(record, "vLLM", METHODS["0.32"], why)
 
