@@ -342,8 +342,6 @@ METHOD_SYNONYMS = {
 """vLLM's other names of methods, to ours."""
 METHODS_ELSEWHERE = {
     "custom_class": 'give method the class itself: "my_package.module:MyDrafter"',
-    "dflash": "convert or train an EAGLE-3 head",
-    "dspark": "convert or train an EAGLE-3 head",
     "extract_hidden_states": "slipstream train reads hidden states by itself",
     "mlp_speculator": "train Medusa or EAGLE-3 heads",
 }
@@ -414,14 +412,13 @@ def _method_of(given: Mapping[str, Any]) -> str:
     return methods.DRAFT_MODEL.name
 
 
-_MARKS = {
-    mark: mark
-    for mark in sorted((*methods.HEADS, "mlp_speculator", "dflash", "dspark"), key=len, reverse=True)
-}
+_BLOCKS = dict.fromkeys((methods.DFLASH.name, *methods.DFLASH.aliases), methods.DFLASH.name)
+_MARKS = {mark: mark for mark in sorted((*methods.HEADS, "mlp_speculator"), key=len, reverse=True)} | _BLOCKS
 """Substring of a configuration's model type to method, longer ones first."""
 _NAME_MARKS = {
     f"{methods.EAGLE.name}-": methods.EAGLE.name,
-    **{mark: mark for mark in (methods.EAGLE3.name, methods.MEDUSA.name, "dflash", "dspark")},
+    **{mark: mark for mark in (methods.EAGLE3.name, methods.MEDUSA.name)},
+    **_BLOCKS,
 }
 """Substring of a model's name to method."""
 

@@ -16,14 +16,18 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.core.request import RequestOptions
 from slipstream.draft.model.draft_model import DraftModelDrafter
+from slipstream.draft.proposers.block import BlockDrafter, entry_shapes
 from slipstream.engine.engine import Engine
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
+from slipstream.models.batch import ForwardBatch
+from tests.kit.block_heads import block_head
 from tests.kit.marks import needs_kernels
 
 pytestmark = needs_kernels
 
+BLOCK_HEAD = "a random head"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any] | None] = {
     "off": None,
@@ -34,6 +38,7 @@ SPECS: dict[str, dict[str, Any] | None] = {
         "method": "eagle3",
         "model": EMBEDDED_EAGLE3,
     },  # keeps features of the target beside its entries
+    "dflash": {"method": "dflash", "model": BLOCK_HEAD},
     "layer_skip": {"method": "layer_skip", "exit_layer": 4},  # writes to the target's own cache
     "cascade": {"method": "cascade", "draft": {"method": "ngram"}},  # as does an int8 copy of the target
     "lookahead": {"method": "lookahead"},
@@ -69,7 +74,26 @@ def check_all(engine: Engine, tolerance: float = 0.0) -> int:
     num = check_entries(engine.model, engine.runner.cache, engine.runner.feature_layers, tolerance)
     if isinstance(engine.drafter, DraftModelDrafter):
         num += check_entries(engine.drafter.model, engine.drafter.cache, (), tolerance)
+    if isinstance(engine.drafter, BlockDrafter):
+        num += check_context(engine.model, engine.drafter, tolerance)
     return num
+
+
+def check_context(lm: CausalLM, drafter: BlockDrafter, tolerance: float) -> int:
+    """As `check_entries`, of entries that are made of the target's features; returns how many there were."""
+    contents = [held for held in drafter.cache.accounting.contents() if held.token_ids]
+    for entries in contents:
+        length, layers = len(entries.token_ids), drafter.traits.feature_layers
+        pool = KVPool(lm.shapes, length, lm.dtype, lm.device, 0, lm.cache_dtype)
+        rows = [RowGroup(pool.slots, 0, entries.token_ids, [])]
+        hidden = lm.forward(rows, pool, layers).hidden
+        fresh = KVPool(entry_shapes(drafter.block), length, lm.dtype, lm.device, 0, lm.cache_dtype)
+        features = torch.cat([hidden[layer] for layer in layers], dim=-1)
+        drafter.executor.store(ForwardBatch(rows), fresh, features)
+        for ours, theirs in zip(drafter.cache.pool.tensors, fresh.tensors, strict=True):
+            differs = (ours[list(entries.slots)].float() - theirs.float()).abs() > tolerance
+            assert not differs.any(), f"{entries} are not those of its text"
+    return sum(len(entries.token_ids) for entries in contents)
 
 
 def history(engine: Engine, rng: random.Random, prompts: list[list[int]], tolerance: float = 0.0) -> int:
@@ -108,6 +132,8 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
 def engine(request: pytest.FixtureRequest) -> Engine:
     spec, cache = SPECS[request.param[0]], request.param[1]
+    if spec is not None and spec.get("model") == BLOCK_HEAD:
+        spec = {**spec, "model": block_head("anchor")}
     plain = LLM(kv_cache_bytes=64 * 2**20, kv_cache_dtype=cache).engine
     per_token = plain.model.kv_bytes_per_token
     if spec is not None:

@@ -13,6 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
+from tests.kit.block_heads import block_head
 from tests.kit.engines import MakeLLM
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
@@ -26,6 +27,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
     "cascade of layers": {"method": "cascade", "exit_layer": 4, "draft": {"method": "ngram"}},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+    "dflash": {"method": "dflash", "model": "mask"},
+    "dflash, left to right": {"method": "dflash", "model": "rnn"},
 }
 NOT_FINITE = -1
 """What the kernels return in place of a token where the logits are not finite; see `Chains.tokens`."""
@@ -42,14 +45,17 @@ def test_whoever_computes_logits(
 ) -> None:
     """One sequence's rows are damaged, in a batch of two: the other one keeps its drafter."""
     sick, sound = prompts[0], prompts[5]
-    llm = make_llm(SPECS[name])
+    spec = SPECS[name]
+    llm = make_llm({**spec, "model": block_head(spec["model"])} if spec["method"] == "dflash" else spec)
     grow, take_chain = DraftTree.grow, DraftTree.take_chain
 
-    def damaged(self: DraftTree, logits: torch.Tensor, peaks: Peaks | None = None) -> Any:
+    def damaged(
+        self: DraftTree, logits: torch.Tensor, peaks: Peaks | None = None, likely: float | None = None
+    ) -> Any:
         if self.sequence.id == 0 and self.nodes:  # not at once: half a draft is there already
             logits = logits * math.nan
             peaks = None if peaks is None else Peaks.of(logits, [self])
-        return grow(self, logits, peaks)
+        return grow(self, logits, peaks, likely)
 
     def damaged_chain(self: DraftTree, token_ids: Seq[int]) -> None:
         take_chain(self, [*token_ids[:1], NOT_FINITE] if self.sequence.id == 0 else token_ids)

@@ -81,7 +81,7 @@ def test_vllm_has_removed_medusa_in_033() -> None:
         imported("vllm", '{"method": "medusa", "model": "m", "num_speculative_tokens": 3}', "0.33")
 
 
-@pytest.mark.parametrize("method", ["mlp_speculator", "dflash", "custom_class", "xpress"])
+@pytest.mark.parametrize("method", ["mlp_speculator", "lilicorr", "custom_class", "xpress"])
 def test_methods_of_vllm_without_a_counterpart(method: str) -> None:
     with pytest.raises(ConfigError, match="has no counterpart here; "):
         imported("vllm", json.dumps({"method": method, "num_speculative_tokens": 3}))

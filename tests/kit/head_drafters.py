@@ -73,9 +73,16 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def computed(
-    drafter: Any, token_ids: list[int], temperature: float = 0.0, number: int = 0
+    drafter: Any,
+    token_ids: list[int],
+    temperature: float = 0.0,
+    number: int = 0,
+    features: tuple[int, ...] | None = None,
 ) -> tuple[Sequence, torch.Tensor]:
-    """A sequence whose tokens but the last the target has computed; and the state behind the last of these."""
+    """A sequence whose tokens but the last the target has computed; and the state behind the last of these.
+
+    `features` are the layers that the drafter reads, None: the last.
+    """
     sequence = Sequence(
         id=number,
         request_id=str(number),
@@ -87,14 +94,16 @@ def computed(
         num_computed=len(token_ids) - 1,
     )
     lm = target()
+    layers = (lm.num_layers,) if features is None else features
     if drafter.target_cache is None:
-        drafter.attach(lm.new_cache(2048, prefix_caching=False, feature_width=lm.hidden_size))
+        width = len(layers) * lm.hidden_size
+        drafter.attach(lm.new_cache(2048, prefix_caching=False, feature_width=width))
     cache = drafter.target_cache
     cache.accounting.open(number, token_ids, "")
     cache.accounting.reserve(number, len(token_ids) + 8)
     slots = cache.accounting.slots(number)
-    output = lm.forward([RowGroup(slots, 0, token_ids[:-1], [])], cache.pool, [lm.num_layers])
-    states = output.hidden[lm.num_layers]
+    output = lm.forward([RowGroup(slots, 0, token_ids[:-1], [])], cache.pool, layers)
+    states = torch.cat([output.hidden[layer] for layer in layers], dim=-1)
     cache.keep_features(slots[: len(states)], states)
     cache.accounting.commit(number, token_ids[:-1])
     return sequence, states[-1]

@@ -57,6 +57,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle3-int8": {**EAGLE3, "quantization": "int8"},
     "eagle-tree": {"method": "eagle", "model": TRAINED, "num_speculative_tokens": 3, "num_draft_nodes": 8},
     "eagle3-rejection": {**EAGLE3, "verifier": "rejection", "tree_top_k": 1, "num_draft_nodes": None},
+    "dflash-chain": {"method": "dflash", "model": TRAINED},
+    "dflash-tree": {"method": "dflash", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
+    "dflash-block": {"method": "dflash", "model": TRAINED, "verifier": "block"},
     "remote": {"method": "tests.kit.loopback:LoopbackDrafter", "draft": DRAFT},
     "token-recycling": {"method": "token_recycling"},
     "siblings": {"method": "siblings", "share": "tenant"},
@@ -103,13 +106,22 @@ QUANTISED = (
     "draft-tree",
     "medusa-chain",
     "hydra-tree",
+    "dflash-chain",
     "layers-online",
     "cascade-ngram",
 )
 """The drafters that are tried with an int8 target too."""
 LONG = (
     *("suffix", "draft-confident", "self-int4", "medusa-chain", "hydra-block", "eagle3-tree", "eagle3-chain"),
-    *("eagle3-wide-tree", "eagle3-int8", "auto-block", "ensemble-vote", "ensemble-first", "tli-tree"),
+    *(
+        "eagle3-wide-tree",
+        "eagle3-int8",
+        "dflash-block",
+        "auto-block",
+        "ensemble-vote",
+        "ensemble-first",
+        "tli-tree",
+    ),
     *("slem-sampled", "layers-given", "layers-online", "layers-online-int8", "cascade-layers"),
 )
 """What `make test-long` tries: another setting of each of these methods is tried by `make test`."""

@@ -25,6 +25,7 @@ from slipstream.core.proposal import Proposal, ProposalKind
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.registry import drafter_names
 from slipstream.testing.enumeration import Distribution, total_variation
+from tests.kit.block_heads import LAYOUTS, block_head
 from tests.kit.engine_enumeration import engine_distribution
 from tests.kit.pard_models import pard_folder
 from tests.kit.peagle_heads import peagle_folder
@@ -100,6 +101,13 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "peagle", "model": MASKED, **TREE},
     {"method": "peagle", "model": MASKED, **CHAIN, "confidence_threshold": 0.02},
     {"method": "peagle", "model": MASKED, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
+    {"method": "dflash", "model": TRAINED, **CHAIN},
+    {"method": "dflash", "model": TRAINED, **TREE},
+    {"method": "dflash", "model": "mask", **CHAIN},
+    {"method": "dflash", "model": "mask", "num_speculative_tokens": 3},
+    {"method": "dflash", "model": "dflash2", **CHAIN, "confidence_threshold": 0.1},
+    {"method": "dflash", "model": "markov", **CHAIN, "confidence_threshold": 0.3},
+    {"method": "dflash", "model": "rnn", **TREE},
     {"method": "ensemble", "mode": "first", "members": [{"method": "ngram"}, {**DRAFT, **CHAIN}]},
     {
         "method": "ensemble",
@@ -129,6 +137,7 @@ def name(spec: dict[str, Any]) -> str:
             f"remote {spec['draft']['method']}" if spec["method"] == LOOPBACK else spec["method"],
             shape,
             *(str(spec[k]) for k in ("draft_sample_method", "mode", "confidence_threshold") if k in spec),
+            *([spec["model"]] if spec.get("model") in LAYOUTS else []),
             *(["corrected"] if "correction" in spec else []),
         ]
     )
@@ -199,6 +208,8 @@ def test_the_distribution_stays(
         spec = {**spec, "model": cut_draft}
     elif spec.get("model") == MASKED:
         spec = {**spec, "model": pard_folder() if spec["method"] == "pard" else peagle_folder()}
+    elif spec.get("model") in LAYOUTS:
+        spec = {**spec, "model": block_head(spec["model"])}
     verifier = "block" if SPECS.index(given) % 2 else "rejection"
     llm = LLM(speculative_config={**spec, "verifier": verifier})
     drafted: list[int] = []

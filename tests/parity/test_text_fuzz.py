@@ -51,6 +51,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "model": TRAINED, "num_speculative_tokens": 3, "num_draft_nodes": 8},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
     "mtp": {"method": "mtp", "model": TRAINED, "tree_top_k": 2, "num_draft_nodes": 6},
+    "dflash": {"method": "dflash", "model": TRAINED},
     "ensemble": {
         "method": "ensemble",
         "members": [{"method": "suffix"}, {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 8}],

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET, sample_prompts
+from slipstream.draft.heads.dflash_files import save_dflash
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, save_hydra
@@ -24,6 +25,7 @@ from slipstream.models.single_layer import SingleLayer, single_layer_config
 from slipstream.text.prompts import encode_chat
 from slipstream.train.batches import TargetScores
 from slipstream.train.eagle_loss import TargetText, training_time_test
+from tests.kit.block_heads import BLOCK, LAYOUTS, random_block_head
 
 NUM_TEXTS = 32
 NUM_TOKENS = 32
@@ -57,6 +59,8 @@ def _train_heads(method: str, folder: Path) -> None:
         _train_eagle(3 if method == "eagle3" else 1, target, token_ids, folder)
     elif method == "mtp":
         _train_mtp(target, hidden, token_ids, folder)
+    elif method == "dflash":
+        _train_dflash(target, token_ids, folder)
     elif method == "medusa":
         medusa = MedusaHeads(MedusaConfig(**config), target.lm_head)
         _train(medusa, [hidden], token_ids)
@@ -155,6 +159,36 @@ def _train_mtp(target: Any, hidden: torch.Tensor, token_ids: torch.Tensor, folde
         _loss(target.lm_head(normed)[:, :-1], token_ids[chosen], 0).backward()
         optimizer.step()
     save_mtp(head, folder, target="embedded", config=target.config)
+
+
+def _train_dflash(target: Any, token_ids: torch.Tensor, folder: Path) -> None:
+    """A block behind one place of all texts at each step; the Markov head reads the tokens that are there."""
+    head = random_block_head(**LAYOUTS["markov"]).requires_grad_()
+    torch.nn.init.zeros_(head.left_to_right.markov_w2.weight)
+    with torch.no_grad():
+        states = target(token_ids, output_hidden_states=True).hidden_states
+        head.norm.weight.copy_(target.model.norm.weight)
+    features = torch.cat([states[layer] for layer in head.config.feature_layers], dim=-1)
+    embed = target.model.embed_tokens
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for step in range(3 * NUM_STEPS):
+        first = 8 + 5 * step % (NUM_TOKENS - BLOCK - 8)
+        entries = head.context_entries(head.encode(features[:, :first]), torch.arange(first)[None])
+
+        def attend(layer: int, query: Any, *own: Any, entries: Any = entries) -> torch.Tensor:
+            key, value = (torch.cat(parts, dim=2) for parts in zip(entries[layer], own, strict=True))
+            over = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+            return over.transpose(1, 2)
+
+        tokens = token_ids[:, first : first + BLOCK]
+        given = torch.where(torch.arange(BLOCK) > 0, head.config.mask_token_id, tokens)
+        hidden = head(embed(given), torch.arange(first, first + BLOCK)[None], attend)
+        base = target.lm_head(hidden[:, 1:])
+        logits = head.left_to_right(hidden, base, tokens, token_ids[:, first - 1], embed)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    save_dflash(head, folder, target="embedded")
 
 
 def _loss(logits: torch.Tensor, token_ids: torch.Tensor, head: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ class MethodSpec:
     help: str
     """What it does, in a line."""
     aliases: tuple[str, ...] = ()
-    """Shorter names on the command line."""
+    """Other names on the command line. The shortest of all is printed."""
     short_value: str = "model"
     """The option that `NAME:VALUE` sets."""
     weights: DraftWeights = DraftWeights.NONE
@@ -103,7 +103,7 @@ class MethodSpec:
     @property
     def short_name(self) -> str:
         """The name on the command line."""
-        return self.aliases[0] if self.aliases else self.name
+        return min((self.name, *self.aliases), key=len)
 
 
 OFF = MethodSpec(name="off", drafter="slipstream.draft.off:OffDrafter", help="no speculation")
@@ -305,6 +305,22 @@ HYDRA = MethodSpec(
     trainer="hydra",
     nearest=("ngram",),
 )
+DFLASH = MethodSpec(
+    name="dflash",
+    aliases=("dspark",),
+    drafter="slipstream.draft.heads.dflash:DFlashDrafter",
+    help="a head of a few layers on the target's hidden states drafts a whole block in one pass (DFlash, DSpark)",
+    weights=DraftWeights.HEAD,
+    features=TargetFeatures.CHOSEN,
+    drafts_chains=True,
+    elsewhere={
+        VLLM: ("dflash", "dspark"),
+        SGLANG: ("DFLASH", "DSPARK"),
+        TENSORRT_LLM: ("DFlash",),
+        LLAMA_CPP: ("draft-dflash", "draft-dspark"),
+    },
+    nearest=("eagle3", "ngram"),
+)
 REMOTE = MethodSpec(
     name="remote",
     drafter="slipstream.draft.remote.drafter:RemoteDrafter",
@@ -344,7 +360,7 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         for spec in (
             *(OFF, NGRAM, SUFFIX, TOKEN_RECYCLING, SIBLINGS, LOOKAHEAD, JACOBI),
             *(DRAFT_MODEL, TLI, SLEM, PARD),
-            *(MTP, EAGLE3, EAGLE, PEAGLE, MEDUSA, HYDRA, SELF, LAYER_SKIP),
+            *(MTP, EAGLE3, EAGLE, PEAGLE, DFLASH, MEDUSA, HYDRA, SELF, LAYER_SKIP),
             *(CASCADE, ENSEMBLE, AUTO, VERSIONS, REMOTE),
         )
     }
@@ -405,6 +421,9 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
         return MEDUSA.name
     if config.get("speculators_model_type") == MTP.name:
         return MTP.name
+    said = f"{config.get('speculators_model_type')} {architectures}".lower()
+    if "dflash_config" in config or any(name in said for name in ("dflash", "dspark", "xpress")):
+        return DFLASH.name
     masks = [config.get(key) for key in ("mask_token_id", "pard_token", "ptd_token_id")]
     if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures:
         kind = config.get("speculators_model_type", EAGLE3.name)

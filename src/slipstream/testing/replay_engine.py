@@ -122,6 +122,12 @@ class Stage:
                 expected = self.scene.predictions[i % len(self.scene.predictions)]
                 self.live[i].expected = ExpectedText(expected) if expected else None
 
+    def take_over(self, sequences: dict[int, Sequence]) -> None:
+        """Go on with sequences of another engine, in the place of all others."""
+        self.live = sequences
+        if self._target is not None:
+            self._compute([i for i, sequence in sequences.items() if sequence.num_computed])
+
     def preempt(self, ids: dict[int, None]) -> None:
         """Preempt sequences; they may return under the same id."""
         for i in ids:
@@ -333,7 +339,7 @@ def repeat(stage: Stage, steps: list[SceneStep], cold: Stage | None = None) -> l
         stage.preempt(step.preempted)
         proposals.append(stage.propose(step.budgets))
         if cold is not None:
-            cold.live = {i: copy.deepcopy(stage.live[i]) for i in step.budgets}
+            cold.take_over({i: copy.deepcopy(stage.live[i]) for i in step.budgets})
             proposals[-1] = cold.propose(step.budgets)
             cold.preempt(dict.fromkeys(step.budgets))
         stage.commit(step.commits, step.finished)

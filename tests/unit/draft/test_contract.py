@@ -20,6 +20,7 @@ from slipstream.models import load_model, load_tokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.stub_drafters import draft_context
+from tests.kit.block_heads import block_head
 from tests.kit.folders import kept_folder
 from tests.kit.head_drafters import CHOICES, random_heads
 from tests.kit.mtp_targets import random_mtp
@@ -126,6 +127,10 @@ class Case:
         return f"{self.method}, {options}, {self.verifier}, {self.vocab_size}, {self.family}"[:80]
 
 
+def block(layout: str) -> Options:
+    return {"model": block_head(layout)}
+
+
 def heads(method: str) -> Options:
     return {"model": random_heads(method)}
 
@@ -172,6 +177,8 @@ def cases() -> Iterator[Case]:
         yield Case("peagle", options, verifier, with_model(), has_target=True, made=made)
         for method in ("hydra", "medusa"):
             yield Case(method, options, verifier, with_model(), has_target=True, made=partial(heads, method))
+    for layout, (options, verifier) in (("mask", SHAPES[0]), ("rnn", SHAPES[2]), ("markov", SHAPES[4])):
+        yield Case("dflash", options, verifier, with_model(), has_target=True, made=partial(block, layout))
     for options, verifier in LAYERS:
         scene = with_model() | {"shares_across_requests": "drafts_per_trial" in options}
         yield Case("layer_skip", options, verifier, scene, has_target=True)

@@ -78,6 +78,7 @@ def test_every_trainer_is_a_verb() -> None:
 def test_aliases_and_names_in_other_engines() -> None:
     assert full_name("draft") == "draft_model" == SpeculativeConfig.from_short("draft:PATH").method
     assert short_name("draft_model") == "draft"
+    assert full_name("dspark") == short_name("dflash") == "dflash"
     assert full_name("package:Drafter") == short_name("package:Drafter") == "package:Drafter"
     assert spec_of("package:Drafter") is None
     assert names_in("vllm")["ngram"] == "ngram"
@@ -93,6 +94,9 @@ def test_aliases_and_names_in_other_engines() -> None:
         ({"model_type": "medusa"}, "medusa"),
         ({"speculators_model_type": "eagle3"}, "eagle3"),
         ({"draft_vocab_size": 100}, "eagle3"),
+        ({"speculators_model_type": "dspark"}, "dflash"),
+        ({"dflash_config": {}, "draft_vocab_size": 100}, "dflash"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "dflash"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"speculators_model_type": "peagle"}, "peagle"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "pard_token": 7}, "peagle"),

@@ -45,6 +45,10 @@ def read_dflash(path: str, target: TargetShape, *, revision: str | None = None) 
     head = DFlashHead(config)
     if "lm_head.weight" in tensors:
         head.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+    elif config.draft_vocab_size < config.vocab_size:
+        raise ModelError(
+            f"{path!r} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no tensor lm_head.weight"
+        )
     head.embedding = own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
     head.load_state_dict(_renamed(tensors, head, path))
     return head

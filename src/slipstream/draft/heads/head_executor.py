@@ -217,6 +217,8 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
     HeadExecutor,  # type: ignore[type-abstract]
     "slipstream.head_executors",
     {
+        "block.cpu_kernels": "slipstream.draft.heads.block_native:NativeBlocks",
+        "block.eager": "slipstream.draft.heads.block_executor:EagerBlocks",
         "eagle.cpu_kernels": "slipstream.draft.heads.heads_native:NativeEagle",
         "eagle.eager": "slipstream.draft.heads.head_executor:EagerEagle",
         "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
@@ -231,26 +233,27 @@ def eagle_executor(head: EagleHead, target: CausalLM, quantization: str | None) 
 
     Raises `ConfigError` where the format cannot be used.
     """
-    made = _made("eagle", head, target, quantization)
+    made = made_executor("eagle", head, target, quantization)
     assert isinstance(made, EagleExecutor)
     return made
 
 
 def mtp_executor(head: MtpHead, target: CausalLM, quantization: str | None) -> MtpExecutor:
     """As `eagle_executor`, of a layer for multi-token prediction."""
-    made = _made("mtp", head, target, quantization)
+    made = made_executor("mtp", head, target, quantization)
     assert isinstance(made, MtpExecutor)
     return made
 
 
 def heads_executor(heads: ProjectedHeads, target: CausalLM, quantization: str | None) -> HeadsExecutor:
     """As `eagle_executor`, of a set of Medusa or Hydra heads."""
-    made = _made("heads", heads, target, quantization)
+    made = made_executor("heads", heads, target, quantization)
     assert isinstance(made, HeadsExecutor)
     return made
 
 
-def _made(kind: str, head: Any, target: CausalLM, quantization: str | None) -> HeadExecutor:
+def made_executor(kind: str, head: Any, target: CausalLM, quantization: str | None) -> HeadExecutor:
+    """The executor of a head of this kind, such as `eagle`; see `eagle_executor`."""
     fmt = target.head_format(quantization)
     name = f"{kind}.{target.executor.name}"
     found = HEAD_EXECUTORS.load(name if name in HEAD_EXECUTORS.names() else f"{kind}.eager")

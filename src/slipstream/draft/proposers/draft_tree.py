@@ -162,11 +162,15 @@ class DraftTree:
             self.nodes.append(DraftNode(token_id, parent, len(self.nodes) + 1, 0.0))
         self.frontier = []
 
-    def grow(self, logits: Tensor, peaks: Peaks | None = None) -> list[DraftNode]:
+    def grow(
+        self, logits: Tensor, peaks: Peaks | None = None, likely: float | None = None
+    ) -> list[DraftNode]:
         """Add draft tokens below the frontier, from `logits` [frontier, vocab], and choose the next frontier.
 
-        `peaks` are those of `logits`, where the caller has read them. Returns the new nodes, best first. Raises
-        `NotFiniteError` where a row has a NaN or an infinity, or is minus infinity throughout.
+        `peaks` are those of `logits`, where the caller has read them. `likely` is how probable it is that a chain's
+        next token is accepted, where something else than the highest probability says so; it must not depend on that
+        token. Returns the new nodes, best first. Raises `NotFiniteError` where a row has a NaN or an infinity, or is
+        minus infinity throughout.
         """
         parents = self.frontier
         if not parents:
@@ -191,7 +195,7 @@ class DraftTree:
         if self.shape.widths is not None:
             children = self._fixed(parents, log_probs, depth)
         elif self.shape.is_chain:
-            if self._loses_confidence(log_probs[0]):
+            if self._loses_confidence(log_probs[0], likely):
                 self.frontier = []
                 return []
             if self.takes_argmax:
@@ -252,12 +256,13 @@ class DraftTree:
             return [node for node in children if node.ranks in self.shape.widths]
         return list(children[: self.shape.top_k])
 
-    def _loses_confidence(self, log_probs: Tensor) -> bool:
+    def _loses_confidence(self, log_probs: Tensor, likely: float | None) -> bool:
         """True when the chain ends here. Decided before this level is sampled, so that every verifier stays exact."""
         if not self.confidence_threshold:
             return False
-        highest = log_probs.max() - log_probs.logsumexp(-1)
-        self.confidence *= math.exp(float(highest))
+        if likely is None:
+            likely = math.exp(float(log_probs.max() - log_probs.logsumexp(-1)))
+        self.confidence *= likely
         return self.confidence < self.confidence_threshold
 
     def _single(self, parent: DraftNode | None, log_probs: Tensor, depth: int) -> DraftNode:

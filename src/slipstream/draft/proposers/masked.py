@@ -10,17 +10,13 @@ marginals, given the committed text alone. What is drawn from them is drawn with
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import accumulate
-
-from torch import Tensor
 
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
-from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
+from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.proposers.growing import Feed
+from slipstream.draft.proposers.marginals import grow_from_marginals
 from slipstream.draft.proposers.own_cache import CachedDrafter
-from slipstream.models.executor.chains import Chains
 
 
 class MaskedDrafter(CachedDrafter, AutoregressiveDrafter):
@@ -53,23 +49,3 @@ class MaskedDrafter(CachedDrafter, AutoregressiveDrafter):
 
     def _max_stored(self) -> int:
         return self.shape.depth - 1
-
-
-def grow_from_marginals(trees: Seq[DraftTree], logits: Tensor) -> None:
-    """Grow `trees` to the end from `logits` [sum of their `max_depth`, vocab], those of a tree's levels in order."""
-    firsts = [0, *accumulate(tree.max_depth for tree in trees)]
-    draws = whole_chains(trees)
-    drawn = [(tree, first) for tree, first in zip(trees, firsts, strict=False) if tree.sequence.id in draws]
-    if drawn:
-        chains = Chains(list(draws.values()), logits.shape[-1])
-        growing, level = list(range(len(drawn))), 0
-        while growing:
-            growing = chains.take(logits[[drawn[chain][1] + level for chain in growing]], growing)
-            level += 1
-        for (tree, _), token_ids in zip(drawn, chains.drawn, strict=True):
-            tree.take_chain(token_ids)
-    for tree, first in zip(trees, firsts, strict=False):
-        level = first
-        while tree.frontier:
-            tree.grow(logits[level].expand(len(tree.frontier), -1))
-            level += 1

@@ -140,6 +140,11 @@ class ProposalShape:
         return self.top_k == 1
 
     @property
+    def is_dynamic(self) -> bool:
+        """True for a tree whose nodes depend on their probabilities."""
+        return not self.is_chain and self.widths is None
+
+    @property
     def kinds(self) -> frozenset[ProposalKind]:
         """The proposal kinds that this shape and method can give."""
         return METHOD_KINDS[self.method]

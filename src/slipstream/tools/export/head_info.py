@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from slipstream.config import reject_unknown
-from slipstream.draft.methods import EAGLE, EAGLE3, HEADS, HYDRA, MEDUSA, MTP, PEAGLE, kind_of_checkpoint
+from slipstream.draft.methods import (
+    DFLASH,
+    EAGLE,
+    EAGLE3,
+    HEADS,
+    HYDRA,
+    MEDUSA,
+    MTP,
+    PEAGLE,
+    kind_of_checkpoint,
+)
 from slipstream.errors import ModelError
 
 Ids = NDArray[np.int64]
@@ -186,6 +196,8 @@ def head_info(folder: str | Path) -> HeadInfo | None:
 
 def _layout(config: Mapping[str, Any]) -> str | None:
     kind = kind_of_checkpoint(config)
+    if kind == DFLASH.name:
+        return None  # each engine reads these heads as they are, or not at all
     if kind in (EAGLE3.name, PEAGLE.name):
         return SPECULATORS if "speculators_model_type" in config else EAGLE3.name
     return kind if kind in HEADS else None

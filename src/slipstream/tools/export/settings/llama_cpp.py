@@ -41,8 +41,6 @@ KINDS = names_from(LLAMA_CPP)
 """Its kinds of drafters, to our methods."""
 ELSEWHERE = {
     "draft-mtp": "train an EAGLE-3 head for the model",
-    "draft-dflash": "convert or train an EAGLE-3 head",
-    "draft-dspark": "convert or train an EAGLE-3 head",
     "ngram-cache": "use --spec suffix, which keeps past answers too",
 }
 SYNONYMS = {

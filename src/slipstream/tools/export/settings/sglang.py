@@ -47,8 +47,6 @@ ADAPTIVE_FILE = "speculative_adaptive.json"
 ALGORITHMS = names_in(SGLANG)
 ELSEWHERE = {
     "NEXTN": "train an EAGLE-3 head for the model",
-    "DFLASH": "convert or train an EAGLE-3 head",
-    "DSPARK": "convert or train an EAGLE-3 head",
     "UNO": "train an EAGLE-3 head for the model",
     "FROZEN_KV_MTP": "train an EAGLE-3 head for the model",
 }

@@ -48,7 +48,6 @@ SYNONYMS = {name: TYPES[method] for name, method in names_from(TENSORRT_LLM).ite
 ELSEWHERE = {
     "MTP": "train an EAGLE-3 head for the model",
     "PARD": "draft models draft token by token here; train a draft model",
-    "DFlash": "convert or train an EAGLE-3 head",
     "AUTO": 'use {"method": "auto"}',
     "User_Provided": 'give method the class itself: "my_package.module:MyDrafter"',
     "SaveState": "slipstream train reads hidden states by itself",

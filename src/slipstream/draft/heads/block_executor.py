@@ -1,0 +1,184 @@
+"""What computes the heads that draft a block in one pass, as `head_executor` says of heads.
+
+The executors are named `block.` and the name of the target's own: a package adds one with the entry point
+`"block.my_executor"` of `slipstream.head_executors`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.draft.heads.dflash_head import DFlashConfig, DFlashHead
+from slipstream.draft.heads.head_executor import HeadExecutor, head_bytes, made_executor, pack_head
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup
+from slipstream.models.attention.base import Variant
+from slipstream.models.attention.gpu import without_cudnn
+from slipstream.models.attention.packed import PackedAttention
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.linear.formats import WeightFormat
+
+
+class BlockExecutor(HeadExecutor):
+    """Computes a head over a cache of its own, which holds entries of committed tokens.
+
+    What the head has behind its layers stays a module in every executor.
+    """
+
+    @abstractmethod
+    def __init__(self, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> None:
+        """Takes the head over: the numbers of its layers may be gone afterwards."""
+        pack_head(behind_layers(head), target, fmt)
+        self.head, self.target, self.config = head, target, head.config
+        ids = head.draft_token_ids.clone()
+        is_target_s = torch.equal(ids.cpu(), torch.arange(target.vocab_size))
+        self._token_ids = None if is_target_s else ids
+        """[draft vocab]: the target's ids of the head's tokens; None where they are numbered alike."""
+
+    def footprint(self) -> int:
+        return head_bytes(behind_layers(self.head))
+
+    @abstractmethod
+    def store(self, rows: ForwardBatch, pool: KVPool, features: Tensor) -> None:
+        """Write the entries of committed tokens, made of the target's `features` [N, width] of these tokens."""
+
+    @abstractmethod
+    def forward(self, blocks: Seq[RowGroup], pool: KVPool) -> tuple[Tensor, Tensor]:
+        """One pass over a block for each sequence: the states [blocks, rows, hidden] behind the final norm, and logits
+        [blocks, levels, draft vocab] of the rows whose logits are wanted.
+
+        A block is a chain of rows behind the sequence's entries; it is the head that decides which of them a row sees.
+        All have as many rows, and the same ones are wanted. What the pass writes into the pool is not read later.
+        """
+
+    def begin(self, states: Tensor, anchor: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """What a left-to-right head reads of the blocks' `states`, [blocks, rows, width], and its own first states.
+
+        `anchor` int64 [blocks] are the last committed tokens, `before` those before them.
+        """
+        head = self.head.left_to_right
+        if head is None:
+            return states, states.new_zeros(len(states), 0)
+        read = head.read(states)
+        return read, head.begin(read, anchor, before, self.embed)
+
+    def step(
+        self, slot: int, read: Tensor, logits: Tensor, previous: Tensor, above: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The logits [n, target's vocab] of one row of n paths, and the states [n, ...] that what follows begins with.
+
+        `read` [n, width] and `logits` [n, draft vocab] are what `begin` and `forward` gave for the row, `previous`
+        int64 [n] the tokens before it, `above` the states that the paths' last tokens left.
+        """
+        head = self.head.left_to_right
+        if head is not None:
+            logits, above = head.step(slot, read, logits, previous, above, self.embed)
+        return self.spread(logits), above
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., hidden]: as the blocks' tokens are embedded."""
+        table = self.head.embedding
+        return self.target.embed(token_ids) if table is None else table[token_ids]
+
+    def confidence(self, states: Tensor, previous: Tensor) -> list[float] | None:
+        """The probability that each row's draft is accepted if all before it are; None without such an estimate.
+
+        `states` [n, hidden] are the rows', `previous` int64 [n] the tokens before theirs.
+        """
+        odds = self.head.confidence(states, previous)
+        return None if odds is None else odds.float().sigmoid().tolist()
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[..., draft vocab] -> [..., target's vocab]; minus infinity for tokens that the head does not know."""
+        if self._token_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.target.vocab_size), float("-inf"))
+        full[..., self._token_ids] = logits
+        return full
+
+
+class EagerBlocks(BlockExecutor):
+    """Calls the head's module; rows attend in PyTorch's operators, sequence by sequence."""
+
+    def __init__(self, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> None:
+        super().__init__(head, target, fmt)
+        pack_head(head, target, fmt)
+        self._variant = Variant(head.config.head_dim**-0.5)
+
+    def footprint(self) -> int:
+        table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
+        return table + head_bytes(self.head)
+
+    def store(self, rows: ForwardBatch, pool: KVPool, features: Tensor) -> None:
+        head, where = self.head, pool.index(rows.slots_on(self.target.device))
+        context = head.encode(features[None])
+        entries = head.context_entries(context, rows.on(self.target.device).positions[None])
+        for layer, (key, value) in enumerate(entries):
+            pool.write(layer, where, key[0], value[0])
+
+    def forward(self, blocks: Seq[RowGroup], pool: KVPool) -> tuple[Tensor, Tensor]:
+        views = block_views(blocks, self.config)
+        attention = {view: PackedAttention(rows, pool) for view, rows in views.items()}
+        sizes = (len(blocks), len(blocks[0].token_ids))
+        on = next(iter(views.values())).on(self.target.device)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            """Over all blocks as the rows of one pass: [blocks, heads, rows, dim] -> [1, heads, blocks * rows, dim]."""
+            query, key, value = (part.transpose(0, 1).flatten(1, 2)[None] for part in (query, key, value))
+            over = attention[view_of(self.config, layer)].attend(layer, query, key, value, self._variant)
+            return over.view(*sizes, *over.shape[2:])
+
+        with without_cudnn(self.target.device):
+            embeds = self.embed(on.token_ids).view(*sizes, -1)
+            states: Tensor = self.head(embeds, on.positions.view(*sizes), attend)
+        wanted = blocks[0].logit_rows
+        return states, self.head.logits(states[:, wanted[0] : wanted[-1] + 1], self.target.project)
+
+
+def behind_layers(head: DFlashHead) -> nn.ModuleDict:
+    """The modules that a head has behind its layers: it may have none."""
+    parts = {"left_to_right": head.left_to_right, "confidence": head.confidence_head}
+    return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
+
+
+View = tuple[bool, int | None]
+"""Whether a row of a block sees only those before it, and how many entries before the block; None is all."""
+
+
+def view_of(config: DFlashConfig, layer: int) -> View:
+    """What the rows of a block see in a layer."""
+    return config.causal[layer], config.windows[layer]
+
+
+def block_views(blocks: Seq[RowGroup], config: DFlashConfig) -> dict[View, ForwardBatch]:
+    """The rows of the blocks as the layers see them, for each view that some layer has."""
+    views = dict.fromkeys(view_of(config, layer) for layer in range(config.num_layers))
+    return {view: ForwardBatch([_seen(block, *view) for block in blocks]) for view in views}
+
+
+def _seen(block: RowGroup, causal: bool, window: int | None) -> RowGroup:
+    num_rows, skipped = len(block.token_ids), 0 if window is None else max(block.num_past - window, 0)
+    if causal and not skipped:
+        return block
+    return replace(
+        block,
+        slots=block.slots[skipped:],
+        num_past=block.num_past - skipped,
+        positions=block.row_positions(),
+        tail_seen=[range(row + 1 if causal else num_rows) for row in range(num_rows)],
+    )
+
+
+def block_executor(head: DFlashHead, target: CausalLM, quantization: str | None) -> BlockExecutor:
+    """The executor of a head that drafts blocks for `target`, in this weight format; None takes the target's.
+
+    Raises `ConfigError` where the format cannot be used.
+    """
+    made = made_executor("block", head, target, quantization)
+    assert isinstance(made, BlockExecutor)
+    return made

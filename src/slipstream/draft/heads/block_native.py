@@ -1,0 +1,163 @@
+"""Block heads in the CPU kernels: a block is a pass of the fused decoder over the head's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from slipstream.draft.heads.block_executor import BlockExecutor, behind_layers, block_views
+from slipstream.draft.heads.dflash_head import DFlashHead
+from slipstream.kv.pool import KVPool
+from slipstream.models import CausalLM, RowGroup
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.cpu import native
+from slipstream.models.cpu.activations import ACTIVATIONS
+from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.packed_model import PackedModel
+from slipstream.models.cpu.packed_weight import PackedWeight
+from slipstream.models.cpu.pages import free_numbers, trim_heap
+from slipstream.models.cpu.parts import LayerParts, NormParts
+from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, ModelStruct
+from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.linear.formats import WeightFormat
+
+
+class NativeBlocks(PackedModel, BlockExecutor):
+    """Takes over the weights of a head; those of its layers are gone afterwards."""
+
+    @classmethod
+    def refusal(cls, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> str | None:
+        config = head.config
+        width = target.hidden_size if head.embedding is None else head.embedding.shape[1]
+        if fmt.kernel is None:
+            return "its weight format has no kernel"
+        if config.hidden_act not in ACTIVATIONS or head.rotary.rope_type not in STATIC_ROTARY:
+            return "the kernels do not know its activation or its rotary embedding"
+        if config.convolution_taps:
+            return "the kernels do not know its convolutions"
+        if len({*zip(config.causal, config.windows, strict=True)}) > 1:
+            return "its layers do not all see the same rows"
+        return None if width == config.hidden_size else "its embeddings are of another width"
+
+    def __init__(self, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> None:
+        PackedModel.__init__(self)
+        BlockExecutor.__init__(self, head, target, fmt)
+        kernel, executor = fmt.kernel, target.executor
+        assert isinstance(executor, CpuKernels)
+        assert kernel is not None
+        self.num_layers = self.config.num_layers
+        self._executor = executor  # whose weights the structs point to
+        self._pack_context(head, kernel)
+        self._struct = self._model(head, kernel)
+        behind = set(behind_layers(head).children())
+        for part in set(head.children()) - behind:
+            free_numbers(part)
+        trim_heap()
+
+    def _pack_context(self, head: DFlashHead, kernel: Kernel) -> None:
+        """What makes entries of features. The projections of all layers are one; the layers have them once more."""
+        layers: list[Any] = list(head.layers)
+        attention = [layer.self_attn for layer in layers]
+        linears = [linear for each in attention for linear in (each.k_proj, each.v_proj)]
+        self._projections = PackedWeight(
+            [each.weight for each in linears], [each.bias for each in linears], kernel
+        )
+        self._kept.append(self._projections)
+        self._fc = self._pack([head.fc], kernel)
+        norms = [head.hidden_norm.weight, *(each.k_norm.weight for each in attention)]
+        self._context_norm, *key_norms = (norm.detach().float().clone() for norm in norms)
+        self._key_norms = torch.stack(key_norms)[:, None]  # [layers, 1, dim]
+        self._kept += [self._context_norm, self._key_norms]
+
+    def _model(self, head: DFlashHead, kernel: Kernel) -> ModelStruct:
+        """The head as a decoder: what embeds tokens and the output layer are the target's or its own."""
+        config, rotary, target = self.config, head.rotary, self._executor.struct
+        self._frequencies = Rotation(rotary).inverse_frequencies
+        self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
+        embedding, kind, scale = target.embedding, target.embedding_kind, target.embedding_scale
+        if head.embedding is not None:
+            self._embedding = self._keep_table(head.embedding)
+            embedding, kind, scale = self._embedding.data_ptr(), TABLE_KINDS[self._embedding.dtype], 1.0
+        output = target.head if head.lm_head is None else self._pack([head.lm_head], kernel).struct
+        norm: Any = head.norm
+        layers: list[Any] = list(head.layers)
+        return ModelStruct(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary_dim=2 * len(rotary.inv_freq),
+            intermediate=config.intermediate_size,
+            vocab=output.out_features,
+            num_rotaries=1,
+            activation=ACTIVATIONS[config.hidden_act],
+            gated=True,
+            norm_epsilon=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            residual_scale=1.0,
+            embedding_scale=scale,
+            embedding_kind=kind,
+            input_scale=1.0,
+            logit_divisor=1.0,
+            inverse_frequencies=self._frequencies.data_ptr(),
+            rotary_scales=self._scales.data_ptr(),
+            embedding=embedding,
+            final_norm=self._norm(NormParts(norm.weight)),
+            head=output,
+            # An embedding that is packed is read out of this; a target without a table reads its output layer.
+            table=target.table if target.table.panels else target.head,
+            layers=(LayerStruct * len(layers))(*(self._layer(_parts(layer), kernel) for layer in layers)),
+        )
+
+    def footprint(self) -> int:
+        return self.nbytes + BlockExecutor.footprint(self)
+
+    def store(self, rows: ForwardBatch, pool: KVPool, features: Tensor) -> None:
+        config, device = self.config, features.device
+        sizes = (config.num_layers, 2, config.num_key_value_heads, config.head_dim)
+        context = self._fc.multiply(features)
+        context = rms_norm(context, context.shape[1:], self._context_norm, config.rms_norm_eps)
+        keys, values = (
+            self._projections.multiply(context).view(-1, *sizes).unbind(2)
+        )  # [N, layers, heads, dim]
+        keys = rms_norm(keys, keys.shape[3:], eps=config.rms_norm_eps) * self._key_norms
+        keys = self._rotated(keys, rows.on(device).positions)
+        where = pool.index(rows.slots_on(device))
+        for layer in range(config.num_layers):
+            pool.write(layer, where, keys[:, layer].transpose(0, 1), values[:, layer].transpose(0, 1))
+
+    def forward(self, blocks: Seq[RowGroup], pool: KVPool) -> tuple[Tensor, Tensor]:
+        (rows,) = block_views(blocks, self.config).values()
+        logits = native.empty_rows(rows.num_logit_rows, self._struct.vocab)
+        states = native.empty_rows(rows.num_rows, self.config.hidden_size)
+        batch = self._batch(rows, pool, logits, {self.num_layers: states})
+        self._run("slipstream_forward", self._struct, batch)
+        by_block = (len(blocks), -1)
+        return states.view(*by_block, states.shape[1]), logits.view(*by_block, logits.shape[1])
+
+    def _rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """[N, layers, heads, dim] at these positions, [N]"""
+        angles = (positions[:, None].float() * self._frequencies)[:, None, None]
+        cosines, sines = angles.cos() * self._scales, angles.sin() * self._scales
+        low, high = keys.chunk(2, dim=-1)
+        return torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)
+
+
+def _parts(layer: Any) -> LayerParts:
+    attention, mlp = layer.self_attn, layer.mlp
+    return LayerParts(
+        attention_norm=NormParts(layer.input_layernorm.weight),
+        mlp_norm=NormParts(layer.post_attention_layernorm.weight),
+        query_norm=NormParts(attention.q_norm.weight),
+        key_norm=NormParts(attention.k_norm.weight),
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=attention.o_proj,
+        gate_up=(mlp.gate_proj, mlp.up_proj),
+        down=mlp.down_proj,
+    )

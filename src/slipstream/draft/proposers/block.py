@@ -1,0 +1,150 @@
+"""A whole block in one pass: what DFlash's heads do, and those that grew from them.
+
+An entry of the cache belongs to a committed token and is made of the target's features of that token. The block is the
+*anchor*, which is the last committed token, whose features the target has not computed yet, and mask tokens behind it.
+Its rows lie behind the entries during a pass, and nothing of them is kept: accepted tokens get their entries from the
+features of the pass that verified them.
+
+Without a left-to-right head a row's distribution is a marginal, the same whatever is drafted before it: `marginals`
+says what becomes of them. With one, each level is drawn from logits that were corrected by the tokens before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.core.sequence import Sequence
+from slipstream.draft.base import DraftContext
+from slipstream.draft.heads.block_executor import BlockExecutor
+from slipstream.draft.heads.dflash_head import DFlashConfig
+from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
+from slipstream.draft.proposers.growing import Feed
+from slipstream.draft.proposers.marginals import grow_from_marginals
+from slipstream.draft.proposers.own_cache import CachedDrafter
+from slipstream.draft.proposers.proposal_shape import ShapeOptions
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pool import LayerShape
+from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.causal_lm import CausalLM
+
+
+class BlockDrafter(CachedDrafter):
+    """Drafts with a head whose executor a subclass makes."""
+
+    keeps_accepted = False
+    executor: BlockExecutor
+    target_cache: KVCache | None = None
+
+    def __init__(
+        self, options: ShapeOptions, context: DraftContext, *, config: DFlashConfig, like: CausalLM
+    ) -> None:
+        """`config` is the head's, which drafts for the target `like`; at most as deep as its block is."""
+        self.block = config
+        self._estimates = config.confidence is not None and options.confidence_threshold > 0
+        """Whether chains end by what the head itself says of their tokens."""
+        super().__init__(
+            options,
+            context,
+            vocab_size=context.vocab_size,
+            context_length=config.max_position_embeddings,
+            shapes=entry_shapes(config),
+            like=like,
+        )
+
+    def attach(self, cache: KVCache) -> None:
+        self.target_cache = cache
+
+    def weight_bytes(self) -> int:
+        return self.executor.footprint()
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        return min(len(sequence.token_ids) - 1, sequence.num_computed)
+
+    def _max_stored(self) -> int:
+        return self._num_rows(self.shape.depth) - 1
+
+    def _num_rows(self, levels: int) -> int:
+        """Rows of a block of which so many levels are used. Fewer rows change what is drafted unless all layers are
+        causal: then a row does not see those behind it. A refiner reads the mean of all."""
+        correction = self.block.left_to_right
+        reads_all = not all(self.block.causal) or (correction is not None and correction.kind == "refiner")
+        return self.block.block_size if reads_all else self.block.first_slot + levels
+
+    def grow(self, trees: list[DraftTree]) -> None:
+        if feeds := self.pending_feeds(trees):
+            features = torch.cat([self._features(feed) for feed in feeds])
+            self.executor.store(ForwardBatch([feed.rows for feed in feeds]), self.cache.pool, features)
+            for feed in feeds:
+                self.commit_feed(feed)
+        if ready := [tree for tree in trees if tree.frontier and self._is_ready(tree)]:
+            self._draft_blocks(ready)
+
+    def _is_ready(self, tree: DraftTree) -> bool:
+        """True where all tokens before the anchor have entries."""
+        return self.cache.accounting.num_valid(tree.sequence.id) == tree.length - 1
+
+    def _features(self, feed: Feed) -> Tensor:
+        """[rows, width]: the target's features of a feed's tokens."""
+        assert self.target_cache is not None, "attach() comes before the first proposal"
+        end = feed.first + len(feed.rows.token_ids)
+        return self.target_cache.features(feed.tree.sequence.id, feed.first, end)
+
+    def _draft_blocks(self, trees: list[DraftTree]) -> None:
+        levels = max(tree.max_depth for tree in trees)
+        masks = [self.block.mask_token_id] * (self._num_rows(levels) - 1)
+        wanted = range(self.block.first_slot, self.block.first_slot + levels)
+        blocks = [
+            RowGroup(
+                self.cache.accounting.slots(tree.sequence.id),
+                tree.length - 1,
+                [tree.sequence.token_ids[-1], *masks],
+                wanted,
+            )
+            for tree in trees
+        ]
+        states, logits = self.executor.forward(blocks, self.cache.pool)
+        if self._estimates or self.block.left_to_right is not None:
+            self._grow_in_turn(trees, states, logits)
+        else:
+            levels_of = [rows[: tree.max_depth] for rows, tree in zip(logits, trees, strict=True)]
+            grow_from_marginals(trees, self.executor.spread(torch.cat(levels_of)))
+
+    def _grow_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor) -> None:
+        """A level at a time, from the tokens of the one before.
+
+        `states` [trees, rows, hidden] and `logits` [trees, levels, draft vocab] are what a pass gave.
+        """
+        read = self._begin_in_turn(trees, states)
+        for level in range(logits.shape[1]):
+            rows = [number for number, tree in enumerate(trees) for _ in tree.frontier]
+            if not rows:
+                return
+            slot = self.block.first_slot + level
+            previous = self._ids([token_id for tree in trees for token_id in tree.frontier_tokens()])
+            above = torch.stack([state for tree in trees for state in tree.states_above()])
+            found, after = self.executor.step(slot, read[rows, slot], logits[rows, level], previous, above)
+            likely = self.executor.confidence(states[rows, slot], previous) if self._estimates else None
+            peaks, end = Peaks.of(found, trees), 0
+            for tree in trees:
+                begin, end = end, end + len(tree.frontier)
+                if end > begin:
+                    tree.keep_states(after[begin:end])
+                    tree.grow(found[begin:end], peaks.rows(begin, end), likely[begin] if likely else None)
+
+    def _begin_in_turn(self, trees: list[DraftTree], states: Tensor) -> Tensor:
+        """Give each tree its first state, and return what the levels read of the `states`."""
+        ends = [tree.sequence.token_ids[-2:] for tree in trees]
+        anchor, before = self._ids([end[-1] for end in ends]), self._ids([end[0] for end in ends])
+        read, begun = self.executor.begin(states, anchor, before)
+        for tree, state in zip(trees, begun, strict=True):
+            tree.state = state
+        return read
+
+    def _ids(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+
+
+def entry_shapes(config: DFlashConfig) -> list[LayerShape]:
+    """What each layer of a head holds of a token."""
+    return [LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_layers

@@ -1,0 +1,80 @@
+"""Proposals from marginals: at a depth, the probabilities below every node are the same, given the committed text.
+
+What is drawn from them is drawn with the noise of its own position, and the marginal itself is its distribution.
+A tree need not grow level by level then: its nodes are found in the order of the products of their probabilities, as
+in JetSpec (2026, arXiv 2606.18394).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError, whole_chains
+from slipstream.models.executor.chains import Chains
+
+
+def grow_from_marginals(trees: Seq[DraftTree], logits: Tensor) -> None:
+    """Grow `trees` to the end from `logits` [sum of their `max_depth`, vocab], those of a tree's levels in order.
+
+    A dynamic tree gets the best nodes that it may have, unless what its request does to logits depends on the path, as
+    penalties and grammars do: then it grows level by level. Raises as `DraftTree.grow` does.
+    """
+    firsts = [0, *accumulate(tree.max_depth for tree in trees)]
+    draws = whole_chains(trees)
+    drawn = [(tree, first) for tree, first in zip(trees, firsts, strict=False) if tree.sequence.id in draws]
+    if drawn:
+        chains = Chains(list(draws.values()), logits.shape[-1])
+        growing, level = list(range(len(drawn))), 0
+        while growing:
+            growing = chains.take(logits[[drawn[chain][1] + level for chain in growing]], growing)
+            level += 1
+        for (tree, _), token_ids in zip(drawn, chains.drawn, strict=True):
+            tree.take_chain(token_ids)
+    for tree, first in zip(trees, firsts, strict=False):
+        if tree.frontier and tree.shape.is_dynamic and tree.processor.filters_only is not None:
+            _grow_best_first(tree, *_candidates(tree, logits[first : first + tree.max_depth]))
+        level = first
+        while tree.frontier:
+            tree.grow(logits[level].expand(len(tree.frontier), -1))
+            level += 1
+
+
+def _candidates(tree: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """The best tokens of each level, and the logarithms of their probabilities; with `coupled`, after adding the
+    target's noise."""
+    if not logits.amax(-1).isfinite().all():
+        raise NotFiniteError(tree.sequence.id)
+    log_probs = tree.processor.log_probs(logits, [], [[]] * len(logits))
+    log_probs = log_probs.masked_fill(logits == -math.inf, -math.inf)
+    if tree.shape.method == "coupled":
+        first = len(tree.sequence.token_ids)
+        noisy = tree.noise.perturb(log_probs, range(first, first + len(logits)))
+        log_probs = torch.log_softmax(noisy, dim=-1)
+    top = log_probs.topk(min(tree.shape.top_k, log_probs.shape[-1]), dim=-1)
+    return top.indices.tolist(), top.values.tolist()
+
+
+def _grow_best_first(tree: DraftTree, token_ids: list[list[int]], scores: list[list[float]]) -> None:
+    """Add the best nodes, each behind its parent and its better siblings, none of which it can exceed."""
+    waiting: list[tuple[float, int, int, DraftNode | None, int]] = []  # -score, order, depth, parent, rank
+
+    def wait(depth: int, parent: DraftNode | None, rank: int) -> None:
+        if depth <= len(scores) and rank < len(scores[depth - 1]):
+            score = (parent.score if parent else 0.0) + scores[depth - 1][rank]
+            if score > -math.inf:
+                heapq.heappush(waiting, (-score, len(tree.nodes) + len(waiting), depth, parent, rank))
+
+    wait(1, None, 0)
+    while waiting and len(tree.nodes) < tree.max_nodes:
+        score, _, depth, parent, rank = heapq.heappop(waiting)
+        node = DraftNode(token_ids[depth - 1][rank], parent, depth, -score)
+        tree.nodes.append(node)
+        wait(depth + 1, node, 0)
+        wait(depth, parent, rank + 1)
+    tree.frontier = []
