@@ -39,6 +39,7 @@ TENSORRT_FIELDS: dict[str, dict[str, type]] = {
         "is_use_oldest": bool,
         "is_public_pool": bool,
     },
+    "MTP": {"num_nextn_predict_layers": int, "mtp_eagle_one_model": bool},
     "SA": {"max_matching_ngram_size": int, "enable_global_pool": bool},
     "Eagle3": {
         "use_dynamic_tree": bool,
@@ -87,6 +88,8 @@ def sglang_faults(words: Sequence[str], files: Mapping[str, Any]) -> list[str]:
 def _sglang_rules(given: Mapping[str, Any], files: Mapping[str, Any]) -> list[str]:
     faults: list[str] = []
     algorithm = given.get("algorithm")
+    if algorithm == "NEXTN":  # another name of EAGLE, with the target's own layer
+        algorithm, given = "EAGLE", {"draft-model-path": "", **given}
     if algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
         steps, top_k, tokens = (given.get(name) for name in ("num-steps", "eagle-topk", "num-draft-tokens"))
         if steps is None or top_k is None or tokens is None:
@@ -126,7 +129,7 @@ def tensorrt_faults(config: Mapping[str, Any]) -> list[str]:
         for name, value in config.items()
         if name in fields and not isinstance(value, fields[name])
     ]
-    depth = config.get("max_draft_len", 0)
+    depth = config.get("num_nextn_predict_layers" if kind == "MTP" else "max_draft_len", 0)
     if depth <= 0:
         faults.append("max_draft_len must be above 0")
     if kind in ("DraftTarget", "Eagle3") and "speculative_model" not in config:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from slipstream.draft.methods import WITH_MODEL
+from slipstream.draft.methods import MAY_NAME_MODEL, WITH_MODEL
 from slipstream.tools.export.record import (
     SAMPLINGS,
     VERIFIES,
@@ -51,15 +51,16 @@ def trees(draw: st.DrawFn, depth: int) -> TreeShape | None:
 @st.composite
 def records(draw: st.DrawFn) -> SpeculativeRecord:
     """Any record that a user can write."""
-    method = draw(st.sampled_from(["off", "ngram", "suffix", "layer_skip", "lookahead", *WITH_MODEL]))
+    method = draw(st.sampled_from(["off", "ngram", "suffix", "layer_skip", "lookahead", *MAY_NAME_MODEL]))
     depth = draw(st.integers(1, 9))
-    grows = method in WITH_MODEL or method == "layer_skip"
+    grows = method in MAY_NAME_MODEL or method == "layer_skip"
+    names_model, nowhere = method in MAY_NAME_MODEL, [] if method in WITH_MODEL else [None]
     low = draw(st.integers(1, 5))
     fields: dict[str, Any] = {
         "method": method,
         "target": draw(st.sampled_from([TARGET, "/models/target", "target.gguf"])),
-        "model": draw(st.sampled_from([DRAFT, "./draft", "d.gguf"])) if method in WITH_MODEL else None,
-        "revision": draw(st.sampled_from([None, "v2"])) if method in WITH_MODEL else None,
+        "model": draw(st.sampled_from([*nowhere, DRAFT, "./draft", "d.gguf"])) if names_model else None,
+        "revision": draw(st.sampled_from([None, "v2"])) if names_model else None,
         "quantization": draw(st.sampled_from([None, "int8"])) if grows else None,
         "depth": depth if draw(st.integers(0, 9)) else None,
         "tree": draw(trees(depth)) if grows else None,

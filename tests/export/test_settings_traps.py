@@ -554,3 +554,25 @@ def test_a_command_longer_than_a_name_of_a_file_is_a_command() -> None:
         600 * "n",
     )
     assert read_source(" ".join(words)).words == words
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting", "depth"),
+    [
+        ("vllm", '{"method": "mtp", "num_speculative_tokens": 2}', 2),
+        ("vllm", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}', 1),
+        ("vllm", '{"method": "qwen3_next_mtp", "num_speculative_tokens": 2}', 2),
+        ("sglang", "x --speculative-algorithm NEXTN", 3),
+        ("sglang", "x --speculative-algorithm NEXTN --speculative-num-steps 2", 2),
+        ("tensorrt-llm", '{"decoding_type": "MTP", "num_nextn_predict_layers": 2}', 2),
+        ("tensorrt-llm", '{"decoding_type": "MTP", "max_draft_len": 2}', 2),
+        ("llama-cpp", "llama-server -m t.gguf --spec-type draft-mtp --spec-draft-n-max 2", 2),
+        ("transformers", '{"model": "t", "use_mtp": true}', 1),
+    ],
+)
+def test_multi_token_prediction_has_a_name_of_each_engine(engine: str, setting: str, depth: int) -> None:
+    record = imported(engine, setting)
+    assert (record.method, record.model, record.depth) == ("mtp", None, depth)
+    exported = ENGINES[engine].to_engine(record)
+    assert exported.record.method == "mtp"
+    assert "model" not in exported.lost

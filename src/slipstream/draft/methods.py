@@ -273,7 +273,13 @@ MTP = MethodSpec(
     features=TargetFeatures.LAST,
     reads_unused_tensors=True,
     drafts_chains=True,
-    elsewhere={VLLM: ("mtp",)},
+    elsewhere={
+        VLLM: ("mtp",),
+        SGLANG: ("NEXTN",),
+        TENSORRT_LLM: ("MTP",),
+        LLAMA_CPP: ("draft-mtp",),
+        TRANSFORMERS: ("use_mtp",),
+    },
     nearest=("ngram",),
 )
 PEAGLE = MethodSpec(
@@ -370,6 +376,8 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
 LOOKUPS = tuple(spec.name for spec in METHODS.values() if spec.is_lookup)
 WITH_MODEL = tuple(spec.name for spec in METHODS.values() if spec.needs_model)
 """Methods that cannot run without a draft model or a head."""
+MAY_NAME_MODEL = (*WITH_MODEL, MTP.name)
+"""Methods that take a draft model or a head."""
 DRAFT_MODELS = tuple(spec.name for spec in METHODS.values() if spec.weights is DraftWeights.DRAFT_MODEL)
 HEADS = tuple(spec.name for spec in METHODS.values() if spec.is_head)
 OWN_WEIGHTS = tuple(spec.name for spec in METHODS.values() if spec.uses_target)

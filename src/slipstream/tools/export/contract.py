@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from slipstream.draft.methods import METHODS, NGRAM, OFF, WITH_MODEL, names_in
+from slipstream.draft.methods import MAY_NAME_MODEL, METHODS, NGRAM, OFF, WITH_MODEL, names_in
 from slipstream.errors import ConfigError
 from slipstream.tools.export.keys import NEUTRAL
 from slipstream.tools.export.reading import SettingSource
@@ -120,14 +120,14 @@ _USUAL = {
     lack.field: lack
     for lack in (
         Lack("depth", "nothing is drafted", DRAFTING),
-        Lack("model", "this drafter has no model", WITH_MODEL),
-        Lack("revision", "this drafter has no model", WITH_MODEL),
+        Lack("model", "the model of this drafter is the target", WITH_MODEL),
+        Lack("revision", "the model of this drafter is the target", WITH_MODEL),
         Lack("confidence_threshold", "{engine} drafts the whole depth always"),
         Lack("exit_layer", "{engine} has no early exit"),
         Lack("suffix", "{engine} has no suffix drafter"),
         Lack("schedule", "{engine} drafts the same depth at any load"),
         Lack("ngram", "only ngram has it", (NGRAM.name,)),
-        Lack("tree", "this drafter proposes chains", WITH_MODEL),
+        Lack("tree", "this drafter proposes chains", MAY_NAME_MODEL),
     )
 }
 

@@ -9,7 +9,18 @@ from typing import Any
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.combine.rules import PlanRule
-from slipstream.draft.methods import AUTO, CHAINS, EAGLE, EAGLE3, HEADS, LOOKUPS, METHODS, OFF, WITH_MODEL
+from slipstream.draft.methods import (
+    AUTO,
+    CHAINS,
+    EAGLE,
+    EAGLE3,
+    HEADS,
+    LOOKUPS,
+    MAY_NAME_MODEL,
+    METHODS,
+    OFF,
+    WITH_MODEL,
+)
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.errors import ConfigError
 from slipstream.tools.export.head_info import context_length, head_info
@@ -86,8 +97,8 @@ def _without_depth(config: SpeculativeConfig) -> str:
 _SAMPLINGS = {"greedy": "one_hot", "probabilistic": "sampled", "coupled": "coupled"}
 _VERIFIERS = {"any": "coupled", "coupled": "coupled", "rejection": "rejection", "block": "block"}
 TABLE = (
-    Key("model", "model", methods=WITH_MODEL),
-    Key("revision", "revision", methods=WITH_MODEL),
+    Key("model", "model", methods=MAY_NAME_MODEL),
+    Key("revision", "revision", methods=MAY_NAME_MODEL),
     Key("quantization", "quantization"),
     Key("confidence_threshold", "confidence_threshold"),
     Key("prompt_lookup_min", "ngram.min"),
@@ -133,6 +144,7 @@ def from_own(
         if name not in _ORDER and value != defaults[name] and config.method in _CARRIED
     )
     found = fields_found(values, TABLE, config.method)
+    found["model"] = found.get("model") or None  # empty: the layer is in the target's checkpoint
     record = SpeculativeRecord(
         method=config.method,
         target=target,

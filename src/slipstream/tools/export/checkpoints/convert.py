@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config import reject_unknown
-from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, PEAGLE
+from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, MTP, PEAGLE
 from slipstream.models import load_tokenizer
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import eagle3_writer
@@ -57,6 +57,8 @@ def convert(
         return _medusa(record, engine, folder, version)
     if record.method == HYDRA.name:
         raise ExportError(f"no other engine runs Hydra heads; {NEAREST_TO_HEADS}")
+    if record.method == MTP.name:
+        return ConvertedCheckpoint(notes=("the target is loaded as it is: the layer is in its checkpoint",))
     notes = (
         ("the target and the draft model are loaded as they are",) if record.method in DRAFT_MODELS else ()
     )
@@ -91,6 +93,11 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
     """The target too: llama.cpp reads GGUF files only. Nothing is written where either cannot be."""
     if record.method in (MEDUSA.name, HYDRA.name, EAGLE.name, PEAGLE.name):
         raise ExportError(f"llama.cpp runs no {record.method} heads; {NEAREST_TO_HEADS}")
+    if record.method == MTP.name:
+        raise ExportError(
+            "the layer for multi-token prediction is not written into GGUF files here; convert the target with "
+            "llama.cpp's own convert_hf_to_gguf.py, which keeps it"
+        )
     draft = None
     if record.method in (*DRAFT_MODELS, EAGLE3.name):
         draft = folder / ("eagle3.gguf" if record.method == EAGLE3.name else "draft.gguf")

@@ -16,6 +16,8 @@ from slipstream.draft.methods import (
     DRAFT_MODEL,
     EAGLE3,
     LLAMA_CPP,
+    MAY_NAME_MODEL,
+    MTP,
     NGRAM,
     OFF,
     WITH_MODEL,
@@ -40,7 +42,6 @@ TYPES = names_in(LLAMA_CPP)
 KINDS = names_from(LLAMA_CPP)
 """Its kinds of drafters, to our methods."""
 ELSEWHERE = {
-    "draft-mtp": "train an EAGLE-3 head for the model",
     "ngram-cache": "use --spec suffix, which keeps past answers too",
 }
 SYNONYMS = {
@@ -108,7 +109,7 @@ TABLE = (
         "--spec-draft-n-max",
         "depth",
         whole_number,
-        methods=WITH_MODEL,
+        methods=MAY_NAME_MODEL,
         also=("--draft-max",),
         default=DEFAULT_DEPTH,
     ),
@@ -126,6 +127,7 @@ class LlamaCppSettings(SettingsFormat):
     default_depths: ClassVar[Mapping[str, int]] = {
         DRAFT_MODEL.name: DEFAULT_DEPTH,
         EAGLE3.name: DEFAULT_DEPTH,
+        MTP.name: DEFAULT_DEPTH,
         NGRAM.name: DEFAULT_SIZES[1],
     }
 
@@ -135,8 +137,8 @@ class LlamaCppSettings(SettingsFormat):
         *("exit_layer", "suffix", "schedule"),
         Lack("revision", "{engine} takes a file or the newest of the hub"),
         "model",
-        Lack("confidence_threshold", "an n-gram has no probability", WITH_MODEL),
-        Lack("tree", "nothing is drafted", WITH_MODEL),
+        Lack("confidence_threshold", "an n-gram has no probability", MAY_NAME_MODEL),
+        Lack("tree", "nothing is drafted", MAY_NAME_MODEL),
         *("depth", "ngram"),
     )
 
@@ -159,12 +161,11 @@ class LlamaCppSettings(SettingsFormat):
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
         notes = []
+        by = "convert_hf_to_gguf.py" if given.method == MTP.name else "--checkpoint"
         for name, what in (("target", given.target), ("draft", given.model)):
             if what and Path(what).is_dir():
-                notes.append(
-                    f"llama.cpp reads GGUF files: the {name} {what} must be converted (--checkpoint)"
-                )
-        if given.confidence_threshold and given.method in (DRAFT_MODEL.name, EAGLE3.name):
+                notes.append(f"llama.cpp reads GGUF files: the {name} {what} must be converted ({by})")
+        if given.confidence_threshold and given.method in (DRAFT_MODEL.name, EAGLE3.name, MTP.name):
             notes.append(
                 "--spec-draft-p-min compares each token's probability, confidence_threshold the product of them: the "
                 "same number drafts longer there"
@@ -199,7 +200,10 @@ class LlamaCppSettings(SettingsFormat):
         if kind is None:
             return None, ()
         notes = _import_notes(given)
-        return (_lookup if KINDS[kind] == NGRAM.name else _draft)(kind, given, target), notes
+        record = (_lookup if KINDS[kind] == NGRAM.name else _draft)(kind, given, target)
+        if record.method == DRAFT_MODEL.name and version == WITHOUT_SAMPLED_DRAFTS:
+            record = replace(record, draft_sampling="one_hot")
+        return record, notes
 
 
 def _check_head(record: SpeculativeRecord) -> None:
@@ -221,7 +225,7 @@ def _check_head(record: SpeculativeRecord) -> None:
 def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_drafts: bool) -> None:
     """Only a draft model may be sampled, and only by newer builds; then it is verified by rejection."""
     drawn = record.method == DRAFT_MODEL.name and record.draft_sampling in ("sampled", "coupled")
-    if drawn and not samples_drafts:
+    if record.method == DRAFT_MODEL.name and not samples_drafts:
         losses.change("draft_sampling", "one_hot", "llama.cpp samples drafts from build 11368 on")
     elif drawn:
         losses.change(
@@ -302,7 +306,7 @@ def _import_notes(given: Mapping[str, str]) -> list[str]:
 def _draft(kind: str, given: Mapping[str, str], target: str | None) -> SpeculativeRecord:
     method = KINDS[kind]
     model = given.get("--spec-draft-model", given.get("--spec-draft-hf"))
-    if not model:
+    if not model and method != MTP.name:
         raise ConfigError(f"--spec-type {kind} needs a draft: --spec-draft-model FILE")
     chosen = given.get(SAMPLING)
     if chosen not in (None, *SAMPLINGS.values()):

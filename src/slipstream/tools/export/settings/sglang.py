@@ -15,6 +15,8 @@ from slipstream.draft.methods import (
     DRAFT_MODEL,
     EAGLE,
     EAGLE3,
+    MAY_NAME_MODEL,
+    MTP,
     NGRAM,
     OFF,
     SGLANG,
@@ -46,7 +48,6 @@ from slipstream.tools.export.refusals import ExportError, check_grown_tree, desc
 ADAPTIVE_FILE = "speculative_adaptive.json"
 ALGORITHMS = names_in(SGLANG)
 ELSEWHERE = {
-    "NEXTN": "train an EAGLE-3 head for the model",
     "UNO": "train an EAGLE-3 head for the model",
     "FROZEN_KV_MTP": "train an EAGLE-3 head for the model",
 }
@@ -71,8 +72,8 @@ TABLE = (
     _key("algorithm", "method", names=ALGORITHMS),
     _key("draft-model-path", "model", methods=WITH_MODEL, also=(_PREFIX + "draft-model",)),
     _key("draft-model-revision", "revision"),
-    _key("num-steps", "depth", read=None, methods=WITH_MODEL),
-    _key("eagle-topk", "method", names=dict.fromkeys(WITH_MODEL, 1)),
+    _key("num-steps", "depth", read=None, methods=MAY_NAME_MODEL),
+    _key("eagle-topk", "method", names=dict.fromkeys(MAY_NAME_MODEL, 1)),
     _key("num-draft-tokens", "depth", read=None, write=lambda depth: depth + 1),
     # A breadth of 1 is a chain; its default is a tree.
     _key("ngram-min-bfs-breadth", "method", names={NGRAM.name: 1}),
@@ -87,11 +88,18 @@ USED_FLAGS = names_of(TABLE).union(
     )
 )
 FLAGS = (*USED_FLAGS, *(_PREFIX + name for name in OTHER_FLAGS))
+_OF_EAGLE = (EAGLE.name, EAGLE3.name, MTP.name)
+"""Methods that its worker for EAGLE runs."""
 _DEFAULT_NGRAM_TOKENS = 12
 """What it checks in a step of NGRAM unless set otherwise, the root included."""
 _DEFAULT_BREADTH = 10
 _NUMBERS = ("num-steps", "eagle-topk", "num-draft-tokens")
-_DEFAULT_SHAPES = {DRAFT_MODEL.name: (3, 1, 4), EAGLE.name: (5, 4, 8), EAGLE3.name: (5, 4, 8)}
+_DEFAULT_SHAPES = {
+    DRAFT_MODEL.name: (3, 1, 4),
+    MTP.name: (3, 1, 4),
+    EAGLE.name: (5, 4, 8),
+    EAGLE3.name: (5, 4, 8),
+}
 """The three numbers that it chooses itself; of EAGLE for Llama, and (3, 1, 4) for most other targets."""
 
 
@@ -108,7 +116,7 @@ class SglangSettings(SettingsFormat):
         *("exit_layer", "suffix"),
         Lack("ngram", "SGLang's n-gram drafter matches any length up to its trie's depth"),
         *("model", "revision"),
-        Lack("tree", "SGLang is given a chain of n-grams", WITH_MODEL),
+        Lack("tree", "SGLang is given a chain of n-grams", MAY_NAME_MODEL),
         "depth",
     )
 
@@ -185,7 +193,7 @@ class SglangSettings(SettingsFormat):
 
 
 def _adapt_verification(record: SpeculativeRecord, losses: Losses) -> None:
-    is_eagle_chain = record.method in (EAGLE.name, EAGLE3.name) and record.tree is None
+    is_eagle_chain = record.method in _OF_EAGLE and record.tree is None
     whole = record.head is None or record.head.vocabulary is None
     if is_eagle_chain and record.verify == "block":
         losses.change("draft_sampling", None, "block verification of SGLang draws as it needs to")
@@ -210,7 +218,7 @@ def _adapt_schedule(losses: Losses) -> None:
     record = losses.record
     if not record.schedule:
         return
-    if record.method not in (EAGLE.name, EAGLE3.name) or record.tree is not None:
+    if record.method not in _OF_EAGLE or record.tree is not None:
         losses.change("schedule", (), "SGLang changes the depth of EAGLE chains only")
         return
     deepest = max(each.depth for each in record.schedule)
@@ -297,7 +305,7 @@ def _shape(given: Mapping[str, Any], method: str, notes: list[str]) -> tuple[int
         return None, None
     if not number:
         number = dict(zip(_NUMBERS, _DEFAULT_SHAPES[method], strict=True))
-        if method != DRAFT_MODEL.name:
+        if method in (EAGLE.name, EAGLE3.name):
             notes.append(
                 "SGLang chooses its numbers by the target: here those of Llama; most others have 3 steps and top-k 1"
             )

@@ -19,6 +19,8 @@ from slipstream.draft.methods import (
     EAGLE3,
     LOOKAHEAD,
     MEDUSA,
+    METHODS,
+    MTP,
     NGRAM,
     OFF,
     TENSORRT_LLM,
@@ -46,7 +48,6 @@ FILE = "config.yaml"
 TYPES = names_in(TENSORRT_LLM)
 SYNONYMS = {name: TYPES[method] for name, method in names_from(TENSORRT_LLM).items()}
 ELSEWHERE = {
-    "MTP": "train an EAGLE-3 head for the model",
     "PARD": "draft models draft token by token here; train a draft model",
     "AUTO": 'use {"method": "auto"}',
     "User_Provided": 'give method the class itself: "my_package.module:MyDrafter"',
@@ -69,6 +70,11 @@ KEYS = {
     "DraftTarget": _BASE,
     "NGram": (*_BASE, "max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"),
     "SA": (*_BASE, "max_matching_ngram_size", "enable_global_pool"),
+    "MTP": (
+        *(*_BASE, "num_nextn_predict_layers", "num_nextn_predict_layers_from_model_config"),
+        *("use_mtp_vanilla", "mtp_eagle_one_model", RELAXED, "relaxed_topk", "relaxed_delta"),
+        *("begin_thinking_phase_token", "end_thinking_phase_token"),
+    ),
     "Eagle3": (
         *(*_BASE, "use_dynamic_tree", "dynamic_tree_max_topK", "eagle_choices", "num_eagle_layers"),
         *("eagle3_one_model", "eagle3_layers_to_capture", "eagle3_model_arch", "greedy_sampling"),
@@ -95,7 +101,8 @@ def _lengths(schedule: Sequence[ScheduleRange]) -> dict[int, int]:
 
 TABLE = (
     Key("decoding_type", "method", names=TYPES),
-    Key("max_draft_len", "depth", whole_number),
+    Key("max_draft_len", "depth", whole_number, methods=tuple(METHODS.keys() - {MTP.name})),
+    Key("num_nextn_predict_layers", "depth", whole_number, methods=(MTP.name,), also=("max_draft_len",)),
     Key("speculative_model", "model", methods=WITH_MODEL, also=("speculative_model_dir",)),
     up_to("max_matching_ngram_size", 2),
     Key("eagle3_layers_to_capture", "head", None, _captured_ids, methods=(EAGLE3.name,)),
@@ -297,9 +304,10 @@ def _from_calls(calls: tuple[PythonCall, ...], where: str) -> tuple[Mapping[str,
 
 def _record(kind: str, given: Mapping[str, Any], target: str | None) -> SpeculativeRecord:
     method = names_from(TENSORRT_LLM)[kind]
-    if given.get("max_draft_len") is None:
-        raise ConfigError("TensorRT-LLM needs max_draft_len, the number of draft tokens")
     found = fields_found(given, TABLE, method)
+    if found.get("depth") is None:
+        key = "num_nextn_predict_layers" if method == MTP.name else "max_draft_len"
+        raise ConfigError(f"TensorRT-LLM needs {key}, the number of draft tokens")
     rejection, tree = bool(given.get("use_rejection_sampling")), _tree(given, found["depth"])
     return SpeculativeRecord(
         method=method,

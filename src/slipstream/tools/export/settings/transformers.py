@@ -42,7 +42,6 @@ METHODS = names_in(TRANSFORMERS)
 DRAFT_KEYS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 """Keys of the draft's generation configuration."""
 REFUSED = {
-    "use_mtp": "train an EAGLE-3 head for the model",
     "speculation_type": "convert or train an EAGLE-3 head",
 }
 LOSSY = "assistant_ensemble_weight"
@@ -57,6 +56,7 @@ TABLE = (
     up_to("max_matching_ngram_size", DEFAULT_NGRAM),
     Key("assistant_early_exit", "exit_layer", whole_number, methods=(LAYER_SKIP.name,)),
     Key("assistant_model", "model", methods=DRAFT_MODELS),
+    Key("use_mtp", "method", names={MTP.name: True}),
     # Which of the two runs depends on whether text is sampled.
     Key("assistant_tokenizer", "model", None, methods=(TLI.name, SLEM.name)),
     Key("do_sample", "method", names={TLI.name: True, SLEM.name: False}),
@@ -71,7 +71,7 @@ TABLE = (
     ),
 )
 KEYS = (
-    *("model", "assistant_lookbehind", "target_lookbehind", "speculation_type", "use_mtp"),
+    *("model", "assistant_lookbehind", "target_lookbehind", "speculation_type"),
     *("assistant_ensemble_weight", "is_assistant", *(key.name for key in TABLE)),
 )
 
@@ -81,7 +81,7 @@ class TransformersSettings(SettingsFormat):
 
     name = "transformers"
     versions = ("5",)
-    default_depths: ClassVar[Mapping[str, int]] = dict.fromkeys(METHODS, DEFAULT_DEPTH)
+    default_depths: ClassVar[Mapping[str, int]] = {**dict.fromkeys(METHODS, DEFAULT_DEPTH), MTP.name: 1}
 
     title = "Transformers"
     lacks = (
@@ -110,6 +110,10 @@ class TransformersSettings(SettingsFormat):
         if record.method == NGRAM.name:
             longest = DEFAULT_NGRAM if record.ngram is None else record.ngram.max
             losses.change("ngram", NgramLookup(1, longest), "Transformers looks up any shorter n-gram too")
+        if record.method == MTP.name:
+            losses.change(
+                "depth", 1, "Transformers drafts one token with each layer, and checkpoints have one"
+            )
 
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
         values = _values(record)
@@ -204,7 +208,13 @@ def _program(values: Mapping[str, Any]) -> str:
         )
         keywords += ["tokenizer=tokenizer", "assistant_tokenizer=assistant_tokenizer"]
     lines += [f"{owner}.generation_config.{name} = {values[name]!r}" for name in DRAFT_KEYS if name in values]
-    plain = ("do_sample", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit")
+    plain = (
+        "do_sample",
+        "use_mtp",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "assistant_early_exit",
+    )
     keywords += [f"{name}={values[name]!r}" for name in plain if name in values]
     lines += [
         "",
@@ -263,6 +273,8 @@ def _record(given: Mapping[str, Any]) -> SpeculativeRecord:
         if name in given:  # refused also where nothing reads it
             read(given[name], name)
     found = {} if method == OFF.name else fields_found(given, TABLE, method)
+    if method == MTP.name:
+        found["depth"] = 1  # one token with each layer, of which checkpoints have one
     return SpeculativeRecord(method=method, target=given.get("model"), **found)
 
 
@@ -271,6 +283,8 @@ def _method(given: Mapping[str, Any]) -> str:
         return NGRAM.name
     if given.get("assistant_early_exit") is not None:
         return LAYER_SKIP.name
+    if given.get("use_mtp"):
+        return MTP.name
     if not given.get("assistant_model"):
         return OFF.name
     if not given.get("assistant_tokenizer"):

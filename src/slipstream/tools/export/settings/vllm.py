@@ -13,14 +13,15 @@ from slipstream.draft.methods import (
     DRAFT_MODELS,
     EAGLE,
     EAGLE3,
+    MAY_NAME_MODEL,
     MEDUSA,
+    MTP,
     NGRAM,
     OFF,
     PEAGLE,
     SUFFIX,
     TLI,
     VLLM,
-    WITH_MODEL,
     names_in,
 )
 from slipstream.errors import ConfigError
@@ -99,7 +100,7 @@ _SUFFIX = [
 TABLE = (
     # The method is always written: without it vLLM goes by substrings of the model's path.
     Key("method", "method", names=names_in(VLLM)),
-    Key("model", "model", methods=WITH_MODEL),
+    Key("model", "model", methods=MAY_NAME_MODEL),
     Key("revision", "revision"),
     Key("num_speculative_tokens", "depth", whole_number),
     Key("use_heterogeneous_vocab", "method", names={TLI.name: True}),
@@ -117,7 +118,7 @@ _NEW_KEYS = (
     *("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
 )
 KEYS = {"0.32": _KEYS, "0.33": _KEYS.union(_NEW_KEYS)}
-_MAY_SAMPLE = frozenset({DRAFT_MODEL.name, EAGLE.name, EAGLE3.name})
+_MAY_SAMPLE = frozenset({DRAFT_MODEL.name, EAGLE.name, EAGLE3.name, MTP.name})
 
 
 class VllmSettings(SettingsFormat):
@@ -134,7 +135,9 @@ class VllmSettings(SettingsFormat):
         "exit_layer",
         Lack("suffix", "its defaults are written for suffix only", (SUFFIX.name,)),
         Lack("ngram", "its defaults are written for ngram only", (NGRAM.name,)),
-        *("model", "revision", "depth", Lack("schedule", "nothing is drafted", DRAFTING)),
+        Lack("model", "this drafter has no model", MAY_NAME_MODEL),
+        Lack("revision", "this drafter has no model", MAY_NAME_MODEL),
+        *("depth", Lack("schedule", "nothing is drafted", DRAFTING)),
         Lack("draft_sampling", "{engine} drafts greedily with {method}", _MAY_SAMPLE),
     )
 
