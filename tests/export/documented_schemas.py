@@ -33,6 +33,7 @@ SGLANG_FLAGS: dict[str, type | tuple[str, ...] | None] = {
 
 TENSORRT_FIELDS: dict[str, dict[str, type]] = {
     "DraftTarget": {},
+    "DFlash": {},
     "NGram": {
         "max_matching_ngram_size": int,
         "is_keep_all": bool,

@@ -68,6 +68,7 @@ _BASE = (
 )
 KEYS = {
     "DraftTarget": _BASE,
+    "DFlash": _BASE,
     "NGram": (*_BASE, "max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"),
     "SA": (*_BASE, "max_matching_ngram_size", "enable_global_pool"),
     "MTP": (
