@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
-from slipstream.draft.heads.eagle_files import save_eagle
+from slipstream.assets import EMBEDDED_EAGLE3
+from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from tests.kit.folders import kept_folder
+from tests.kit.head_drafters import target
 
 MASK = 7
 
@@ -38,6 +41,23 @@ def random_peagle(num_layers: int = 2, **options: Any) -> EagleHead:
     if config.draft_vocab_size < config.vocab_size:
         head.draft_token_ids = torch.randperm(4096)[: config.draft_vocab_size].sort().values
     return head.eval().requires_grad_(False)
+
+
+@functools.cache
+def masked_eagle3(num_layers: int = 1) -> str:
+    """The embedded EAGLE-3 head with masks, which it was not trained to read: its first draft token is as good as ever.
+    Layers after the first change nothing."""
+    given = read_eagle(EMBEDDED_EAGLE3, target())
+    head = EagleHead(dataclasses.replace(given.config, mask_token_id=MASK, num_layers=num_layers))
+    torch.manual_seed(0)
+    for name, parameter in head.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+        if name.startswith("upper.") and ("o_proj" in name or "down_proj" in name):
+            torch.nn.init.zeros_(parameter)
+    head.load_state_dict(given.state_dict(), strict=False)
+    folder = kept_folder()
+    save_eagle(head, folder, target="embedded", layout="speculators")
+    return str(folder)
 
 
 @functools.cache

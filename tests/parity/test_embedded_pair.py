@@ -22,6 +22,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.text.prompts import encode_chat
 from tests.kit.pard_models import pard_folder
+from tests.kit.peagle_heads import masked_eagle3
 
 NUM_PROMPTS = 28
 MAX_TOKENS = 20
@@ -60,6 +61,10 @@ SPECS: dict[str, dict[str, Any]] = {
     "dflash-chain": {"method": "dflash", "model": TRAINED},
     "dflash-tree": {"method": "dflash", "model": TRAINED, "tree_top_k": 3, "num_draft_nodes": 10},
     "dflash-block": {"method": "dflash", "model": TRAINED, "verifier": "block"},
+    "peagle-chain": {"method": "peagle", "model": MASKED},
+    "peagle-tree": {"method": "peagle", "model": MASKED, "tree_top_k": 3, "num_draft_nodes": 10},
+    "peagle-block": {"method": "peagle", "model": MASKED, "verifier": "block"},
+    "eagle3-two-layers": {"method": "eagle3", "model": MASKED},
     "remote": {"method": "tests.kit.loopback:LoopbackDrafter", "draft": DRAFT},
     "token-recycling": {"method": "token_recycling"},
     "siblings": {"method": "siblings", "share": "tenant"},
@@ -122,6 +127,7 @@ LONG = (
         "ensemble-first",
         "tli-tree",
     ),
+    *("pard-tree", "peagle-chain", "peagle-block"),
     *("slem-sampled", "layers-given", "layers-online", "layers-online-int8", "cascade-layers"),
 )
 """What `make test-long` tries: another setting of each of these methods is tried by `make test`."""
@@ -191,7 +197,7 @@ def speculate(
     if config.get("model") == TRAINED:
         config = {**config, "model": trained_heads(config["method"])}
     elif config.get("model") == MASKED:
-        config = {**config, "model": pard_folder()}
+        config = {**config, "model": pard_folder() if config["method"] == "pard" else masked_eagle3(2)}
     llm = LLM(speculative_config=config, max_num_seqs=5 + 3 * list(SPECS).index(name), **engine)
     requests = [(mode, number) for mode in modes for number in range(NUM_PROMPTS)]
     requests.sort(key=lambda request: (request[1] * 37) % NUM_PROMPTS)

@@ -28,7 +28,7 @@ from slipstream.testing.enumeration import Distribution, total_variation
 from tests.kit.block_heads import LAYOUTS, block_head
 from tests.kit.engine_enumeration import engine_distribution
 from tests.kit.pard_models import pard_folder
-from tests.kit.peagle_heads import peagle_folder
+from tests.kit.peagle_heads import masked_eagle3
 
 PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
 """Sixteen answers; the first token comes with the prompt, before any draft."""
@@ -207,7 +207,7 @@ def test_the_distribution_stays(
     elif spec.get("model") == OTHER_VOCABULARY:
         spec = {**spec, "model": cut_draft}
     elif spec.get("model") == MASKED:
-        spec = {**spec, "model": pard_folder() if spec["method"] == "pard" else peagle_folder()}
+        spec = {**spec, "model": pard_folder() if spec["method"] == "pard" else masked_eagle3()}
     elif spec.get("model") in LAYOUTS:
         spec = {**spec, "model": block_head(spec["model"])}
     verifier = "block" if SPECS.index(given) % 2 else "rejection"

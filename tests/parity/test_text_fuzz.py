@@ -20,6 +20,7 @@ from slipstream.engine.outputs import CompletionOutput
 from slipstream.text.prompts import encode_chat
 from tests.kit.marks import needs_kernels
 from tests.kit.pard_models import pard_folder
+from tests.kit.peagle_heads import masked_eagle3
 
 pytestmark = [
     pytest.mark.long,
@@ -52,6 +53,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
     "mtp": {"method": "mtp", "model": TRAINED, "tree_top_k": 2, "num_draft_nodes": 6},
     "dflash": {"method": "dflash", "model": TRAINED},
+    "peagle": {"method": "peagle", "model": MASKED},
     "ensemble": {
         "method": "ensemble",
         "members": [{"method": "suffix"}, {**DRAFT, "tree_top_k": 3, "num_draft_nodes": 8}],
@@ -153,7 +155,7 @@ def test_every_answer_is_that_of_speculation_off(
     elif config.get("model") == OTHER_VOCABULARY:
         config["model"] = cut_draft
     elif config.get("model") == MASKED:
-        config["model"] = pard_folder()
+        config["model"] = pard_folder() if spec == "pard" else masked_eagle3()
     rng = random.Random(spec)
     options: dict[str, Any] = {"speculative_config": config, "max_model_len": 288}
     llm = LLM(**options, kv_cache_bytes=64 * 2**20)

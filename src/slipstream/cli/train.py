@@ -30,13 +30,15 @@ from slipstream.cli.flags.remote import SERVER_PANEL, ServerFlags, Url
 from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import loading, say_loading
 from slipstream.cli.output.writing import check_folder
-from slipstream.draft.methods import HYDRA, MEDUSA, METHODS
+from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HYDRA, MEDUSA, METHODS, PARD, PEAGLE
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.train.options import (
     DistillOptions,
     EagleTrainOptions,
     EvaluationOptions,
     HeadTrainOptions,
+    PardTrainOptions,
+    PEagleTrainOptions,
     RegenerateOptions,
     TrainOptions,
 )
@@ -164,6 +166,23 @@ class EagleTrainFlags(TrainFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PEagleTrainFlags(TrainFlags):
+    """The training of a P-EAGLE head."""
+
+    own: Annotated[Values, FlagSet(PEagleTrainOptions, "Head")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PardTrainFlags(TrainFlags):
+    """The training of a draft model that reads masks."""
+
+    own: Annotated[
+        Values,
+        FlagSet(PardTrainOptions, "Draft model", skip=frozenset({"on_policy", "on_policy_tokens"})),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MedusaTrainFlags(TrainFlags):
     """The training of Medusa heads."""
 
@@ -210,6 +229,8 @@ def _with_embedded(method: str, own: dict[str, Any]) -> dict[str, Any]:
     from slipstream.assets import EMBEDDED_DRAFTERS
 
     known = {METHODS[name].trainer: folder for name, folder in EMBEDDED_DRAFTERS.items()}
+    # These begin with a drafter that does not read masks yet.
+    known |= {PARD.trainer: known[DRAFT_MODEL.trainer], PEAGLE.trainer: known[EAGLE3.trainer]}
     if method not in known:
         raise ConfigError(
             f"there is no embedded {method}; --init embedded is for {' and '.join(map(str, known))}"
@@ -254,6 +275,34 @@ def eagle(
     from slipstream.train.eagle import EagleStudent
 
     return EagleStudent(wanted, target, documents, 1, seed)
+
+
+@_method(PEagleTrainFlags, PEagleTrainOptions)
+def peagle(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
+    """Train a P-EAGLE head, an EAGLE-3 head that drafts in one pass; use OUTPUT/peagle with --spec peagle:PATH or vLLM.
+
+    Ctrl-C saves; the same command continues.
+    """
+    from slipstream.train.peagle import PEagleStudent
+
+    return PEagleStudent(wanted, target, tokenizer, documents, seed)
+
+
+@_method(PardTrainFlags, PardTrainOptions)
+def pard(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
+    """Teach a draft model to draft in one pass behind masks (PARD); use OUTPUT/pard with --spec pard:PATH or vLLM.
+
+    Begins with a checkpoint, best a trained draft model, with fresh weights or some layers of the target. Ctrl-C saves;
+    the same command continues.
+    """
+    from slipstream.train.distillation import make_draft
+    from slipstream.train.pard import PardStudent
+
+    return PardStudent(make_draft(wanted, target, seed), tokenizer, wanted, documents, seed)
 
 
 @_method(MedusaTrainFlags, HeadTrainOptions)

@@ -203,6 +203,7 @@ PARD = MethodSpec(
     help="a smaller model that reads mask tokens drafts all its tokens in one pass (PARD)",
     weights=DraftWeights.DRAFT_MODEL,
     drafts_chains=True,
+    trainer="pard",
     elsewhere={VLLM: ("draft_model",)},
     nearest=("draft_model", "ngram"),
 )
@@ -289,6 +290,7 @@ PEAGLE = MethodSpec(
     weights=DraftWeights.HEAD,
     features=TargetFeatures.CHOSEN,
     drafts_chains=True,
+    trainer="peagle",
     elsewhere={VLLM: ("eagle3",)},
     nearest=("eagle3", "ngram"),
 )

@@ -17,7 +17,7 @@ from slipstream.draft.methods import EAGLE, EAGLE3
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.eagle_loss import TargetText, training_time_test
-from slipstream.train.options import EagleTrainOptions
+from slipstream.train.options import EagleTrainOptions, PEagleTrainOptions
 from slipstream.train.progress import about_loss
 from slipstream.train.target import FrozenTarget
 
@@ -40,7 +40,7 @@ class EagleStudent:
         if options.init is not None:
             self.head = _given(options.init, target, version)
         else:
-            self.head = _fresh(_config(options, target, version), target, documents)
+            self.head = fresh_head(fresh_config(options, target, version), target, documents)
         self.module: nn.Module = self.head
         self.feature_layers: Seq[int] = self.head.config.feature_layers
 
@@ -109,9 +109,9 @@ def _given(path: str, target: FrozenTarget, version: int) -> EagleHead:
     return head
 
 
-def _fresh(config: EagleConfig, target: FrozenTarget, documents: Seq[TrainingDocument]) -> EagleHead:
+def fresh_head(config: EagleConfig, target: FrozenTarget, documents: Seq[TrainingDocument]) -> EagleHead:
     head = EagleHead(config)
-    _initialise(head, target)
+    initialise(head, target)
     if config.draft_vocab_size < config.vocab_size:
         head.draft_token_ids = most_used(documents, config.vocab_size, config.draft_vocab_size)
         head.lm_head.weight.data.copy_(_output_weight(target)[head.draft_token_ids])
@@ -127,7 +127,9 @@ def most_used(documents: Seq[TrainingDocument], vocab_size: int, size: int) -> T
     return torch.from_numpy(np.sort(best))
 
 
-def _config(options: EagleTrainOptions, target: FrozenTarget, version: int) -> EagleConfig:
+def fresh_config(
+    options: EagleTrainOptions | PEagleTrainOptions, target: FrozenTarget, version: int
+) -> EagleConfig:
     model = target.model.config
     layers: tuple[int, ...] = (target.num_layers,)
     if version == 3:
@@ -176,7 +178,7 @@ def _rope(model: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 
 
-def _initialise(head: EagleHead, target: FrozenTarget) -> None:
+def initialise(head: EagleHead, target: FrozenTarget) -> None:
     """Initialise with small weights; the output layer and its norm are copied from the target."""
     for name, weight in head.named_parameters():
         if weight.ndim > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import check_at_least, check_types, reject_unknown
-from slipstream.draft.methods import EAGLE, EAGLE3
+from slipstream.draft.methods import EAGLE, EAGLE3, PARD, PEAGLE
 from slipstream.errors import ConfigError
 from slipstream.sampling.params import SamplingParams
 
@@ -236,6 +236,80 @@ class EagleTrainOptions:
             reject_unknown([self.layout], EAGLE_LAYOUTS, "layout")
         if not 0 < self.step_decay <= 1:
             raise ConfigError(f"--step-decay must be in (0, 1], got {self.step_decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskOptions:
+    """How a drafter learns to read mask tokens."""
+
+    num_depths: int = 8
+    """Draft tokens of a pass: the first reads the text alone, each further one a mask more."""
+    depth_share: float = 0.7
+    """Share of a depth's rows that the next one keeps."""
+    least_share: float = 0.2
+    """Share of the rows that every depth keeps."""
+    max_anchors: int | None = None
+    """The most places a row of text behind which masks are read; all by default."""
+    mask_token: str | None = None
+    """Text or id of the token that stands for a mask; by default the tokenizer's own mask token, or else one that the
+    data do not use."""
+
+    def check_masks(self, what: str) -> None:
+        """Raise `ConfigError` for an invalid value."""
+        check_at_least(what, 1, num_depths=self.num_depths)
+        if self.max_anchors is not None:
+            check_at_least(what, 1, max_anchors=self.max_anchors)
+        for name in ("depth_share", "least_share"):
+            if not 0 < getattr(self, name) <= 1:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be in (0, 1], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PardTrainOptions(MaskOptions, DistillOptions):
+    """The draft model that learns to read masks, and its loss."""
+
+    loss: str = "hard"
+    """hard (cross-entropy on the text, as PARD), forward_kl, reverse_kl, total_variation, or a weighted sum as in
+    hard=0.1,forward_kl=1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_masks(PARD.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleTrainOptions(MaskOptions):
+    """The head's shape and its training."""
+
+    init: str | None = None
+    """Folder or hub id of an EAGLE-3 or P-EAGLE head of this target to begin with; layers that it lacks begin as ones
+    that change nothing. `embedded` is the embedded target's EAGLE-3 head."""
+    num_layers: int | None = None
+    """Layers of the head: 2 by default, or those of the head to begin with."""
+    feature_layers: str | None = None
+    """The three hidden states that the head reads, as in 2,16,29 (0 is the embedding, i the output of layer i). By
+    default a low, a middle and a high one."""
+    intermediate_size: int | None = None
+    """Width of the head's MLP; the target's by default."""
+    draft_vocab_size: int | None = None
+    """Size of the draft vocabulary, the most frequent tokens of the data's answers. All by default."""
+    layout: str | None = None
+    """speculators (the default) or eagle3."""
+
+    def __post_init__(self) -> None:
+        check_types(self, PEAGLE.name)
+        self.check_masks(PEAGLE.name)
+        for name in ("num_layers", "intermediate_size", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                check_at_least(PEAGLE.name, 1, **{name: getattr(self, name)})
+        if self.init is not None:
+            for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
+                if getattr(self, name) is not None:
+                    flag = "--" + name.replace("_", "-")
+                    raise ConfigError(f"with --init the head keeps its shape; omit {flag}")
+        if self.layout is not None:
+            reject_unknown([self.layout], EAGLE_LAYOUTS[1:], "layout")
 
 
 @dataclass(frozen=True)
