@@ -10,6 +10,7 @@ from slipstream import SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.models.executor.chains import Chains
+from tests.kit.block_heads import block_head
 from tests.kit.engines import MakeLLM
 from tests.kit.marks import needs_kernels
 
@@ -28,6 +29,9 @@ SPECS: dict[str, dict[str, Any]] = {
         "num_draft_nodes": None,
         "confidence_threshold": 0.05,
     },
+    "dflash": {"method": "dflash", "model": "mask"},
+    "confident dflash": {"method": "dflash", "model": "anchor", "confidence_threshold": 0.0005},
+    "pruned dflash": {"method": "dflash", "model": "pruned"},
 }
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
@@ -49,7 +53,8 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
         drawn.extend(map(len, chains))
         return chains
 
-    llm = make_llm(SPECS[name])
+    spec = SPECS[name]
+    llm = make_llm({**spec, "model": block_head(spec["model"])} if spec["method"] == "dflash" else spec)
 
     def run() -> tuple[list[list[int]], list[list[tuple[int, ...]]]]:
         llm.reset_caches()

@@ -21,6 +21,7 @@ from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.batch import ForwardBatch
+from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import WeightFormat
 
 
@@ -79,6 +80,10 @@ class BlockExecutor(HeadExecutor):
         if head is not None:
             logits, above = head.step(slot, read, logits, previous, above, self.embed)
         return self.spread(logits), above
+
+    def draw_levels(self, chains: Chains, logits: Tensor, firsts: Seq[int]) -> list[list[int]]:
+        """`Chains.drawn`, from `logits` [rows, draft vocab] of all levels; a chain's begin with row `firsts` of it."""
+        return chains.draw_levels(lambda rows: self.spread(logits[rows]), firsts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: as the blocks' tokens are embedded."""

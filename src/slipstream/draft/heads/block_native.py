@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -22,7 +24,8 @@ from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.parts import LayerParts, NormParts
-from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, ModelStruct
+from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LevelsStruct, ModelStruct
+from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.formats import WeightFormat
 
@@ -140,6 +143,16 @@ class NativeBlocks(PackedModel, BlockExecutor):
         self._run("slipstream_forward", self._struct, batch)
         by_block = (len(blocks), -1)
         return states.view(*by_block, states.shape[1]), logits.view(*by_block, logits.shape[1])
+
+    def draw_levels(self, chains: Chains, logits: Tensor, firsts: Seq[int]) -> list[list[int]]:
+        begins, ids = np.array(firsts, dtype=np.int64), self._token_ids
+        levels = LevelsStruct(
+            logits.data_ptr(), begins.ctypes.data, logits.shape[1], None if ids is None else ids.data_ptr()
+        )
+        native.library().slipstream_draw_levels(
+            ctypes.byref(chains.struct), len(firsts), ctypes.byref(levels)
+        )
+        return chains.take_struct()
 
     def _rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
         """[N, layers, heads, dim] at these positions, [N]"""

@@ -11,6 +11,8 @@ says what becomes of them. With one, each level is drawn from logits that were c
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,14 @@ from slipstream.draft.heads.block_executor import BlockExecutor
 from slipstream.draft.heads.dflash_head import DFlashConfig
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
 from slipstream.draft.proposers.growing import Feed
-from slipstream.draft.proposers.marginals import grow_from_marginals
+from slipstream.draft.proposers.marginals import grow_tree, take_chains
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
+from slipstream.models.executor.chains import Chains
 
 
 class BlockDrafter(CachedDrafter):
@@ -107,8 +110,19 @@ class BlockDrafter(CachedDrafter):
         if self._estimates or self.block.left_to_right is not None:
             self._grow_in_turn(trees, states, logits)
         else:
-            levels_of = [rows[: tree.max_depth] for rows, tree in zip(logits, trees, strict=True)]
-            grow_from_marginals(trees, self.executor.spread(torch.cat(levels_of)))
+            self._grow_at_once(trees, logits)
+
+    def _grow_at_once(self, trees: list[DraftTree], logits: Tensor) -> None:
+        """From marginals, `logits` [trees, levels, draft vocab]."""
+        rows, firsts = logits.flatten(0, 1), range(0, logits.shape[0] * logits.shape[1], logits.shape[1])
+
+        def draw(chains: Chains, own: Seq[int]) -> list[list[int]]:
+            return self.executor.draw_levels(chains, rows, own)
+
+        take_chains(trees, firsts, self._trees.vocab_size, draw)
+        for tree, levels in zip(trees, logits, strict=True):
+            if tree.frontier:
+                grow_tree(tree, self.executor.spread(levels[: tree.max_depth]))
 
     def _grow_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor) -> None:
         """A level at a time, from the tokens of the one before.

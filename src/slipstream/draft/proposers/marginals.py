@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 
@@ -22,27 +23,48 @@ from slipstream.models.executor.chains import Chains
 def grow_from_marginals(trees: Seq[DraftTree], logits: Tensor) -> None:
     """Grow `trees` to the end from `logits` [sum of their `max_depth`, vocab], those of a tree's levels in order.
 
+    Raises as `DraftTree.grow` does.
+    """
+    firsts = list(accumulate((tree.max_depth for tree in trees), initial=0))[:-1]
+
+    def draw(chains: Chains, own: Seq[int]) -> list[list[int]]:
+        return chains.draw_levels(lambda rows: logits[rows], own)
+
+    take_chains(trees, firsts, logits.shape[-1], draw)
+    for tree, first in zip(trees, firsts, strict=True):
+        grow_tree(tree, logits[first : first + tree.max_depth])
+
+
+def take_chains(
+    trees: Seq[DraftTree],
+    firsts: Seq[int],
+    vocab_size: int,
+    draw: Callable[[Chains, Seq[int]], list[list[int]]],
+) -> None:
+    """Draw the chains that one call can draw from end to end; the other trees stay as they are.
+
+    `firsts` numbers the first row of each tree's logits. `draw` is given those of the chains, as `Chains.draw_levels`.
+    """
+    draws = whole_chains(trees)
+    drawn = [(tree, first) for tree, first in zip(trees, firsts, strict=True) if tree.sequence.id in draws]
+    if drawn:
+        found = draw(Chains(list(draws.values()), vocab_size), [first for _, first in drawn])
+        for (tree, _), token_ids in zip(drawn, found, strict=True):
+            tree.take_chain(token_ids)
+
+
+def grow_tree(tree: DraftTree, logits: Tensor) -> None:
+    """Grow one tree to the end from the `logits` [levels, vocab] of its levels; unchanged where it has no frontier.
+
     A dynamic tree gets the best nodes that it may have, unless what its request does to logits depends on the path, as
     penalties and grammars do: then it grows level by level. Raises as `DraftTree.grow` does.
     """
-    firsts = [0, *accumulate(tree.max_depth for tree in trees)]
-    draws = whole_chains(trees)
-    drawn = [(tree, first) for tree, first in zip(trees, firsts, strict=False) if tree.sequence.id in draws]
-    if drawn:
-        chains = Chains(list(draws.values()), logits.shape[-1])
-        growing, level = list(range(len(drawn))), 0
-        while growing:
-            growing = chains.take(logits[[drawn[chain][1] + level for chain in growing]], growing)
-            level += 1
-        for (tree, _), token_ids in zip(drawn, chains.drawn, strict=True):
-            tree.take_chain(token_ids)
-    for tree, first in zip(trees, firsts, strict=False):
-        if tree.frontier and tree.shape.is_dynamic and tree.processor.filters_only is not None:
-            _grow_best_first(tree, *_candidates(tree, logits[first : first + tree.max_depth]))
-        level = first
-        while tree.frontier:
-            tree.grow(logits[level].expand(len(tree.frontier), -1))
-            level += 1
+    if tree.frontier and tree.shape.is_dynamic and tree.processor.filters_only is not None:
+        _grow_best_first(tree, *_candidates(tree, logits))
+    for level in logits:
+        if not tree.frontier:
+            return
+        tree.grow(level.expand(len(tree.frontier), -1))
 
 
 def _candidates(tree: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:

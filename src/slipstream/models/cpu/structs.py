@@ -167,6 +167,17 @@ class DrawingStruct(Structure):
     )
 
 
+class LevelsStruct(Structure):
+    """`Levels` of chain.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("firsts", c_void_p),
+        ("width", c_int64),
+        ("token_ids", c_void_p),
+    )
+
+
 class ChainsStruct(Structure):
     """`Chains` of chain.h."""
 

@@ -111,6 +111,17 @@ class Chains:
             before, growing = growing, self.take(run(ForwardBatch(below), above), growing)
         return self.drawn
 
+    def draw_levels(self, logits: Callable[[list[int]], Tensor], firsts: Sequence[int]) -> list[list[int]]:
+        """Draw all chains from logits that do not depend on what is drawn.
+
+        `logits` gives those of some rows, [n, vocab]; a chain's levels are the rows from its own of `firsts` on.
+        """
+        growing, level = list(range(len(firsts))), 0
+        while growing:
+            growing = self.take(logits([firsts[chain] + level for chain in growing]), growing)
+            level += 1
+        return self.drawn
+
     def take(self, logits: Tensor, growing: Sequence[int] | None = None) -> list[int]:
         """Add a token to each of the chains `growing` (None: all), from `logits` [growing, vocab]; those that go on.
 

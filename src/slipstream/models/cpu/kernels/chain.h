@@ -22,6 +22,28 @@ inline int64_t choose(const Chains& chains, int chain, int level, const float* l
              choose(logits, chains.num_tokens, chains.drawings[chain], chains.keys[place], chains.confidences[chain]);
 }
 
+// Logits of all levels of some chains, in rows of `width`.
+struct Levels {
+  const float* logits;
+  const int64_t* firsts;     // [chains]: the row of a chain's first level; the others follow it
+  int64_t width;
+  const int64_t* token_ids;  // [width]: the target's ids of what the logits are of, or null: they are numbered alike
+};
+
+// Draw a chain whose logits are known, whatever is drawn.
+inline void draw_levels(const Chains& chains, int chain, const Levels& levels) {
+  std::vector<float> spread(levels.token_ids ? chains.num_tokens : 0);
+  for (int level = 0; level < chains.lengths[chain]; ++level) {
+    const float* logits = levels.logits + size_t(levels.firsts[chain] + level) * levels.width;
+    if (levels.token_ids) {
+      std::fill(spread.begin(), spread.end(), -INFINITY);
+      for (int64_t i = 0; i < levels.width; ++i) spread[levels.token_ids[i]] = logits[i];
+      logits = spread.data();
+    }
+    if (choose(chains, chain, level, logits) < 0) return;
+  }
+}
+
 // Draft all chains. `first` is the pass behind which they begin; `run(batch, above)` computes a pass, where `above` holds
 // for each row the row of the last pass that it continues, and is empty in the first pass.
 template <typename Run>

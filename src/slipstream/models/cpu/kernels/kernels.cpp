@@ -311,6 +311,13 @@ Status slipstream_draft_medusa(const Heads* heads, const HeadRows* rows, const C
   return status_of([&] { draft_medusa(*heads, *rows, *chains, *scratch, threads); });
 }
 
+// Chains of which all logits are there.
+Status slipstream_draw_levels(const Chains* chains, int num_chains, const Levels* levels) {
+  return status_of([&] {
+    for (int chain = 0; chain < num_chains; ++chain) draw_levels(*chains, chain, *levels);
+  });
+}
+
 // Hydra: `states` [n, hidden] belong to the rows of the batch, which holds the tokens behind them.
 Status slipstream_draft_hydra(const Heads* heads, const Model* embedder, const Batch* batch, const float* states,
                               const Chains* chains, Scratch* scratch, int threads) {
