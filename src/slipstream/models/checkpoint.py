@@ -24,7 +24,7 @@ from slipstream.models.files.lora import apply_adapter, chosen_adapter
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
-from slipstream.models.files.unused import UnusedTensors, unused_by
+from slipstream.models.files.unused import UnusedQuantised, UnusedTensors, unused_by
 from slipstream.models.huggingface import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -73,10 +73,14 @@ class Checkpoint:
     def unused_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the model is known not to read, such as the layers of multi-token prediction.
 
-        By their names in the files, and each read when it is first used; of a GGUF file by Transformers' names.
+        By their names in the files, and each read when it is first used; of a GGUF file by Transformers' names, and
+        numbers for what is quantised.
         """
         if self.gguf is not None:
             return GgufPrediction(self.gguf, self.config)
+        if self.quantised is not None:
+            method, settings = self.quantised.method, self.quantised.settings
+            return UnusedQuantised(self.path, self.revision, method, settings, unused_by(self.config))
         return UnusedTensors(self.path, self.revision, unused_by(self.config))
 
     @property
@@ -272,4 +276,8 @@ def unused_names(path: str, config: Any) -> Collection[str] | None:
         return GgufPrediction(open_gguf(path), config).keys()
     if not Path(path).is_dir():
         return None
-    return UnusedTensors(path, None, unused_by(config)).keys()
+    names = UnusedTensors(path, None, unused_by(config)).keys()
+    codes = ("qweight", "weight_packed")  # of GPTQ and AWQ, and of compressed-tensors
+    return names | {
+        f"{stem}.weight" for stem, _, part in (name.rpartition(".") for name in names) if part in codes
+    }

@@ -367,3 +367,38 @@ def test_a_gguf_file_of_prediction_layers_alone_is_refused(count: int, tmp_path:
     write_model(file, "llama", mtp_target("llama").whole, {"nextn_predict_layers": count})
     with pytest.raises(ModelError, match=f"says that {count} of its 3 layers are for multi-token prediction"):
         load_model(str(file))
+
+
+def test_a_quantised_layer_is_widened() -> None:
+    """FP8, a scale a matrix, in the layer as in its target, as DeepSeek's checkpoints are."""
+    made = mtp_target.__wrapped__("llama")
+    folder = Path(made.folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name.removesuffix('weight')}weight_scale_inv"] = scale.reshape(1)
+        numbers = tensors[name].float() * scale
+        if name.endswith("eh_proj.weight"):
+            made.projection.weight.data.copy_(numbers)
+        elif name in made.whole.state_dict():
+            made.whole.state_dict()[name].copy_(numbers)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "fp8"}
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    lm = load_model(made.folder, dtype="float32")
+    drafter = create_drafter(
+        SpeculativeConfig("mtp"), dataclasses.replace(draft_context(VOCAB, 256), target=lm)
+    )
+    assert isinstance(drafter, MtpDrafter)
+    states, rows = (
+        torch.randn(len(TEXT) - 1, HIDDEN, generator=torch.Generator().manual_seed(3)),
+        len(TEXT) - 1,
+    )
+    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
+    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=True))
+    assert float((found - expected).abs().max()) < CLOSE

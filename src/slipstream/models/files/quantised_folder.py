@@ -58,10 +58,11 @@ def read_quantised(
     method: str,
     settings: Mapping[str, Any],
     is_unused: Callable[[str], bool] = lambda name: False,
+    may_be_plain: bool = False,
 ) -> StoredModel:
     """The weights of a folder or hub id, mapped from its files; tensors that `is_unused` names are left out.
 
-    Raises `ModelError` where they do not fit together.
+    Raises `ModelError` where they do not fit together, or where none is quantised unless they `may_be_plain`.
     """
     reader = _reader(method, settings)
     tensors: dict[str, Tensor] = {}
@@ -91,7 +92,7 @@ def read_quantised(
             converted[stem] = matrix
         else:
             kept[stem] = matrix
-    if not kept and not converted:
+    if not kept and not converted and not may_be_plain:
         raise ModelError(f"{path!r} says that its weights are {NAMES[method]}, and has none such")
     kind = "FP8"
     if kept:

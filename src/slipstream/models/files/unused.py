@@ -12,10 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slipstream.models.files.quantised_folder import safetensors_files
+from slipstream.models.files.quantised_folder import read_quantised, safetensors_files
+from slipstream.models.files.stored import StoredModel
 from slipstream.models.huggingface import model_class
 from slipstream.models.quiet import one_line
 
@@ -75,3 +77,50 @@ class UnusedTensors(Mapping[str, Tensor]):
                 with safe_open(file, "pt") as opened:
                     found.update((name, file) for name in opened.keys() if self._is_unused(name))  # noqa: SIM118
         return found
+
+
+class UnusedQuantised(Mapping[str, Tensor]):
+    """The unused tensors of a checkpoint that is quantised by a method in `quantised_folder.READ`, as float32 numbers.
+
+    They have the names of weights, and each is widened when it is used. Raises `ModelError` where a file cannot be
+    read, or parts of a weight do not fit together.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        revision: str | None,
+        method: str,
+        settings: Mapping[str, Any],
+        is_unused: Callable[[str], bool],
+    ) -> None:
+        self._path, self._revision, self._is_unused = path, revision, is_unused
+        self._method, self._settings = method, settings
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored, stem = self._stored, name.removesuffix(".weight")
+        if stem in stored.matrices:
+            matrix = stored.matrices[stem]
+            return matrix.widened(0, matrix.out_features)
+        if stem in stored.converted:
+            return stored.converted[stem].widened(torch.float32)
+        return stored.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        stored = self._stored
+        yield from stored.tensors
+        yield from (f"{stem}.weight" for stem in (*stored.matrices, *stored.converted))
+
+    def __len__(self) -> int:
+        stored = self._stored
+        return len(stored.tensors) + len(stored.matrices) + len(stored.converted)
+
+    @cached_property
+    def _stored(self) -> StoredModel:
+        def is_read(name: str) -> bool:
+            return not self._is_unused(name)
+
+        with one_line(f"cannot read the weights of {self._path!r}"):
+            return read_quantised(
+                self._path, self._revision, self._method, self._settings, is_read, may_be_plain=True
+            )
