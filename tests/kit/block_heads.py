@@ -47,7 +47,7 @@ def random_block_head(**flags: Any) -> DFlashHead:
         head_dim=32,
         target_hidden_size=HIDDEN,
         vocab_size=VOCAB,
-        intermediate_size=96,
+        intermediate_size=128,
         num_layers=2,
         feature_layers=(2, 5),
         block_size=BLOCK,

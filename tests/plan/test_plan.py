@@ -28,6 +28,7 @@ from slipstream.plan.fitting import largest_batch, longest_context
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
 from slipstream.profiling.pass_times import profile_key
+from tests.kit.block_heads import block_head
 
 PROCESS = ProcessMemory(400 * 2**20, 410 * 2**20)
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT}
@@ -44,6 +45,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "self": {"method": "self"},
     "layer_skip": {"method": "layer_skip", "exit_layer": 2},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+    **{f"dflash, {kind}": {"method": "dflash", "model": kind} for kind in ("mask", "mixed", "rnn", "pruned")},
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
     "cascade of the target": {"method": "cascade", "draft": DRAFT},
     "cascade of layers": {"method": "cascade", "exit_layer": 2, "draft": {"method": "suffix"}},
@@ -62,6 +64,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
+def given(name: str) -> dict[str, Any]:
+    """The configuration of a drafter, with a head that is written when it is needed."""
+    spec = DRAFTERS[name]
+    return {**spec, "model": block_head(spec["model"])} if spec["method"] == "dflash" else spec
+
+
 def planner(spec: dict[str, Any] | None = None, model: str = EMBEDDED_TARGET, **engine: Any) -> Planner:
     """With a process of a known size."""
     return Planner(
@@ -76,7 +84,7 @@ def target() -> LLM:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
-    spec = DRAFTERS[name]
+    spec = given(name)
     plan = planner(spec).at(3, 96)
     options = {
         "max_num_seqs": plan.batch,
@@ -101,7 +109,7 @@ def test_the_plan_is_what_an_engine_holds(target: LLM, name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_engine_is_described_without_its_weights_as_it_is_with_them(target: LLM, name: str) -> None:
-    spec = DRAFTERS[name]
+    spec = given(name)
     options = {
         "max_num_seqs": 3,
         "max_model_len": 96,

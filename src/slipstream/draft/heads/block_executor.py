@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from slipstream.draft.heads.checkpoints import held_bytes
 from slipstream.draft.heads.dflash_head import DFlashConfig, DFlashHead
 from slipstream.draft.heads.head_executor import HeadExecutor, head_bytes, made_executor, pack_head
 from slipstream.kv.pool import KVPool
@@ -23,6 +24,7 @@ from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.outline import ModelOutline
 
 
 class BlockExecutor(HeadExecutor):
@@ -177,6 +179,30 @@ def _seen(block: RowGroup, causal: bool, window: int | None) -> RowGroup:
         positions=block.row_positions(),
         tail_seen=[range(row + 1 if causal else num_rows) for row in range(num_rows)],
     )
+
+
+def fits_decoder(config: DFlashConfig) -> bool:
+    """Whether a head's layers are those of an ordinary decoder, all of which see the same rows."""
+    return not config.convolution_taps and len({*zip(config.causal, config.windows, strict=True)}) == 1
+
+
+def planned_bytes(config: DFlashConfig, target: ModelOutline, quantization: str | None) -> int:
+    """Bytes of a head's own weights as its executor will hold them, without an embedding or output layer of its own.
+
+    The kernels hold the projections of the committed tokens' entries apart from the layers', so these count twice.
+    """
+    with torch.device("meta"):
+        head = DFlashHead(config)
+    linears = {name: part for name, part in head.named_modules() if isinstance(part, nn.Linear)}
+    packed = {
+        f"{name}.{kind}": tensor for name, part in linears.items() for kind, tensor in part.named_parameters()
+    }
+    if target.packs and fits_decoder(config):
+        packed |= {
+            f"{name} again": each for name, each in packed.items() if ".k_proj." in name or ".v_proj." in name
+        }
+    rest = sum(tensor.numel() for name, tensor in head.named_parameters() if name not in packed)
+    return held_bytes(packed, target, quantization) + rest * target.dtype.itemsize
 
 
 def block_executor(head: DFlashHead, target: CausalLM, quantization: str | None) -> BlockExecutor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from slipstream.draft.heads.block_executor import BlockExecutor, behind_layers, block_views
+from slipstream.draft.heads.block_executor import BlockExecutor, behind_layers, block_views, fits_decoder
 from slipstream.draft.heads.dflash_head import DFlashHead
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
@@ -41,10 +41,8 @@ class NativeBlocks(PackedModel, BlockExecutor):
             return "its weight format has no kernel"
         if config.hidden_act not in ACTIVATIONS or head.rotary.rope_type not in STATIC_ROTARY:
             return "the kernels do not know its activation or its rotary embedding"
-        if config.convolution_taps:
-            return "the kernels do not know its convolutions"
-        if len({*zip(config.causal, config.windows, strict=True)}) > 1:
-            return "its layers do not all see the same rows"
+        if not fits_decoder(config):
+            return "it has convolutions, or its layers do not all see the same rows"
         return None if width == config.hidden_size else "its embeddings are of another width"
 
     def __init__(self, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
-from slipstream.draft.heads.block_executor import block_executor
+from slipstream.draft.heads.block_executor import block_executor, planned_bytes
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.heads.dflash_files import check_dflash, dflash_config, load_dflash
 from slipstream.draft.heads.dflash_head import DFlashConfig
@@ -16,6 +19,7 @@ from slipstream.draft.proposers.parallel import HeadOptions, target_of
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import bytes_per_token
+from slipstream.models.outline import ModelOutline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,10 @@ class DFlashDrafter(BlockDrafter):
 
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
-        """Return its own weights as the header of the file has them, and entries of its layers."""
+        """Return its own weights, and entries of its layers.
+
+        An embedding and an output layer in the file are counted where they cannot be copies of the target's.
+        """
         target = context.target_outline
         if target is None:
             raise ConfigError("dflash drafts from a target's features; give the target with it")
@@ -58,12 +65,24 @@ class DFlashDrafter(BlockDrafter):
                 kv_bytes_per_token=bytes_per_token(entry_shapes(config), target.cache_dtype),
                 feature_layers=config.feature_layers,
             ),
-            head_bytes=held_bytes(tensors, target, options.quantization),
+            head_bytes=planned_bytes(config, target, options.quantization)
+            + _own_bytes(tensors, target, options.quantization),
             head_stored_bytes=stored_bytes(tensors),
             head_bytes_per_row=(2 * width + 6 * config.hidden_size) * target.dtype.itemsize,
             # Of all levels at once, in its own vocabulary and then in the target's.
             logit_rows=2 * config.num_drafts + ProposalShape.of(options, context.verifier).logit_rows,
         )
+
+
+def _own_bytes(tensors: Mapping[str, Tensor], target: ModelOutline, quantization: str | None) -> int:
+    """Bytes of an embedding and an output layer that cannot be copies of the target's."""
+    own = 0
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight") and tensor.shape[1] != target.hidden_size:
+            own += tensor.numel() * target.dtype.itemsize
+        if name.endswith("lm_head.weight") and tensor.shape != (target.vocab_size, target.hidden_size):
+            own += held_bytes({name: tensor}, target, quantization)
+    return own
 
 
 def _within_block(options: DFlashOptions, config: DFlashConfig) -> DFlashOptions:
