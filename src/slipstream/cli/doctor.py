@@ -14,6 +14,7 @@ from slipstream.cli.output.console import results, stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import print_json
 from slipstream.core.model_path import check_model_path
+from slipstream.draft.methods import MTP
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
@@ -25,7 +26,7 @@ class DoctorFlags:
     target: Annotated[str, Argument()]
     """The target: a checkpoint folder, hub id or GGUF file, or `embedded`."""
     draft: Annotated[str, Argument()]
-    """The draft model or head: a folder, hub id or GGUF file."""
+    """The draft model or head: a folder, hub id or GGUF file; `mtp`: the layer in the target's own checkpoint."""
     kind: str | None = None
     """draft_model, mtp, eagle, eagle3, medusa or hydra; inferred by default."""
     json: Json = False
@@ -39,7 +40,7 @@ def doctor(flags: DoctorFlags) -> None:
     """
     target, draft = flags.target, flags.draft
     for path in (target, draft):
-        if path != "embedded":
+        if path not in ("embedded", MTP.name):
             check_model_path(path)
     say_loading(target)
 

@@ -18,6 +18,7 @@ from slipstream.assets import sample_prompts
 from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.draft.heads.eagle_head import default_feature_layers
+from slipstream.draft.heads.mtp import MtpDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import RequestError
@@ -81,6 +82,18 @@ def variations(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, A
             if nested:
                 changed["eagle_config"] = {**nested, "eagle_aux_hidden_state_layer_ids": moved}
             yield f"hidden states {moved} instead of {taps}", changed
+
+
+def mtp_variations(drafter: MtpDrafter) -> Iterator[tuple[str, str, str]]:
+    """Other ways to feed a layer for multi-token prediction: (option, what it is now, another value).
+
+    A wrong one raises no error anywhere, since a norm hides the scale of what it is given.
+    """
+    form = drafter.head.form
+    yield "hidden", *(("post", "pre") if form.hidden_is_normed else ("pre", "post"))
+    yield "order", *(("he", "eh") if form.hidden_first else ("eh", "he"))
+    if drafter.shape.depth > 1:
+        yield "recycled", *(("z", "y") if form.recycles_normed else ("y", "z"))
 
 
 @contextlib.contextmanager

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
-from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, PARD, PEAGLE, kind_of_checkpoint
+from slipstream.draft.heads.mtp import MtpDrafter
+from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, MTP, PARD, PEAGLE, kind_of_checkpoint
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
 from slipstream.models import load_config, load_draft_tokenizer
 from slipstream.text.vocabulary import check_same_vocabulary
-from slipstream.tools.doctor.canary import BETTER, POOR, Canary, run_canary, variations, with_config
+from slipstream.tools.doctor.canary import (
+    BETTER,
+    POOR,
+    Canary,
+    mtp_variations,
+    run_canary,
+    variations,
+    with_config,
+)
 
 
 class CheckOutcome(StrEnum):
@@ -67,8 +76,9 @@ def examine(
 ) -> Iterator[Finding]:
     """Yield the finding of each check; checks that depend on a failed one are skipped.
 
-    `kind` is one of `KINDS`; None infers it. `engine` are fields of `EngineConfig`. `on_part` is called with what
-    is done next, where that takes long. Raises `ModelError` when the *target* cannot be loaded.
+    `draft` may be `mtp`: the layer in the target's own checkpoint. `kind` is one of `KINDS`; None infers it. `engine`
+    are fields of `EngineConfig`. `on_part` is called with what is done next, where that takes long. Raises `ModelError`
+    when the *target* cannot be loaded.
     """
     if kind is not None:
         reject_unknown([kind], KINDS, "kind of draft")
@@ -78,24 +88,28 @@ def examine(
         yield fault("files", str(error))
         return
     loaded = create_engine(EngineConfig(model=target, **(engine or {})))
-    yield ok("kind", f"{draft!r} is a draft of kind {kind}")
+    is_own = draft == MTP.name
+    yield ok("kind", f"{'the target' if is_own else repr(draft)} has a draft of kind {kind}")
     if kind not in HEADS:
         trouble = yield from _vocabulary(loaded, draft)
         if trouble:
             return
-    speculative = SpeculativeConfig(kind, options={"model": draft})
+    speculative = SpeculativeConfig(kind, options={} if is_own else {"model": draft})
     try:
         drafter = create_engine(loaded.config, speculative, like=loaded).drafter
     except SlipstreamError as error:
         yield fault("checkpoint", str(error))
         return
-    yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes match the target")
+    found = f"{drafter.found}: " if isinstance(drafter, MtpDrafter) else ""
+    yield ok("checkpoint", f"{found}keys, shapes, vocabulary maps and sizes match the target")
     yield _context(loaded, drafter.traits.context_length)
     if kind in HEADS:
         yield from _conventions(loaded, draft, kind)
     on_part("drafting for a few prompts")
     canary = run_canary(loaded, speculative)
     yield _canary(canary)
+    if isinstance(drafter, MtpDrafter):
+        yield from _fed_otherwise(loaded, speculative, drafter, canary, on_part)
     if kind in READ_LAYERS and Path(draft).is_dir():
         yield from _variations(loaded, draft, kind, canary, on_part)
 
@@ -103,6 +117,8 @@ def examine(
 def kind_of(draft: str) -> str:
     """The kind of a checkpoint, by its configuration; raises `ModelError` where that cannot be read."""
     folder = Path(draft)
+    if draft == MTP.name:
+        return MTP.name
     if not folder.is_dir():
         return kind_of_checkpoint(load_config(draft).to_dict())
     try:
@@ -198,6 +214,38 @@ def _variations(
             "conventions",
             f"with {sentence} {first:.2f} of the first draft tokens are accepted instead of {canary.first:.2f}: the "
             "configuration is not the one that the head was trained with; correct it",
+        )
+    else:
+        yield ok("conventions", f"tested {'; '.join(tried)}: none is better")
+
+
+def _fed_otherwise(
+    target: Engine,
+    speculative: SpeculativeConfig,
+    drafter: MtpDrafter,
+    canary: Canary,
+    on_part: Callable[[str], object],
+) -> Iterator[Finding]:
+    """Compare the acceptance with other ways to feed a layer for multi-token prediction."""
+    better: list[tuple[float, str]] = []
+    tried: list[str] = []
+    for option, now, value in mtp_variations(drafter):
+        sentence = f"{option} {value!r} instead of {now!r}"
+        on_part(f"drafting the same with {sentence}")
+        changed = SpeculativeConfig(speculative.method, options={**speculative.options, option: value})
+        try:
+            other = run_canary(target, changed)
+        except SlipstreamError as error:  # nothing takes the target's norm out of its states
+            tried.append(f"not {sentence} ({error})")
+            continue
+        tried.append(sentence)
+        gain = other.length - canary.length
+        if gain > max((BETTER - 1) * (canary.length - 1), 0.05):
+            better.append((gain, f"{sentence} τ is {other.length:.2f} instead of {canary.length:.2f}"))
+    if better:
+        yield fault(
+            "conventions",
+            f"with {max(better)[1]}: the layer was trained for that; set it in speculative_config",
         )
     else:
         yield ok("conventions", f"tested {'; '.join(tried)}: none is better")
