@@ -14,7 +14,7 @@ from slipstream.cli.output.console import results, stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import print_json
 from slipstream.core.model_path import check_model_path
-from slipstream.draft.methods import MTP
+from slipstream.draft.methods import IN_CHECKPOINT
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
@@ -26,7 +26,7 @@ class DoctorFlags:
     target: Annotated[str, Argument()]
     """The target: a checkpoint folder, hub id or GGUF file, or `embedded`."""
     draft: Annotated[str, Argument()]
-    """The draft model or head: a folder, hub id or GGUF file; `mtp`: the layer in the target's own checkpoint."""
+    """The draft model or head: a folder, hub id or GGUF file; `mtp` for the layer in the target's own checkpoint."""
     kind: str | None = None
     """draft_model, mtp, eagle, eagle3, medusa or hydra; inferred by default."""
     json: Json = False
@@ -36,11 +36,11 @@ class DoctorFlags:
 @with_flags
 def doctor(flags: DoctorFlags) -> None:
     """Check a draft against its target: files, keys, shapes, tokenizer, vocabulary maps, context, rope, norm flags,
-    layer numbering, and its acceptance on a few prompts. Exits with 2 when it found a fault.
+    layer numbering and layouts, and its acceptance on a few prompts. Exits with 2 when it found a fault.
     """
     target, draft = flags.target, flags.draft
     for path in (target, draft):
-        if path not in ("embedded", MTP.name):
+        if path not in ("embedded", *IN_CHECKPOINT):
             check_model_path(path)
     say_loading(target)
 

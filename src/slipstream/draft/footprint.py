@@ -50,7 +50,7 @@ class Footprint:
     is_known: bool = True
     """False where what it holds depends on what is missing."""
     note: str = ""
-    """What is not known, or which weights were found."""
+    """What is not known."""
 
     @classmethod
     def unknown(cls, missing: str) -> Footprint:

@@ -382,6 +382,8 @@ MAY_NAME_MODEL = (*WITH_MODEL, MTP.name)
 """Methods that take a draft model or a head."""
 DRAFT_MODELS = tuple(spec.name for spec in METHODS.values() if spec.weights is DraftWeights.DRAFT_MODEL)
 HEADS = tuple(spec.name for spec in METHODS.values() if spec.is_head)
+IN_CHECKPOINT = tuple(spec.name for spec in METHODS.values() if spec.weights is DraftWeights.CHECKPOINT)
+"""Methods whose head is in the target's own checkpoint."""
 OWN_WEIGHTS = tuple(spec.name for spec in METHODS.values() if spec.uses_target)
 """Methods by which the target drafts for itself."""
 CHAINS = tuple(spec.name for spec in METHODS.values() if spec.drafts_chains)

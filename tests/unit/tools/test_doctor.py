@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,19 @@ from typer.testing import CliRunner
 
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli.main import app
+from slipstream.config import SpeculativeConfig
+from slipstream.draft.heads.dflash_files import read_dflash
+from slipstream.draft.heads.dflash_head import DFlashConfig
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_tokenizer
 from slipstream.tools.doctor import CheckOutcome, Finding, canary, examine
 from slipstream.tools.doctor.canary import Canary
 from slipstream.tools.doctor.examination import kind_of
+from tests.kit.block_heads import block_head
+from tests.kit.mtp_targets import mtp_target
 from tests.kit.small_llama import sizes
 
 
@@ -108,23 +114,105 @@ def test_what_engines_read_otherwise_is_pointed_out(head: Path) -> None:
 
 
 def test_a_convention_that_does_better_is_named(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A canary that sings best where hidden states are numbered one higher than the configuration says."""
+    """A canary that sings best where hidden states are numbered one lower than the configuration says."""
 
     def run_canary(target: Any, speculative: Any) -> Canary:
         config = json.loads((Path(speculative.options["model"]) / "config.json").read_text())
-        moved = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
-        return Canary(0.6 if moved else 0.2, 2.0, 0)
-
-    real = canary.variations
-
-    def as_if_deeper(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        return real(folder, num_layers + 1)
+        moved = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+        return Canary(0.6, 2.0, 0) if moved else Canary(0.2, 1.2, 0)
 
     monkeypatch.setattr("slipstream.tools.doctor.examination.run_canary", run_canary)
-    monkeypatch.setattr("slipstream.tools.doctor.examination.variations", as_if_deeper)
     found = faults(list(examine(EMBEDDED_TARGET, str(head))))
     assert list(found) == ["conventions"]
-    assert "hidden states [2, 4, 6] instead of [1, 3, 5]" in found["conventions"]
+    assert (
+        "with hidden states [0, 2, 4] instead of [1, 3, 5] τ is 2.00 instead of 1.20" in found["conventions"]
+    )
+
+
+def sings_for(monkeypatch: pytest.MonkeyPatch, **options: str) -> list[dict[str, Any]]:
+    """A canary with a τ of 2 for these options and 1.5 for others; returns the options that it is asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def run_canary(target: Any, speculative: Any) -> Canary:
+        asked.append(dict(speculative.options))
+        return Canary(0.5, 2.0 if options.items() <= speculative.options.items() else 1.5, 0)
+
+    monkeypatch.setattr("slipstream.tools.doctor.examination.run_canary", run_canary)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("better", "sentence"),
+    [
+        ({"hidden": "pre"}, "the hidden state before the target's final norm instead of behind it"),
+        ({"order": "he"}, "the hidden state first instead of the embedding first"),
+        (
+            {"recycled": "y"},
+            "the layer's output before its norm recycled instead of the output behind its norm",
+        ),
+    ],
+)
+def test_a_prediction_layer_that_is_fed_otherwise_is_found_out(
+    better: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sings_for(monkeypatch, **better)
+    found = faults(list(examine(mtp_target("llama").folder, "mtp")))
+    assert list(found) == ["conventions"]
+    assert f"with {sentence} τ is 2.00 instead of 1.50" in found["conventions"]
+
+
+def test_a_prediction_layer_that_is_fed_as_it_should_is_told_what_others_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MiMo's has its hidden state first, so the other order is the one that is tried."""
+    asked = sings_for(monkeypatch)
+    findings = list(examine(mtp_target("mimo").folder, "mtp"))
+    assert faults(findings) == {}
+    assert asked == [{}, {"hidden": "pre"}, {"order": "eh"}, {"recycled": "y"}]
+    assert "τ is 2.00 as it is read" in findings[-1].text
+    assert "τ 2.00 with the embedding first instead of the hidden state first" in findings[-1].text
+
+
+def test_a_block_head_whose_rows_are_read_otherwise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but one thing is as the checkpoint says, and its weights are the same."""
+    folder = block_head("mask")
+    tried: list[DFlashConfig] = []
+
+    def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
+        head = read_dflash(speculative.options["model"], target.model)
+        tried.append(head.config)
+        return Canary(0.5, 3.0 if head.config.from_anchor else 1.05, 0)
+
+    monkeypatch.setattr("slipstream.tools.doctor.examination.run_canary", run_canary)
+    found = faults(list(examine(EMBEDDED_TARGET, folder)))
+    mine, *others = tried
+    assert not mine.from_anchor
+    layers = mine.feature_layers
+    assert [
+        {field: other for field, other in asdict(one).items() if other != asdict(mine)[field]}
+        for one in others
+    ] == [
+        {"from_anchor": True},
+        *(
+            {"feature_layers": tuple(layer + shift for layer in layers)}
+            for shift in _possible_shifts(layers, 6)
+        ),
+        {"causal": (not mine.causal[0],) * mine.num_layers},
+    ]
+    assert (
+        "rows that predict the position behind it instead of its own position τ is 3.00"
+        in found["conventions"]
+    )
+
+
+def _possible_shifts(layers: tuple[int, ...], num_layers: int) -> list[int]:
+    return [shift for shift in (1, -1) if min(layers) + shift >= 1 and max(layers) + shift <= num_layers]
+
+
+def test_a_target_without_a_prediction_layer_says_what_was_looked_for() -> None:
+    found = faults(list(examine(EMBEDDED_TARGET, "mtp")))
+    assert list(found) == ["checkpoint"]
+    assert "model.layers.6.eh_proj.weight" in found["checkpoint"]
 
 
 @pytest.mark.parametrize(

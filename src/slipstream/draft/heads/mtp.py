@@ -70,8 +70,6 @@ class MtpDrafter(FeatureDrafter):
             path = options.model
             _, tensors = read_checkpoint(path, revision=options.revision)
         layout = layout_of(tensors, self.target, path)
-        self.found = layout.described(self.target)
-        """Which weights it drafts with, in a few words."""
         form = options.chosen(form_of(layout, self.target))
         self.head = load_mtp(tensors, layout, form, self.target, path)
         self.executor = mtp_executor(self.head, self.target, options.quantization)
@@ -116,6 +114,4 @@ class MtpDrafter(FeatureDrafter):
             head_stored_bytes=round(number * target.stored_bytes_per_weight) + correction,
             head_bytes_per_row=(2 * width + 6 * target.hidden_size) * target.dtype.itemsize,
             logit_rows=ProposalShape.of(options, context.verifier).logit_rows,
-            note=f"mtp drafts with {layout.described(target)}"
-            + ("" if names else ", if the checkpoint has it"),
         )

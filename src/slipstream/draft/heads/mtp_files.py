@@ -72,10 +72,6 @@ class MtpLayout:
         """What the names of the layer's tensors begin with."""
         return self.layer.format(target.num_layers)
 
-    def described(self, target: ModelIdentity) -> str:
-        """The layer, in a few words."""
-        return f"the layer {self.prefix(target)[:-1]} (layout {self.name})"
-
     def places(self, target: ModelIdentity) -> Parts:
         """The parts' full names."""
         prefix = self.prefix(target)

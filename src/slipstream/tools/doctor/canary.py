@@ -7,18 +7,11 @@ with variations of the configuration, and a much better variation indicates the 
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from slipstream.assets import sample_prompts
 from slipstream.config import SpeculativeConfig
 from slipstream.core.metrics.request import RequestMetrics
-from slipstream.draft.heads.eagle_head import default_feature_layers
-from slipstream.draft.heads.mtp import MtpDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import RequestError
@@ -28,8 +21,8 @@ from slipstream.text.prompts import encode_conversation
 NUM_PROMPTS, MAX_TOKENS = 14, 32
 POOR = 0.15
 """Conditional acceptance at the first position below which a draft is reported as a fault."""
-BETTER = 1.1
-"""Ratio by which a variation's acceptance must be higher to be reported."""
+BETTER, CLEARLY = 1.1, 0.05
+"""Ratio and difference by which a variation must have more draft tokens accepted in a pass to be reported."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +34,12 @@ class Canary:
     length: float
     """τ"""
     num_failures: int
+
+    def is_better(self, other: Canary) -> bool:
+        """Whether clearly more draft tokens are accepted in a pass; those behind the first count too, since what a head
+        reads of its own output shows there alone."""
+        mine, its = self.length - 1, other.length - 1
+        return mine > max(BETTER * its, its + CLEARLY)
 
 
 def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
@@ -62,46 +61,3 @@ def run_canary(target: Engine, speculative: SpeculativeConfig) -> Canary:
     return Canary(
         conditional[0] if conditional else 0.0, merged.acceptance_length, engine.stats().num_draft_failures
     )
-
-
-def variations(folder: Path, num_layers: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Variations of an EAGLE-3 checkpoint's configuration: (description, changed configuration)."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    before = bool(config.get("norm_before_residual", False))
-    yield (
-        f"norm_before_residual {str(not before).lower()} instead of {str(before).lower()}",
-        {**config, "norm_before_residual": not before},
-    )
-    nested = config.get("eagle_config") or {}
-    taps = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-    taps = taps or list(default_feature_layers(num_layers))
-    for shift in (1, -1):
-        moved = [layer + shift for layer in taps]
-        if min(moved) >= 0 and max(moved) <= num_layers:
-            changed = {**config, "eagle_aux_hidden_state_layer_ids": moved}
-            if nested:
-                changed["eagle_config"] = {**nested, "eagle_aux_hidden_state_layer_ids": moved}
-            yield f"hidden states {moved} instead of {taps}", changed
-
-
-def mtp_variations(drafter: MtpDrafter) -> Iterator[tuple[str, str, str]]:
-    """Other ways to feed a layer for multi-token prediction: (option, what it is now, another value).
-
-    A wrong one raises no error anywhere, since a norm hides the scale of what it is given.
-    """
-    form = drafter.head.form
-    yield "hidden", *(("post", "pre") if form.hidden_is_normed else ("pre", "post"))
-    yield "order", *(("he", "eh") if form.hidden_first else ("eh", "he"))
-    if drafter.shape.depth > 1:
-        yield "recycled", *(("z", "y") if form.recycles_normed else ("y", "z"))
-
-
-@contextlib.contextmanager
-def with_config(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """A temporary folder with the same weights and another configuration."""
-    with tempfile.TemporaryDirectory() as other:
-        for file in folder.iterdir():
-            if file.name != "config.json":
-                (Path(other) / file.name).symlink_to(file.resolve())
-        (Path(other) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        yield other

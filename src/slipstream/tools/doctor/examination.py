@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
-from slipstream.draft.heads.mtp import MtpDrafter
-from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HEADS, MTP, PARD, PEAGLE, kind_of_checkpoint
+from slipstream.draft.base import Drafter
+from slipstream.draft.methods import (
+    DRAFT_MODEL,
+    HEADS,
+    PARD,
+    DraftWeights,
+    kind_of_checkpoint,
+    spec_of,
+)
 from slipstream.engine.engine import Engine
 from slipstream.engine.factory import create_engine
 from slipstream.errors import ModelError, SlipstreamError, VocabularyMismatchError
 from slipstream.models import load_config, load_draft_tokenizer
 from slipstream.text.vocabulary import check_same_vocabulary
-from slipstream.tools.doctor.canary import (
-    BETTER,
-    POOR,
-    Canary,
-    mtp_variations,
-    run_canary,
-    variations,
-    with_config,
-)
+from slipstream.tools.doctor.canary import POOR, Canary, run_canary
+from slipstream.tools.doctor.variations import READ_LAYERS, variations
 
 
 class CheckOutcome(StrEnum):
@@ -63,8 +63,6 @@ def fault(check: str, text: str) -> Finding:
 
 
 KINDS = (DRAFT_MODEL.name, PARD.name, *HEADS)
-READ_LAYERS = (EAGLE3.name, PEAGLE.name)
-"""Kinds whose configuration says which layers of the target they read, and where they norm them."""
 
 
 def examine(
@@ -76,49 +74,47 @@ def examine(
 ) -> Iterator[Finding]:
     """Yield the finding of each check; checks that depend on a failed one are skipped.
 
-    `draft` may be `mtp`: the layer in the target's own checkpoint. `kind` is one of `KINDS`; None infers it. `engine`
-    are fields of `EngineConfig`. `on_part` is called with what is done next, where that takes long. Raises `ModelError`
-    when the *target* cannot be loaded.
+    `draft` is a folder, a hub id, or the name of a method whose weights are in the target's own checkpoint. `kind` is
+    one of `KINDS`; None infers it. `engine` are fields of `EngineConfig`. `on_part` is called with what
+    is done next, where that takes long. Raises `ModelError` when the *target* cannot be loaded.
     """
     if kind is not None:
         reject_unknown([kind], KINDS, "kind of draft")
-    try:  # before the target is loaded, which may take long
-        kind = kind or kind_of(draft)
-    except ModelError as error:
-        yield fault("files", str(error))
-        return
+    spec = spec_of(draft)
+    if spec is not None and spec.weights is DraftWeights.CHECKPOINT:
+        kind, draft, found = spec.name, "", f"the target's own checkpoint, {spec.help}"
+    else:
+        try:  # before the target is loaded, which may take long
+            kind = kind or kind_of(draft)
+        except ModelError as error:
+            yield fault("files", str(error))
+            return
+        found = f"{draft!r} is a draft of kind {kind}"
     loaded = create_engine(EngineConfig(model=target, **(engine or {})))
-    is_own = draft == MTP.name
-    yield ok("kind", f"{'the target' if is_own else repr(draft)} has a draft of kind {kind}")
+    yield ok("kind", found)
     if kind not in HEADS:
         trouble = yield from _vocabulary(loaded, draft)
         if trouble:
             return
-    speculative = SpeculativeConfig(kind, options={} if is_own else {"model": draft})
+    speculative = SpeculativeConfig(kind, options={"model": draft} if draft else {})
     try:
         drafter = create_engine(loaded.config, speculative, like=loaded).drafter
     except SlipstreamError as error:
         yield fault("checkpoint", str(error))
         return
-    found = f"{drafter.found}: " if isinstance(drafter, MtpDrafter) else ""
-    yield ok("checkpoint", f"{found}keys, shapes, vocabulary maps and sizes match the target")
+    yield ok("checkpoint", "keys, shapes, vocabulary maps and sizes match the target")
     yield _context(loaded, drafter.traits.context_length)
-    if kind in HEADS:
+    if kind in HEADS and draft:
         yield from _conventions(loaded, draft, kind)
     on_part("drafting for a few prompts")
     canary = run_canary(loaded, speculative)
     yield _canary(canary)
-    if isinstance(drafter, MtpDrafter):
-        yield from _fed_otherwise(loaded, speculative, drafter, canary, on_part)
-    if kind in READ_LAYERS and Path(draft).is_dir():
-        yield from _variations(loaded, draft, kind, canary, on_part)
+    yield from _variations(loaded, drafter, (kind, draft), canary, on_part)
 
 
 def kind_of(draft: str) -> str:
     """The kind of a checkpoint, by its configuration; raises `ModelError` where that cannot be read."""
     folder = Path(draft)
-    if draft == MTP.name:
-        return MTP.name
     if not folder.is_dir():
         return kind_of_checkpoint(load_config(draft).to_dict())
     try:
@@ -196,56 +192,33 @@ def _canary(canary: Canary) -> Finding:
 
 
 def _variations(
-    target: Engine, draft: str, kind: str, canary: Canary, on_part: Callable[[str], object]
-) -> Iterator[Finding]:
-    """Compare the acceptance with variations of the configuration."""
-    better: list[tuple[float, str]] = []
-    tried: list[str] = []
-    for sentence, config in variations(Path(draft), target.model.num_layers):
-        on_part(f"drafting the same with {sentence}")
-        with with_config(Path(draft), config) as folder:
-            other = run_canary(target, SpeculativeConfig(kind, options={"model": folder}))
-        tried.append(sentence)
-        if other.first > max(BETTER * canary.first, canary.first + 0.05):
-            better.append((other.first, sentence))
-    if better:
-        first, sentence = max(better)
-        yield fault(
-            "conventions",
-            f"with {sentence} {first:.2f} of the first draft tokens are accepted instead of {canary.first:.2f}: the "
-            "configuration is not the one that the head was trained with; correct it",
-        )
-    else:
-        yield ok("conventions", f"tested {'; '.join(tried)}: none is better")
-
-
-def _fed_otherwise(
     target: Engine,
-    speculative: SpeculativeConfig,
-    drafter: MtpDrafter,
+    drafter: Drafter,
+    draft: tuple[str, str],
     canary: Canary,
     on_part: Callable[[str], object],
 ) -> Iterator[Finding]:
-    """Compare the acceptance with other ways to feed a layer for multi-token prediction."""
-    better: list[tuple[float, str]] = []
-    tried: list[str] = []
-    for option, now, value in mtp_variations(drafter):
-        sentence = f"{option} {value!r} instead of {now!r}"
-        on_part(f"drafting the same with {sentence}")
-        changed = SpeculativeConfig(speculative.method, options={**speculative.options, option: value})
+    """Compare the acceptance with other readings of `draft`, (kind, path)."""
+    tried: list[tuple[Canary, str]] = []
+    for other in variations(*draft, drafter, target.model):
+        on_part(f"drafting the same with {other.sentence}")
         try:
-            other = run_canary(target, changed)
-        except SlipstreamError as error:  # nothing takes the target's norm out of its states
-            tried.append(f"not {sentence} ({error})")
-            continue
-        tried.append(sentence)
-        gain = other.length - canary.length
-        if gain > max((BETTER - 1) * (canary.length - 1), 0.05):
-            better.append((gain, f"{sentence} τ is {other.length:.2f} instead of {canary.length:.2f}"))
-    if better:
+            with other.speculative() as speculative:
+                tried.append((run_canary(target, speculative), other.sentence))
+        except SlipstreamError:
+            continue  # the checkpoint cannot be read so
+    if not tried:
+        return
+    best, sentence = max(tried, key=lambda each: each[0].length)
+    if best.is_better(canary):
         yield fault(
             "conventions",
-            f"with {max(better)[1]}: the layer was trained for that; set it in speculative_config",
+            f"with {sentence} τ is {best.length:.2f} instead of {canary.length:.2f}: the draft is not read as it was "
+            "trained; correct its configuration, or the options",
         )
     else:
-        yield ok("conventions", f"tested {'; '.join(tried)}: none is better")
+        costs = "; ".join(f"τ {each.length:.2f} with {what}" for each, what in tried)
+        yield ok(
+            "conventions",
+            f"τ is {canary.length:.2f} as it is read, and not clearly better otherwise: {costs}",
+        )
