@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,12 +9,12 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
+from slipstream.cli.flags.faults import Faults
 from slipstream.cli.flags.flags import FlagSet, PlainHelp, Values, filled, refuse, with_flags
 from slipstream.cli.flags.options import (
     EngineValues,
@@ -29,9 +28,9 @@ from slipstream.cli.flags.options import (
 from slipstream.cli.flags.remote import SERVER_PANEL, ServerFlags, Url
 from slipstream.cli.output.console import stderr
 from slipstream.cli.output.loading import loading, say_loading
-from slipstream.cli.output.writing import check_folder
-from slipstream.draft.methods import DRAFT_MODEL, EAGLE3, HYDRA, MEDUSA, METHODS, PARD, PEAGLE
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.draft.methods import DFLASH, DRAFT_MODEL, EAGLE3, HYDRA, MEDUSA, METHODS, PARD, PEAGLE
+from slipstream.errors import ConfigError
+from slipstream.train.block_options import DSPARK, BlockTrainOptions
 from slipstream.train.options import (
     DistillOptions,
     EagleTrainOptions,
@@ -183,6 +182,13 @@ class PardTrainFlags(TrainFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockTrainFlags(TrainFlags):
+    """The training of a block drafter."""
+
+    own: Annotated[Values, FlagSet(BlockTrainOptions, "Head")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MedusaTrainFlags(TrainFlags):
     """The training of Medusa heads."""
 
@@ -305,6 +311,33 @@ def pard(
     return PardStudent(make_draft(wanted, target, seed), tokenizer, wanted, documents, seed)
 
 
+@_method(BlockTrainFlags, BlockTrainOptions)
+def dflash(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
+    """Train a head that drafts a whole block in one pass (DFlash); use OUTPUT/dflash with --spec dflash:PATH.
+
+    Also JetSpec (--causal --loss forward_kl --position-weights uniform), and, with --left-to-right, DFlash2 and Domino.
+    Ctrl-C saves; the same command continues.
+    """
+    from slipstream.train.dflash import BlockStudent
+
+    return BlockStudent(wanted, target, tokenizer, documents, DFLASH.name, seed)
+
+
+@_method(BlockTrainFlags, BlockTrainOptions)
+def dspark(
+    wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
+) -> Student:
+    """Train a block drafter that corrects its draft from left to right and says how sure it is (DSpark).
+
+    Use OUTPUT/dspark with --spec dflash:PATH. Ctrl-C saves; the same command continues.
+    """
+    from slipstream.train.dflash import BlockStudent
+
+    return BlockStudent(wanted, target, tokenizer, documents, DSPARK, seed)
+
+
 @_method(MedusaTrainFlags, HeadTrainOptions)
 def medusa(
     wanted: Any, seed: int, target: FrozenTarget, tokenizer: Any, documents: Seq[TrainingDocument]
@@ -387,44 +420,3 @@ def _reporter(every_s: float = 15.0) -> Any:
             stderr().print(str(tally), markup=False)
 
     return report
-
-
-class Faults:
-    """A context that collects errors; leaving it raises one `ConfigError` with all of them."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def add(self, fault: str) -> None:
-        """Add an error message."""
-        self.found.append(fault)
-
-    def made(self, make: Callable[[], Any]) -> Any:
-        """The result of `make`; None where it raises a `SlipstreamError`, which is added."""
-        try:
-            return make()
-        except SlipstreamError as error:
-            self.add(str(error))
-            return None
-
-    def check_paths(self, data: Seq[Path] | None, output: Path | None, init: str | None) -> None:
-        """Check that inputs exist and outputs can be written; `init` may be a hub id."""
-        if not data:
-            self.add("--data is missing")
-        self.found += [f"there is no file {str(file)!r}" for file in data or () if not file.is_file()]
-        if output is None:
-            self.add("--output is missing")
-        else:
-            self.made(lambda: check_folder(output))
-        is_path = init is not None and (init.startswith((".", "~", os.sep)) or init.count("/") > 1)
-        if init is not None and is_path and not Path(init).exists():
-            self.add(f"--init: there is no folder {init!r}")
-
-    def __enter__(self) -> Faults:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self.found:
-            raise ConfigError("; ".join(self.found))

@@ -321,6 +321,7 @@ DFLASH = MethodSpec(
     weights=DraftWeights.HEAD,
     features=TargetFeatures.CHOSEN,
     drafts_chains=True,
+    trainer="dflash",
     elsewhere={
         VLLM: ("dflash", "dspark"),
         SGLANG: ("DFLASH", "DSPARK"),

@@ -77,6 +77,10 @@ class TrainingBatch:
     sources: NDArray[np.int64]
     """[B, T]: see `TrainingRows`."""
     features: FeatureCache | None = None
+    step: int = 0
+    """Number of the batch in the run."""
+    fraction: float = 0.0
+    """Fraction of the run's budget that was spent before it."""
 
     @cached_property
     def target_logits(self) -> Tensor:

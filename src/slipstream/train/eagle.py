@@ -114,7 +114,7 @@ def fresh_head(config: EagleConfig, target: FrozenTarget, documents: Seq[Trainin
     initialise(head, target)
     if config.draft_vocab_size < config.vocab_size:
         head.draft_token_ids = most_used(documents, config.vocab_size, config.draft_vocab_size)
-        head.lm_head.weight.data.copy_(_output_weight(target)[head.draft_token_ids])
+        head.lm_head.weight.data.copy_(output_weight(target)[head.draft_token_ids])
     return head
 
 
@@ -154,7 +154,7 @@ def fresh_config(
         fc_bias=False,  # vLLM's EAGLE-1 has no place for one
         rms_norm_eps=getattr(model, "rms_norm_eps", 1e-6),
         max_position_embeddings=model.max_position_embeddings,
-        rope_parameters=_rope(model),
+        rope_parameters=rope_of(model),
     )
 
 
@@ -170,7 +170,7 @@ def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def _rope(model: Any) -> dict[str, Any]:
+def rope_of(model: Any) -> dict[str, Any]:
     """The target's rotary settings if they apply to any length, else default ones with the same base."""
     rope = dict(getattr(model, "rope_parameters", None) or {})
     if rope.get("rope_type") in ("default", "linear", "llama3", "yarn"):
@@ -186,17 +186,19 @@ def initialise(head: EagleHead, target: FrozenTarget) -> None:
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
     if head.config.version == 3:
-        head.norm.weight.data.copy_(_final_norm(target))
+        head.norm.weight.data.copy_(final_norm(target))
         if head.config.draft_vocab_size == head.config.vocab_size:
-            head.lm_head.weight.data.copy_(_output_weight(target))
+            head.lm_head.weight.data.copy_(output_weight(target))
 
 
-def _output_weight(target: FrozenTarget) -> Tensor:
+def output_weight(target: FrozenTarget) -> Tensor:
+    """[vocab, hidden]: the weight of the target's output layer."""
     weight: Tensor = target.model.get_output_embeddings().weight.detach()
     return weight[: target.vocab_size]
 
 
-def _final_norm(target: FrozenTarget) -> Tensor:
+def final_norm(target: FrozenTarget) -> Tensor:
+    """[hidden]: the weight of the target's final norm, ones where it has none."""
     norm = getattr(target.model.base_model, "norm", None)
     weight = getattr(norm, "weight", None)
     return torch.ones(target.hidden_size) if weight is None else weight.detach()

@@ -71,16 +71,18 @@ def training_time_test(
         learned = learns[later]
         if not learned.any():
             break
+        rows = place[later[learned]]
+        can_be_drafted = wanted.top[rows] >= 0
         if head.config.version == 1:
             assert project is not None, "EAGLE-1 drafts with the target's own output layer"
             features = text.features.flatten(0, 1)[later[learned]]
             result.loss = result.loss + feature_weight * F.smooth_l1_loss(state[learned], features)
-            draft_logits = project(state[learned])
+            draft_logits = project(state[learned][can_be_drafted])
         else:
-            draft_logits = head.logits(state[learned])
-        loss, entropy, agreement = token_loss(draft_logits, wanted.at(place[later[learned]]))
+            draft_logits = head.logits(state[learned][can_be_drafted])
+        loss, entropy, agreement = token_loss(draft_logits, wanted.at(rows[can_be_drafted]))
         result.loss = result.loss + decay**step * loss
-        result.agreement.append(agreement)
+        result.agreement.append(agreement * float(can_be_drafted.float().mean()))
         result.nats.append(float(loss.detach()) - entropy)
     return result
 
@@ -128,10 +130,12 @@ class Wanted:
     @classmethod
     def of(cls, scores: TargetScores, draft_token_ids: Tensor) -> Wanted:
         """`scores` of the tokens `draft_token_ids`."""
-        probabilities = torch.softmax(scores.logits, dim=-1)
-        best = scores.logits.argmax(dim=-1)
-        top = torch.where(draft_token_ids[best] == scores.top, best, -1)
-        return cls(probabilities, torch.special.entr(probabilities).sum(dim=-1), top)
+        log_probabilities = torch.log_softmax(scores.logits, dim=-1)
+        probabilities = log_probabilities.exp()
+        entropy = -torch.linalg.vecdot(probabilities, log_probabilities)
+        ordered, order = draft_token_ids.sort()
+        index = torch.searchsorted(ordered, scores.top).clamp(max=len(ordered) - 1)
+        return cls(probabilities, entropy, order[index].where(ordered[index] == scores.top, -1))
 
     def at(self, rows: Tensor) -> Wanted:
         """Some of the rows."""
@@ -139,16 +143,13 @@ class Wanted:
 
 
 def token_loss(draft_logits: Tensor, wanted: Wanted) -> tuple[Tensor, float, float]:
-    """(mean cross-entropy of the rows that are learned, the target's mean entropy there, agreement of the most probable
-    tokens in all rows); `draft_logits` [n, draft vocab]."""
-    agreement = float((draft_logits.argmax(dim=-1) == wanted.top).float().mean())
-    learned = wanted.top >= 0
-    if not learned.all():
-        draft_logits, wanted = draft_logits[learned], wanted.at(learned)
-    scores = draft_logits.float()
-    losses = scores.logsumexp(dim=-1) - torch.linalg.vecdot(wanted.probabilities, scores)
-    count = max(len(losses), 1)
-    return losses.sum() / count, float(wanted.entropy.sum()) / count, agreement
+    """(mean cross-entropy, the target's mean entropy, agreement of the most probable tokens) of rows that are learned;
+    `draft_logits` [n, draft vocab]."""
+    count = max(len(draft_logits), 1)
+    losses = F.cross_entropy(draft_logits.float(), wanted.probabilities, reduction="sum")
+    with torch.no_grad():
+        hits = draft_logits.gather(-1, wanted.top[:, None])[:, 0] >= draft_logits.amax(dim=-1)
+    return losses / count, float(wanted.entropy.sum()) / count, float(hits.sum()) / count
 
 
 @dataclass(frozen=True)

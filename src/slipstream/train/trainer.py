@@ -166,7 +166,7 @@ class Trainer:
             progress
         ):
             factor = learning_rate_factor(fraction, options.warmup_fraction, options.hold_fraction)
-            loss, metrics, num_tokens = self._step(stream, progress, factor)
+            loss, metrics, num_tokens = self._step(stream, progress, fraction, factor)
             progress.step += 1
             progress.tokens += num_tokens
             window.add(loss, metrics, num_tokens)
@@ -202,7 +202,7 @@ class Trainer:
         return self.stop(progress) or bool(patience and progress.evaluations_since_best >= patience)
 
     def _step(
-        self, stream: Iterator[TrainingRows], progress: Progress, factor: float
+        self, stream: Iterator[TrainingRows], progress: Progress, fraction: float, factor: float
     ) -> tuple[float, dict[str, float], int]:
         """One optimizer step; returns the mean loss, the means of the metrics and the number of training tokens."""
         options, processes = self.options, self.processes
@@ -212,8 +212,10 @@ class Trainer:
         window = _Window()
         for part in range(options.accumulation):
             rows = next(stream).take(slice(processes.rank, None, processes.count))
-            rows = self.student.own_text(rows, progress.step * options.accumulation + part)
+            number = progress.step * options.accumulation + part
+            rows = self.student.own_text(rows, number)
             batch = make_batch(rows, self.target, self.student.feature_layers, self.features)
+            batch = replace(batch, step=number, fraction=fraction)
             dtype = self.target.dtype
             with torch.autocast(self.target.device.type, dtype, enabled=dtype != torch.float32):
                 loss, metrics = self.student.loss(batch)
@@ -378,7 +380,11 @@ def make_optimizers(module: nn.Module, vocab_size: int, options: TrainOptions) -
             optimizers.append(Muon(matrices, options.muon_learning_rate, dtype=getattr(torch, options.dtype)))
     if learning:
         adamw = torch.optim.AdamW(
-            learning, options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
+            learning,
+            options.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            fused=True,  # one pass over the weights instead of ten
         )
         optimizers.append(adamw)
     for optimizer in optimizers:
