@@ -31,6 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "dflash": {"method": "dflash", "model": "mask"},
     "confident dflash": {"method": "dflash", "model": "anchor", "confidence_threshold": 0.0005},
+    "dflash, left to right": {"method": "dflash", "model": "rnn", "confidence_threshold": 0.0005},
     "pruned dflash": {"method": "dflash", "model": "pruned"},
 }
 PARAMS = [
@@ -46,7 +47,7 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
     name: str, make_llm: MakeLLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
-    tokens = Chains.take_struct
+    tokens, level = Chains.take_struct, Chains.take_level
 
     def counted(self: Chains) -> list[list[int]]:
         chains = tokens(self)
@@ -54,6 +55,11 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
         return chains
 
     spec = SPECS[name]
+
+    def counted_level(self: Chains, growing: list[int]) -> list[int]:
+        drawn.extend(growing)
+        return level(self, growing)
+
     llm = make_llm({**spec, "model": block_head(spec["model"])} if spec["method"] == "dflash" else spec)
 
     def run() -> tuple[list[list[int]], list[list[tuple[int, ...]]]]:
@@ -66,6 +72,7 @@ def test_a_chain_in_one_call_is_that_of_its_levels(
         return [output.outputs[0].token_ids for output in outputs], list(proposals.values())
 
     monkeypatch.setattr(Chains, "take_struct", counted)
+    monkeypatch.setattr(Chains, "take_level", counted_level)
     texts, chains = run()
     assert len(drawn) > 10
     if "confidence_threshold" in SPECS[name]:

@@ -73,7 +73,7 @@ class BlockExecutor(HeadExecutor):
     def step(
         self, slot: int, read: Tensor, logits: Tensor, previous: Tensor, above: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The logits [n, target's vocab] of one row of n paths, and the states [n, ...] that what follows begins with.
+        """The logits [n, draft vocab] of one row of n paths, and the states [n, ...] that what follows begins with.
 
         `read` [n, width] and `logits` [n, draft vocab] are what `begin` and `forward` gave for the row, `previous`
         int64 [n] the tokens before it, `above` the states that the paths' last tokens left.
@@ -81,11 +81,15 @@ class BlockExecutor(HeadExecutor):
         head = self.head.left_to_right
         if head is not None:
             logits, above = head.step(slot, read, logits, previous, above, self.embed)
-        return self.spread(logits), above
+        return logits, above
 
     def draw_levels(self, chains: Chains, logits: Tensor, firsts: Seq[int]) -> list[list[int]]:
         """`Chains.drawn`, from `logits` [rows, draft vocab] of all levels; a chain's begin with row `firsts` of it."""
         return chains.draw_levels(lambda rows: self.spread(logits[rows]), firsts)
+
+    def draw_level(self, chains: Chains, logits: Tensor, growing: Seq[int]) -> list[int]:
+        """As `Chains.take`, from `logits` [growing, draft vocab] of one level."""
+        return chains.take(self.spread(logits), growing)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: as the blocks' tokens are embedded."""

@@ -142,15 +142,29 @@ class NativeBlocks(PackedModel, BlockExecutor):
         by_block = (len(blocks), -1)
         return states.view(*by_block, states.shape[1]), logits.view(*by_block, logits.shape[1])
 
-    def draw_levels(self, chains: Chains, logits: Tensor, firsts: Seq[int]) -> list[list[int]]:
-        begins, ids = np.array(firsts, dtype=np.int64), self._token_ids
-        levels = LevelsStruct(
-            logits.data_ptr(), begins.ctypes.data, logits.shape[1], None if ids is None else ids.data_ptr()
+    def draw_level(self, chains: Chains, logits: Tensor, growing: Seq[int]) -> list[int]:
+        level, numbers = len(chains.drawn[growing[0]]), np.array(growing, dtype=np.int64)
+        levels = self._levels(logits.contiguous(), None)
+        native.library().slipstream_draw_level(
+            ctypes.byref(chains.struct), level, numbers.ctypes.data, len(growing), ctypes.byref(levels)
         )
+        return chains.take_level(growing)
+
+    def draw_levels(self, chains: Chains, logits: Tensor, firsts: Seq[int]) -> list[list[int]]:
+        begins = np.array(firsts, dtype=np.int64)
+        levels = self._levels(logits, begins.ctypes.data)
         native.library().slipstream_draw_levels(
             ctypes.byref(chains.struct), len(firsts), ctypes.byref(levels)
         )
         return chains.take_struct()
+
+    def _levels(self, logits: Tensor, firsts: int | None) -> LevelsStruct:
+        ids = self._token_ids
+        levels = LevelsStruct(
+            logits.data_ptr(), firsts, logits.shape[1], None if ids is None else ids.data_ptr()
+        )
+        levels.kept = logits
+        return levels
 
     def _rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
         """[N, layers, heads, dim] at these positions, [N]"""

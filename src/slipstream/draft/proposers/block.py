@@ -20,7 +20,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.block_executor import BlockExecutor
 from slipstream.draft.heads.dflash_head import DFlashConfig
-from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
+from slipstream.draft.proposers.draft_tree import DraftTree, Peaks, whole_chains
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.marginals import grow_tree, take_chains
 from slipstream.draft.proposers.own_cache import CachedDrafter
@@ -107,10 +107,16 @@ class BlockDrafter(CachedDrafter):
             for tree in trees
         ]
         states, logits = self.executor.forward(blocks, self.cache.pool)
-        if self._estimates or self.block.left_to_right is not None:
-            self._grow_in_turn(trees, states, logits)
-        else:
+        if not self._estimates and self.block.left_to_right is None:
             self._grow_at_once(trees, logits)
+            return
+        for grow, numbers in zip(
+            (self._draw_in_turn, self._grow_in_turn), self._drawn_in_turn(trees), strict=True
+        ):
+            if len(numbers) == len(trees):
+                grow(trees, states, logits)
+            elif numbers:
+                grow([trees[number] for number in numbers], states[numbers], logits[numbers])
 
     def _grow_at_once(self, trees: list[DraftTree], logits: Tensor) -> None:
         """From marginals, `logits` [trees, levels, draft vocab]."""
@@ -124,12 +130,38 @@ class BlockDrafter(CachedDrafter):
             if tree.frontier:
                 grow_tree(tree, self.executor.spread(levels[: tree.max_depth]))
 
+    def _drawn_in_turn(self, trees: list[DraftTree]) -> tuple[list[int], list[int]]:
+        """The trees whose chains the kernels can draw, and the others, by number."""
+        draws = {} if self._estimates else whole_chains(trees)
+        drawn = [number for number, tree in enumerate(trees) if tree.sequence.id in draws]
+        return drawn, [number for number, tree in enumerate(trees) if tree.sequence.id not in draws]
+
+    def _draw_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor) -> None:
+        """Chains, a level at a time: as `_grow_in_turn`, but a token is drawn by the executor."""
+        chains = Chains(list(whole_chains(trees).values()), self._trees.vocab_size)
+        previous, before = self._ends(trees)
+        read, above = self.executor.begin(states, previous, before)
+        growing, level = list(range(len(trees))), 0
+        while growing:
+            slot = self.block.first_slot + level
+            found, after = self.executor.step(
+                slot, read[growing, slot], logits[growing, level], previous, above
+            )
+            going = self.executor.draw_level(chains, found, growing)
+            above = after[[growing.index(chain) for chain in going]]
+            previous = self._ids([chains.drawn[chain][-1] for chain in going])
+            growing, level = going, level + 1
+        for tree, token_ids in zip(trees, chains.drawn, strict=True):
+            tree.take_chain(token_ids)
+
     def _grow_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor) -> None:
         """A level at a time, from the tokens of the one before.
 
         `states` [trees, rows, hidden] and `logits` [trees, levels, draft vocab] are what a pass gave.
         """
-        read = self._begin_in_turn(trees, states)
+        read, begun = self.executor.begin(states, *self._ends(trees))
+        for tree, state in zip(trees, begun, strict=True):
+            tree.state = state
         for level in range(logits.shape[1]):
             rows = [number for number, tree in enumerate(trees) for _ in tree.frontier]
             if not rows:
@@ -138,6 +170,7 @@ class BlockDrafter(CachedDrafter):
             previous = self._ids([token_id for tree in trees for token_id in tree.frontier_tokens()])
             above = torch.stack([state for tree in trees for state in tree.states_above()])
             found, after = self.executor.step(slot, read[rows, slot], logits[rows, level], previous, above)
+            found = self.executor.spread(found)
             likely = self.executor.confidence(states[rows, slot], previous) if self._estimates else None
             peaks, end = Peaks.of(found, trees), 0
             for tree in trees:
@@ -146,14 +179,10 @@ class BlockDrafter(CachedDrafter):
                     tree.keep_states(after[begin:end])
                     tree.grow(found[begin:end], peaks.rows(begin, end), likely[begin] if likely else None)
 
-    def _begin_in_turn(self, trees: list[DraftTree], states: Tensor) -> Tensor:
-        """Give each tree its first state, and return what the levels read of the `states`."""
+    def _ends(self, trees: list[DraftTree]) -> tuple[Tensor, Tensor]:
+        """The anchors int64 [trees], and the tokens before them: the anchors again where there are none."""
         ends = [tree.sequence.token_ids[-2:] for tree in trees]
-        anchor, before = self._ids([end[-1] for end in ends]), self._ids([end[0] for end in ends])
-        read, begun = self.executor.begin(states, anchor, before)
-        for tree, state in zip(trees, begun, strict=True):
-            tree.state = state
-        return read
+        return self._ids([end[-1] for end in ends]), self._ids([end[0] for end in ends])
 
     def _ids(self, token_ids: list[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self._device)

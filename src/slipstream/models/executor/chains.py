@@ -142,6 +142,16 @@ class Chains:
                 going.append(chain)
         return going
 
+    def take_level(self, growing: Sequence[int]) -> list[int]:
+        """As `take`, of a level that kernels have drawn in `struct`."""
+        level, going = len(self.drawn[growing[0]]), []
+        for chain in growing:
+            token_id = self._token_ids[chain * self.depth + level]
+            self.drawn[chain].append(token_id)
+            if token_id not in (NOT_FINITE, ENDED) and level + 1 < self.lengths[chain]:
+                going.append(chain)
+        return going
+
     def _scores(self, logits: Tensor, growing: Sequence[int]) -> tuple[Tensor, list[int | None]]:
         """What the tokens are chosen from, [growing, vocab], and the keys of the noise; None: the largest wins."""
         if all(self._draws[chain].temperature == 0 for chain in growing):

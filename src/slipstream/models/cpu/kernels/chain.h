@@ -22,7 +22,7 @@ inline int64_t choose(const Chains& chains, int chain, int level, const float* l
              choose(logits, chains.num_tokens, chains.drawings[chain], chains.keys[place], chains.confidences[chain]);
 }
 
-// Logits of all levels of some chains, in rows of `width`.
+// Logits of some chains, in rows of `width`.
 struct Levels {
   const float* logits;
   const int64_t* firsts;     // [chains]: the row of a chain's first level; the others follow it
@@ -30,18 +30,29 @@ struct Levels {
   const int64_t* token_ids;  // [width]: the target's ids of what the logits are of, or null: they are numbered alike
 };
 
-// Draw a chain whose logits are known, whatever is drawn.
-inline void draw_levels(const Chains& chains, int chain, const Levels& levels) {
-  std::vector<float> spread(levels.token_ids ? chains.num_tokens : 0);
-  for (int level = 0; level < chains.lengths[chain]; ++level) {
-    const float* logits = levels.logits + size_t(levels.firsts[chain] + level) * levels.width;
-    if (levels.token_ids) {
-      std::fill(spread.begin(), spread.end(), -INFINITY);
-      for (int64_t i = 0; i < levels.width; ++i) spread[levels.token_ids[i]] = logits[i];
-      logits = spread.data();
-    }
-    if (choose(chains, chain, level, logits) < 0) return;
+// Draw a chain's token from a row of the logits; `spread` is room for [num_tokens], of use where tokens are numbered otherwise.
+inline int64_t draw_row(const Chains& chains, int chain, int level, const Levels& levels, int64_t row, std::vector<float>& spread) {
+  const float* logits = levels.logits + size_t(row) * levels.width;
+  if (levels.token_ids) {
+    spread.assign(chains.num_tokens, -INFINITY);
+    for (int64_t i = 0; i < levels.width; ++i) spread[levels.token_ids[i]] = logits[i];
+    logits = spread.data();
   }
+  return choose(chains, chain, level, logits);
+}
+
+// Draw chains whose logits are known, whatever is drawn.
+inline void draw_levels(const Chains& chains, int num_chains, const Levels& levels) {
+  std::vector<float> spread;
+  for (int chain = 0; chain < num_chains; ++chain)
+    for (int level = 0; level < chains.lengths[chain]; ++level)
+      if (draw_row(chains, chain, level, levels, levels.firsts[chain] + level, spread) < 0) break;
+}
+
+// Draw one level of the chains `growing` [n], from row i of the logits for the i-th of them.
+inline void draw_level(const Chains& chains, int level, const int64_t* growing, int n, const Levels& levels) {
+  std::vector<float> spread;
+  for (int i = 0; i < n; ++i) draw_row(chains, int(growing[i]), level, levels, i, spread);
 }
 
 // Draft all chains. `first` is the pass behind which they begin; `run(batch, above)` computes a pass, where `above` holds

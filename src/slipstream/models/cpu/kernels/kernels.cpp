@@ -313,9 +313,12 @@ Status slipstream_draft_medusa(const Heads* heads, const HeadRows* rows, const C
 
 // Chains of which all logits are there.
 Status slipstream_draw_levels(const Chains* chains, int num_chains, const Levels* levels) {
-  return status_of([&] {
-    for (int chain = 0; chain < num_chains; ++chain) draw_levels(*chains, chain, *levels);
-  });
+  return status_of([&] { draw_levels(*chains, num_chains, *levels); });
+}
+
+// One level of chains whose next logits depend on what is drawn.
+Status slipstream_draw_level(const Chains* chains, int level, const int64_t* growing, int n, const Levels* levels) {
+  return status_of([&] { draw_level(*chains, level, growing, n, *levels); });
 }
 
 // Hydra: `states` [n, hidden] belong to the rows of the batch, which holds the tokens behind them.
