@@ -27,7 +27,7 @@ from slipstream.draft.registry import drafter_names
 from slipstream.testing.enumeration import Distribution, total_variation
 from tests.kit.block_heads import LAYOUTS, block_head
 from tests.kit.engine_enumeration import engine_distribution
-from tests.kit.pard_models import pard_folder
+from tests.kit.pard_models import pard2_folder, pard_folder
 from tests.kit.peagle_heads import masked_eagle3
 
 PARAMS = SamplingParams(temperature=1.0, top_k=2, max_tokens=4, ignore_eos=True)
@@ -42,7 +42,7 @@ DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 LOOPBACK = "tests.kit.loopback:LoopbackDrafter"
 """`remote`, with its worker in the process."""
 TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
-MASKED = "reads mask tokens"
+MASKED, READS_STATES = "reads mask tokens", "reads the target's states too"
 LEARNED = "a layer on the logits"
 SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "ngram", **CHAIN},
@@ -62,6 +62,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "pard", "model": MASKED, **TREE},
     {"method": "pard", "model": MASKED, **CHAIN, "confidence_threshold": 0.02},
     {"method": "pard", "model": MASKED, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
+    {"method": "pard", "model": READS_STATES, **CHAIN},
+    {"method": "pard", "model": READS_STATES, **TREE},
     {"method": "tli", "model": OTHER_VOCABULARY, **CHAIN},
     {"method": "tli", "model": OTHER_VOCABULARY, **TREE},
     {"method": "slem", "model": OTHER_VOCABULARY, **CHAIN},
@@ -206,6 +208,8 @@ def test_the_distribution_stays(
         spec = {**spec, "model": trained_heads(spec["method"])}
     elif spec.get("model") == OTHER_VOCABULARY:
         spec = {**spec, "model": cut_draft}
+    elif spec.get("model") == READS_STATES:
+        spec = {**spec, "model": pard2_folder()}
     elif spec.get("model") == MASKED:
         spec = {**spec, "model": pard_folder() if spec["method"] == "pard" else masked_eagle3()}
     elif spec.get("model") in LAYOUTS:

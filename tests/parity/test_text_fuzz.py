@@ -19,7 +19,7 @@ from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.engine.outputs import CompletionOutput
 from slipstream.text.prompts import encode_chat
 from tests.kit.marks import needs_kernels
-from tests.kit.pard_models import pard_folder
+from tests.kit.pard_models import pard2_folder, pard_folder
 from tests.kit.peagle_heads import masked_eagle3
 
 pytestmark = [
@@ -32,6 +32,7 @@ MAX_TOKENS = 24
 NUM_SLOTS = 400
 """Slots of a cache that is too small: for one request of the longest kind, or three short ones."""
 TRAINED, OTHER_VOCABULARY, MASKED = "trained on the spot", "another tokenizer", "reads mask tokens"
+READS_STATES = "reads the target's states too"
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 SPECS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -44,6 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "tli": {"method": "tli", "model": OTHER_VOCABULARY},
     "slem": {"method": "slem", "model": OTHER_VOCABULARY},
     "pard": {"method": "pard", "model": MASKED},
+    "pard2": {"method": "pard", "model": READS_STATES},
     "self": {"method": "self"},
     "layer_skip": {"method": "layer_skip", "drafts_per_trial": 8},
     "cascade": {"method": "cascade", "model": EMBEDDED_DRAFT, "draft": {"method": "ngram"}},
@@ -154,6 +156,8 @@ def test_every_answer_is_that_of_speculation_off(
         config["model"] = trained_heads(config["method"])
     elif config.get("model") == OTHER_VOCABULARY:
         config["model"] = cut_draft
+    elif config.get("model") == READS_STATES:
+        config["model"] = pard2_folder()
     elif config.get("model") == MASKED:
         config["model"] = pard_folder() if spec == "pard" else masked_eagle3()
     rng = random.Random(spec)

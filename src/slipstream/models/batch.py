@@ -250,6 +250,8 @@ class ForwardBatch:
         if trees:
             self._fill_trees(trees, seen)
         self._tensors: dict[torch.device, BatchTensors] = {}
+        self.added: Tensor | None = None
+        """[N, hidden]: what is added to the rows' embeddings, if anything is."""
 
     def _buffer(self, num_seen: int, bucket: Bucket | None) -> NDArray[np.int64]:
         """Room for all arrays; zeros where a bucket has more than the groups do."""

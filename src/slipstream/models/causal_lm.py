@@ -139,13 +139,16 @@ class CausalLM(ModelIdentity):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
+        added: Tensor | None = None,
     ) -> ForwardOutput:
         """One pass over all rows of all groups; writes their keys and values to `pool`.
 
         `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
-        them. Hidden states are those of whole passes only. Raises as `check_layers` does.
+        them. Hidden states are those of whole passes only. `added` [rows, hidden] is added to the embeddings. Raises as
+        `check_layers` does.
         """
         rows = self._rows(groups, layers, hidden_layers)
+        rows.added = added
         done = self.executor.forward(rows, pool, hidden_layers, layers)
         return ForwardOutput(done.logits, done.hidden, rows)
 

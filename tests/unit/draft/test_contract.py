@@ -24,7 +24,7 @@ from tests.kit.block_heads import block_head
 from tests.kit.folders import kept_folder
 from tests.kit.head_drafters import CHOICES, random_heads
 from tests.kit.mtp_targets import random_mtp
-from tests.kit.pard_models import pard_folder
+from tests.kit.pard_models import pard2_folder, pard_folder
 from tests.kit.peagle_heads import peagle_folder
 from tests.kit.tokenizer_families import FAMILIES, PAIRS, save_model
 
@@ -173,6 +173,9 @@ def cases() -> Iterator[Case]:
     for options, verifier in SHAPES:
         yield Case("draft_model", {**MODEL, **options}, verifier, with_model())
         yield Case("pard", options, verifier, with_model(), made=lambda: {"model": pard_folder()})
+        yield Case(
+            "pard", options, verifier, with_model(), has_target=True, made=lambda: {"model": pard2_folder()}
+        )
         made = partial(peagle, "eagle3")
         yield Case("peagle", options, verifier, with_model(), has_target=True, made=made)
         for method in ("hydra", "medusa"):

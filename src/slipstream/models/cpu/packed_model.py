@@ -153,7 +153,18 @@ class PackedModel:
             _address(fast_rows),
             *(addresses[-2:] if rows.shares else ()),
         )
-        batch.kept = (rows, arrays, tap_layers, taps, run, fast_rows)  # as long as the kernels may read them
+        added = None if rows.added is None else rows.added.float().contiguous()
+        if added is not None:
+            batch.added = added.data_ptr()
+        batch.kept = (
+            rows,
+            added,
+            arrays,
+            tap_layers,
+            taps,
+            run,
+            fast_rows,
+        )  # as long as the kernels may read them
         return batch
 
     def _layer(

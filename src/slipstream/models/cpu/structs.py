@@ -106,7 +106,7 @@ class BatchStruct(Structure):
         *((name, c_int64) for name in ("num_slots", "entry_type")),
         *((name, c_void_p) for name in ("key_scales", "value_scales")),
         ("num_fast", c_int64),
-        *((name, c_void_p) for name in ("fast_rows", "shared_begin", "shared_length")),
+        *((name, c_void_p) for name in ("fast_rows", "shared_begin", "shared_length", "added")),
     )
 
 

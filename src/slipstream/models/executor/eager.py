@@ -97,9 +97,12 @@ class EagerExecutor(Executor):
     ) -> PassOutput:
         """The pass with an attention that was prepared for it."""
         on = rows.on(self.model.device)
+        given = {"input_ids": on.token_ids[None]}
+        if rows.added is not None:
+            given = {"inputs_embeds": (self.embed(on.token_ids) + rows.added)[None]}
         with without_cudnn(self.model.device):
             output = self.model(
-                input_ids=on.token_ids[None],
+                **given,
                 position_ids=on.positions[None],
                 use_cache=False,
                 logits_to_keep=on.logit_rows,

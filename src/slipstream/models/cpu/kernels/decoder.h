@@ -54,6 +54,8 @@ class Pass : protected Mixer {
     each_row([&](int row) {
       float* state = &s.states[size_t(row) * m.hidden];
       embed(m, b.token_ids[row], state);
+      if (b.added)
+        for (int i = 0; i < m.hidden; ++i) state[i] += b.added[size_t(row) * m.hidden + i];
       if (m.input_scale != 1.0f)
         for (int i = 0; i < m.hidden; ++i) state[i] *= m.input_scale;
       place(row);

@@ -74,4 +74,5 @@ struct Batch {
   int64_t num_fast;          // rows that the arithmetic of bfloat16.h computes, which a model of 16-bit weights may have
   const int64_t* fast_rows;  // [num_fast], ascending
   const int64_t *shared_begin, *shared_length;  // [rows], or null: see Rows in models/rows.py
+  const float* added;  // [rows, hidden], or null: what is added to the embeddings
 };
