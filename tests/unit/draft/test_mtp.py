@@ -402,3 +402,13 @@ def test_a_quantised_layer_is_widened() -> None:
     found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
     expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=True))
     assert float((found - expected).abs().max()) < CLOSE
+
+
+def test_texts_after_preemption() -> None:
+    """The cache has no room for four requests at their ends."""
+    folder, spec = mtp_target("llama").folder, {"method": "mtp"}
+    usual = LLM(folder, speculative_config=spec)
+    room = 120 * usual.engine.memory_plan.kv_bytes_per_token
+    tight = LLM(folder, speculative_config=spec, kv_cache_bytes=room, max_model_len=40)
+    assert texts(tight) == texts_without("llama")
+    assert tight.engine.stats().num_preemptions > 0

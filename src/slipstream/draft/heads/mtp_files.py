@@ -144,7 +144,9 @@ def load_mtp(
             continue
         for theirs, ours in layout.renamed.items():
             part = part.replace(theirs, ours, 1) if part.startswith(theirs) else part
-        layer[LAYER + part] = tensors[name]
+        tensor = tensors[name]
+        # Widened matrices are narrowed one by one; a router's bias may be wider than the layer.
+        layer[LAYER + part] = tensor.to(target.dtype) if tensor.ndim > 1 else tensor
     if (final_norm := f"{places.final_norm}.weight") in tensors:
         layer[FINAL_NORM] = tensors[final_norm]
     made, loaded = single_layer(target, _config(layout, target, layer), layer)
