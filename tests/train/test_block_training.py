@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.main import app
 from slipstream.errors import ConfigError, ModelError
-from slipstream.train.batches import TrainingDocument
+from slipstream.train.batches import TrainingDocument, make_batch, pack
 from slipstream.train.block_options import BlockTrainOptions
 from slipstream.train.dflash import BlockStudent
 from slipstream.train.eagle import EagleStudent
@@ -82,6 +82,23 @@ def test_a_block_drafter_learns(
     assert np.mean([row["loss"] for row in rows[-5:]]) < 0.9 * rows[0]["loss"]
     assert np.mean([row["agrees_1"] for row in rows[-5:]]) > rows[0]["agrees_1"] + 0.05
     assert np.mean([row["tau"] for row in rows[-5:]]) > rows[0]["tau"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_bfloat16_is_nearly_the_one_in_float32(
+    kind: str, student: Any, tiny: str, target: FrozenTarget, documents: list[TrainingDocument]
+) -> None:
+    method, options = KINDS[kind]
+    made = student(method, **options)
+    rows = pack(documents, LENGTH, 0, np.random.default_rng(0)).take(slice(0, 4))
+    losses = []
+    for of in (target, FrozenTarget(tiny, torch.device("cpu"), torch.bfloat16)):
+        batch = make_batch(rows, of, made.feature_layers)
+        with torch.autocast("cpu", of.dtype, enabled=of.dtype != torch.float32):
+            loss, _ = made.loss(batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["dflash of a small vocabulary", "dspark", "domino"])
@@ -259,6 +276,7 @@ def test_what_learns_and_what_does_not(student: Any) -> None:
         ({"left_to_right": "markow"}, "did you mean 'markov'"),
         ({"position_weights": "exp"}, "unknown position_weights"),
         ({"block_size": 1}, "at least 2"),
+        ({"left_to_right": "selector", "loss": "hard=1,confidence=1"}, "a selector leaves out"),
         ({"gamma": 0.0}, "--gamma must be above 0"),
         ({"dpace_alpha": 2.0}, r"--dpace-alpha must be in \[0, 1\]"),
         ({"num_anchors": 0}, "at least 1"),

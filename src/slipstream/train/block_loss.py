@@ -116,9 +116,12 @@ def block_loss(
     scores = None
     if options.losses.keys() - {"hard"}:
         scores = target_scores(batch, blocks, tokens, head.draft_token_ids)
+    distance = None
     for logits, share in _learned_logits(head, made, batch.fraction, options.base_until):
         log_q = logits.float().log_softmax(dim=-1)
-        each = token_losses(log_q, tokens, scores, options.losses)
+        if scores is not None and options.losses.keys() & {"total_variation", "confidence"}:
+            distance = total_variation(log_q, scores)
+        each = token_losses(log_q, tokens, scores, distance, options.losses)
         weights = position_weights(tokens, options, log_q.detach())
         total = total + share * _mean(each * weights, tokens.is_learned)
     metrics = draft_metrics(made.logits.detach(), tokens)
@@ -126,8 +129,8 @@ def block_loss(
     if isinstance(head.left_to_right, CandidateSelector):
         each = selector_losses(head.left_to_right, head.config.first_slot, made, blocks, tokens)
         total = total + options.selector_weight * _mean(each * decay, tokens.is_learned)
-    if scores is not None and (weight := options.losses.get("confidence")):
-        each, errors = confidence_losses(head, made, blocks, scores)
+    if distance is not None and (weight := options.losses.get("confidence")):
+        each, errors = confidence_losses(head, made, blocks, 1 - distance.detach())
         total = total + weight * _mean(each * decay, tokens.is_reached)
         metrics["confidence_error"] = float(errors[tokens.is_reached].mean())
     return total, metrics
@@ -146,11 +149,16 @@ def _learned_logits(
 
 
 def token_losses(
-    log_q: Tensor, tokens: DraftedTokens, scores: TargetScores | None, losses: Mapping[str, float]
+    log_q: Tensor,
+    tokens: DraftedTokens,
+    scores: TargetScores | None,
+    distance: Tensor | None,
+    losses: Mapping[str, float],
 ) -> Tensor:
     """[n, drafts]: the weighted sum of the losses for the draft's log-probabilities [n, drafts, draft vocab].
 
-    `forward_kl` is of the target's distribution over the draft vocabulary, `total_variation` of its whole one.
+    `forward_kl` is of the target's distribution over the draft vocabulary; `distance` is the total variation, of its
+    whole one.
     """
     total = log_q.new_zeros(log_q.shape[:-1])
     if weight := losses.get("hard"):
@@ -158,8 +166,8 @@ def token_losses(
     if scores is not None and (weight := losses.get("forward_kl")):
         log_p = scores.logits.log_softmax(dim=-1)
         total = total + weight * (log_p.exp() * (log_p - log_q)).sum(dim=-1)
-    if scores is not None and (weight := losses.get("total_variation")):
-        total = total + weight * total_variation(log_q, scores)
+    if distance is not None and (weight := losses.get("total_variation")):
+        total = total + weight * distance
     return total
 
 
@@ -170,16 +178,13 @@ def total_variation(log_q: Tensor, scores: TargetScores) -> Tensor:
 
 
 def confidence_losses(
-    head: DFlashHead, made: BlockPass, blocks: AnchoredBlocks, scores: TargetScores
+    head: DFlashHead, made: BlockPass, blocks: AnchoredBlocks, accepted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(cross-entropy with what rejection sampling accepts, 1 - total variation; the absolute errors), [n, drafts]."""
+    """(cross-entropy with the shares `accepted` by rejection sampling; the absolute errors), all [n, drafts]."""
     previous = blocks.tokens[:, : made.logits.shape[1]]
     odds = head.confidence(made.hidden[:, head.config.first_slot :], previous)
     assert odds is not None, "the loss has a part for a confidence head"
-    with torch.no_grad():
-        accepted = 1 - total_variation(made.logits.float().log_softmax(dim=-1), scores)
-        accepted = accepted.clamp(0, 1)
-    odds = odds.float()
+    odds, accepted = odds.float(), accepted.clamp(0, 1)
     each = F.binary_cross_entropy_with_logits(odds, accepted, reduction="none")
     return each, (odds.detach().sigmoid() - accepted).abs()
 

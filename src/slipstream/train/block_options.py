@@ -100,6 +100,10 @@ class BlockTrainOptions:
         reject_unknown([self.position_weights], POSITION_WEIGHTS, "position_weights")
         if self.loss is not None:
             reject_unknown(self.losses, BLOCK_LOSSES, "loss")
+        if self.left_to_right == "selector" and "confidence" in self.losses:
+            raise ConfigError(
+                "a selector leaves out most tokens, which a confidence head does not know; omit one"
+            )
         if self.block_size is not None:
             check_at_least("block drafter", 1 if self.layout == "anchor" else 2, block_size=self.block_size)
         for name in ("gamma", "selector_weight"):
