@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from slipstream.profiling.machine import cpu_name
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy")
@@ -42,7 +40,7 @@ def provenance(packages: Seq[str] = PACKAGES, num_threads: int | None = None) ->
         "platform": platform.system(),
         "cpu": cpu_name(),
         "num_cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": num_threads or threads.available(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }

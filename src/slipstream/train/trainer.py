@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from slipstream.train.batches import (
     make_batch,
     row_batches,
 )
-from slipstream.train.evaluation import EvaluationFigures
 from slipstream.train.features import FeatureCache
 from slipstream.train.journal import Journal
 from slipstream.train.muon import Muon
@@ -40,6 +39,9 @@ from slipstream.train.plots import draw
 from slipstream.train.processes import Processes
 from slipstream.train.progress import format_rate
 from slipstream.train.target import FrozenTarget
+
+if TYPE_CHECKING:
+    from slipstream.train.evaluation import EvaluationFigures
 
 CHECKPOINT, LOG, PROVENANCE = "checkpoint.pt", "log.jsonl", "training.json"
 
