@@ -153,6 +153,10 @@ def test_drafting_computes_what_training_trained(
         # Only the draft from the last committed token is looked at: learn from its rows alone.
         learns = torch.zeros(1, len(text), dtype=torch.bool)
         learns[0, len(token_ids) - 1 :] = True
+        scores = TargetScores.of(logits[len(token_ids) - 1 :], head.draft_token_ids)
+        known = scores._replace(
+            top=head.draft_token_ids[scores.logits.argmax(dim=-1)]
+        )  # so that each row counts
         training_time_test(
             head,
             TargetText(
@@ -162,7 +166,7 @@ def test_drafting_computes_what_training_trained(
                 torch.zeros(1, len(text), dtype=torch.long),
                 learns,
             ),
-            TargetScores.of(logits[len(token_ids) - 1 :], head.draft_token_ids),
+            known,
             lambda state: head.logits(state),
             num_steps=depth,
         )
