@@ -36,7 +36,7 @@ def pard2_folder(**changes: Any) -> str:
         shutil.copy(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     own = {"pard2": True, "spd_type": "pard2", "pard2_target_layers": [-1, -4], "pard2_target_dim": 640}
-    own |= {"pard2_scale": 0.05, "pard2_proj_bias": False, **changes}
+    own |= {"pard2_scale": 0.005, "pard2_proj_bias": False, **changes}
     (folder / "config.json").write_text(json.dumps(config | own))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(config["hidden_size"], 640, generator=generator) * 0.05

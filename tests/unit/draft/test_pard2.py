@@ -38,7 +38,7 @@ def reference(token_ids: list[int], depth: int) -> torch.Tensor:
         features = torch.cat([torch.zeros(1, 640), features])
         features = torch.cat([features, features[-1:].expand(depth - 1, -1)])
         rows = torch.tensor([[*token_ids, *[MASK] * (depth - 1)]])
-        embeds = draft.get_input_embeddings()(rows) + 0.05 * features @ weight.T
+        embeds = draft.get_input_embeddings()(rows) + 0.005 * features @ weight.T
         return draft(inputs_embeds=embeds).logits[0, -depth:]
 
 
