@@ -43,6 +43,16 @@ SPECS: dict[str, dict[str, Any] | None] = {
     "cascade": {"method": "cascade", "draft": {"method": "ngram"}},  # as does an int8 copy of the target
     "lookahead": {"method": "lookahead"},
 }
+
+
+def spec_of(name: str) -> dict[str, Any] | None:
+    """One of `SPECS`, with a head that is written when it is needed."""
+    spec = SPECS[name]
+    if spec is None or spec.get("model") != BLOCK_HEAD:
+        return spec
+    return {**spec, "model": block_head("anchor")}
+
+
 NUM_STEPS = 30
 NUM_SLOTS = 640
 """For up to six requests of up to 200 tokens: preemption, eviction and moves come up all the time."""
@@ -131,9 +141,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
 def engine(request: pytest.FixtureRequest) -> Engine:
-    spec, cache = SPECS[request.param[0]], request.param[1]
-    if spec is not None and spec.get("model") == BLOCK_HEAD:
-        spec = {**spec, "model": block_head("anchor")}
+    spec, cache = spec_of(request.param[0]), request.param[1]
     plain = LLM(kv_cache_bytes=64 * 2**20, kv_cache_dtype=cache).engine
     per_token = plain.model.kv_bytes_per_token
     if spec is not None:

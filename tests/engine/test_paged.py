@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_cache_contents import SPECS, check_all, history
+from test_cache_contents import SPECS, check_all, history, spec_of
 
 from slipstream import LLM, SamplingParams
 from slipstream.draft.model.draft_model import DraftModelDrafter
@@ -48,7 +48,7 @@ def test_texts_are_those_of_contiguous_slots(make_llm: MakeLLM, prompts: list[li
     asked = [*chosen, *chosen[:2]]
     found = {}
     for backend in ("packed", "paged"):
-        llm = make_llm(SPECS[name], attention_backend=backend, max_num_batched_tokens=64)
+        llm = make_llm(spec_of(name), attention_backend=backend, max_num_batched_tokens=64)
         assert llm.engine.model.backend.layout.unit == (PAGE if backend == "paged" else 64)
         found[backend] = answers(llm, asked)
         if isinstance(llm.engine.drafter, DraftModelDrafter):
@@ -59,12 +59,12 @@ def test_texts_are_those_of_contiguous_slots(make_llm: MakeLLM, prompts: list[li
     assert found["paged"] == found["packed"]
 
 
-@pytest.mark.parametrize("name", ["off", "tree", "eagle3", "layer_skip"])
+@pytest.mark.parametrize("name", ["off", "tree", "eagle3", "dflash", "layer_skip"])
 def test_entries_are_those_of_their_text(prompts: list[list[int]], name: str) -> None:
     """Preemption, eviction, sharing and copies of pages in a random history; every entry is then computed anew."""
     per_token = LLM(kv_cache_bytes=2**22).engine.model.kv_bytes_per_token
     llm = LLM(
-        speculative_config=SPECS[name],
+        speculative_config=spec_of(name),
         attention_backend="paged",
         kv_cache_bytes=int(640 * per_token * (1 if name == "off" else 1.3)),
         max_model_len=224,
