@@ -226,6 +226,10 @@ def test_a_draft_model_keeps_the_mask_that_it_has(
     again = student("pard", target, tokenizer, documents, init=str(tmp_path))
     assert isinstance(again, PardStudent)
     assert again.mask == 3
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"spd_type": "pard2"}))
+    with pytest.raises(ConfigError, match="is a PARD-2 model, whose projection"):
+        student("pard", target, tokenizer, documents, init=str(tmp_path))
     with pytest.raises(ConfigError, match=r"--mask-token <nothing> is not among the target's"):
         student("pard", target, tokenizer, documents, mask_token="<nothing>")
     with pytest.raises(ConfigError, match=r"--depth-share must be in \(0, 1\]"):

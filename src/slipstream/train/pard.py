@@ -11,6 +11,8 @@ from torch import Tensor
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.methods import PARD
+from slipstream.draft.model.pard import reads_target
+from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.distillation import DraftStudent, distillation_loss
 from slipstream.train.mask_chains import ChainRows, mask_chains
@@ -32,6 +34,11 @@ class PardStudent(DraftStudent):
         seed: int,
     ) -> None:
         """`model` is the draft model to begin with; one that names its mask token keeps it. Raises `ConfigError`."""
+        if reads_target(model.config):
+            raise ConfigError(
+                f"{options.init!r} is a PARD-2 model, whose projection of the target's states is not trained here; "
+                "begin with a PARD or an ordinary draft model"
+            )
         super().__init__(model, tokenizer, options, seed)
         self.options = options
         vocab_size = model.config.vocab_size
