@@ -95,9 +95,9 @@ def features_of(number: int) -> Tensor:
     return torch.randn(len(TEXTS[number]) - 1, 2 * HIDDEN, generator=generator)
 
 
-def new_pool(config: DFlashConfig) -> KVPool:
+def new_pool(config: DFlashConfig, held: torch.dtype = torch.float32) -> KVPool:
     """Entries that were not written are NaN, so that reading one shows."""
-    pool = KVPool(entry_shapes(config), 150, torch.float32, torch.device("cpu"))
+    pool = KVPool(entry_shapes(config), 150, torch.float32, torch.device("cpu"), cache_dtype=held)
     pool.fill(float("nan"))
     return pool
 
@@ -157,6 +157,16 @@ def test_int8_is_close(folder: Path) -> None:
     exact, rounded = (
         drafted(block_executor(new_head(), lm, quantization), new_pool(new_head().config), [0, 1, 2])[1]
         for quantization in (None, "int8")
+    )
+    assert 0 < float((rounded - exact).abs().max()) < 0.1 * float(exact.std())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.int8])
+def test_entries_may_be_held_in_fewer_bits(held: torch.dtype, lm: CausalLM) -> None:
+    exact, rounded = (
+        drafted(block_executor(new_head(), lm, None), new_pool(new_head().config, dtype), [0, 1, 2])[1]
+        for dtype in (torch.float32, held)
     )
     assert 0 < float((rounded - exact).abs().max()) < 0.1 * float(exact.std())
 
