@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config import reject_unknown
-from slipstream.draft.methods import DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, MTP, PEAGLE
+from slipstream.draft.methods import DFLASH, DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, MTP, PEAGLE
 from slipstream.models import load_tokenizer
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.gguf_eagle3 import eagle3_writer
@@ -59,9 +59,8 @@ def convert(
         raise ExportError(f"no other engine runs Hydra heads; {NEAREST_TO_HEADS}")
     if record.method == MTP.name:
         return ConvertedCheckpoint(notes=("the target is loaded as it is: the layer is in its checkpoint",))
-    notes = (
-        ("the target and the draft model are loaded as they are",) if record.method in DRAFT_MODELS else ()
-    )
+    as_is = {**dict.fromkeys(DRAFT_MODELS, "draft model"), DFLASH.name: "head"}.get(record.method)
+    notes = () if as_is is None else (f"the target and the {as_is} are loaded as they are",)
     return ConvertedCheckpoint(notes=notes)
 
 
@@ -97,6 +96,11 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
         raise ExportError(
             "the layer for multi-token prediction is not written into GGUF files here; convert the target with "
             "llama.cpp's own convert_hf_to_gguf.py, which keeps it"
+        )
+    if record.method == DFLASH.name:
+        raise ExportError(
+            "DFlash heads are not written into GGUF files here; convert the head with llama.cpp's own "
+            "convert_hf_to_gguf.py and its --target-model-dir"
         )
     draft = None
     if record.method in (*DRAFT_MODELS, EAGLE3.name):

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from slipstream.draft.heads.eagle_head import EagleHead
-from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA
+from slipstream.draft.methods import DFLASH, EAGLE, EAGLE3, HYDRA, MEDUSA
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
 from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint, read_head, write_eagle
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
@@ -28,7 +28,7 @@ def write_openvino(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoi
     """
     if record.target is None:
         raise ExportError("a checkpoint is converted for its target, and the setting names none")
-    if record.method in (EAGLE.name, MEDUSA.name, HYDRA.name):
+    if record.method in (EAGLE.name, DFLASH.name, MEDUSA.name, HYDRA.name):
         raise ExportError(f"{ONLY}, not {record.method} heads; train one with `slipstream train eagle3`")
     commands = [_command(record.target, "target")]
     notes = [
