@@ -225,35 +225,27 @@ class EngineConfig:
     trust_remote_code: bool = False
     dtype: str = "auto"
     """On a GPU the type that the model computes in; `auto` is the checkpoint's own. On a CPU the type that weights are
-    kept in, and the arithmetic is float32: `auto` keeps those of a 16-bit checkpoint as they are stored, which with
-    `kv_cache_dtype: float32` gives the logits of `dtype: float32`, bit for bit (by default the cache has the
-    checkpoint's type too, and logits differ by the rounding of its entries); `bfloat16` and `float16` round other
-    weights, once. Without the native kernels, and for models with weights that these do not read (experts of most
-    families), a CPU computes in the type itself, and `auto` is float32."""
+    kept in, with arithmetic in float32: `auto` keeps those of a 16-bit checkpoint as they are, with the logits of
+    `float32`, but for the rounding of the cache; `bfloat16` and `float16` round other weights, once. Where the native
+    kernels do not run, a CPU computes in the type itself, and `auto` is float32."""
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
-    """Weight format of the linear layers, on a CPU. `int8`: 8-bit integers, one scale an output and one a row of
-    activations. `int4`, `int4_g64`, `int4_g128`: 4-bit codes in groups of 32, 64 or 128 inputs, each with a scale and a
-    zero, and activations of 8 bits; the output layer is in int8. Each changes the model, more with fewer
-    bits and larger groups, not the exactness of speculation: rows do not depend on each other.
-    `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add formats; loading the model checks the name."""
+    """Weight format of the linear layers, on a CPU. `int8`: one scale an output and one a row of activations. `int4`,
+    `int4_g64`, `int4_g128`: 4-bit codes with a scale and a zero for 32, 64 or 128 inputs, activations of 8 bits, the
+    output layer in int8. Each changes the model, more with fewer bits and larger groups, not the exactness of
+    speculation. `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add formats."""
     kv_cache_dtype: str = "auto"
-    """How keys and values of the target, of draft models and of EAGLE heads are held. They are rounded once, when
-    they are written.
-    Where the native kernels run whole passes (the fused decoder), with any type the text is the same with and without
-    speculation and in any batch; elsewhere PyTorch's last bits depend on what else is in a pass, a smaller type makes
-    such differences larger, and every pass copies what it reads of the cache, widened. A smaller type changes the model
-    a little. `int8` has one scale a head and token. `auto`: `dtype`, or where that is `auto` too the checkpoint's own
-    type, if the native kernels run whole passes; else the type that is computed in, so the same command has a float32
-    cache where there are no kernels. Loading logs the type."""
+    """How keys and values of the target and of drafters are held; they are rounded once, when they are written. Where
+    the native kernels run whole passes the text is the same with and without speculation with any type; elsewhere
+    PyTorch's last bits depend on what else is in a pass, more so with a smaller type. A smaller type changes the model
+    a little. `int8` has one scale a head and token. `auto`: the checkpoint's own type, or `dtype`, if the native
+    kernels run whole passes, else the type that is computed in. Loading logs the type."""
     fast_prompts: bool = False
-    """Compute the rows of a prompt but its last in bfloat16, where the native CPU kernels run whole passes over weights
-    kept in `bfloat16` or `float16`: the activations are rounded to it (and `float16` weights), products are added in
-    float32. It is for processors with AMX, and has never run on one; others compute the same bits, slower than without.
-    Changes a prompt's keys and values, and with them the text, a little. The text is still the same with and without
-    speculation, in any batch and after prefix reuse, which ends where the earlier request's prompt did. The prompt's
-    last row, answers and drafts are computed as ever."""
+    """Compute the rows of a prompt but its last in bfloat16, for processors with AMX; others compute the same bits,
+    slower than without. It needs weights in 16 bits, and native kernels that run whole passes. It changes a prompt's
+    keys and values, and with them the text, a little: the same with and without speculation, in any batch and after
+    prefix reuse, which ends where the earlier request's prompt did."""
     cpu_kernels: str = "auto"
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""

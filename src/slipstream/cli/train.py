@@ -134,15 +134,15 @@ class TrainFlags:
     """A training run, whatever the method."""
 
     model: ModelArgument = None
-    data: list[Path] | None = None
+    data: Annotated[list[Path] | None, Option(rich_help_panel="Training")] = None
     """JSON lines of conversations, as written by `regenerate`; may be repeated."""
-    output: Path | None = None
+    output: Annotated[Path | None, Option(rich_help_panel="Training")] = None
     """A folder for checkpoint, log, plot and result; run again to continue."""
-    device: str | None = None
+    device: Annotated[str | None, Option(rich_help_panel="Training")] = None
     """cpu or cuda; by default cuda if there is one."""
-    threads: Annotated[int | None, Option(min=1)] = None
+    threads: Annotated[int | None, Option(min=1, rich_help_panel="Training")] = None
     """CPU threads."""
-    feature_folder: Path | None = None
+    feature_folder: Annotated[Path | None, Option(rich_help_panel="Training")] = None
     """With --cache-features: where they are kept, so that several runs with the same target and data share them; the
     folder `features` in the output by default."""
     own: Values
@@ -161,14 +161,14 @@ class DraftTrainFlags(TrainFlags):
 class EagleTrainFlags(TrainFlags):
     """The training of an EAGLE head."""
 
-    own: Annotated[Values, FlagSet(EagleTrainOptions, "Head")]
+    own: Annotated[Values, FlagSet(EagleTrainOptions, "EAGLE head")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleTrainFlags(TrainFlags):
     """The training of a P-EAGLE head."""
 
-    own: Annotated[Values, FlagSet(PEagleTrainOptions, "Head")]
+    own: Annotated[Values, FlagSet(PEagleTrainOptions, "P-EAGLE head")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class PardTrainFlags(TrainFlags):
 class BlockTrainFlags(TrainFlags):
     """The training of a block drafter."""
 
-    own: Annotated[Values, FlagSet(BlockTrainOptions, "Head")]
+    own: Annotated[Values, FlagSet(BlockTrainOptions, "Block head")]
 
 
 @dataclass(frozen=True, kw_only=True)
