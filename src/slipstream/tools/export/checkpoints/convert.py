@@ -8,6 +8,7 @@ from slipstream.config import reject_unknown
 from slipstream.draft.methods import DFLASH, DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, MTP, PEAGLE
 from slipstream.models import load_tokenizer
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
+from slipstream.tools.export.checkpoints.gguf_dflash import dflash_writer
 from slipstream.tools.export.checkpoints.gguf_eagle3 import eagle3_writer
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from slipstream.tools.export.checkpoints.head_folders import (
@@ -97,14 +98,9 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
             "the layer for multi-token prediction is not written into GGUF files here; convert the target with "
             "llama.cpp's own convert_hf_to_gguf.py, which keeps it"
         )
-    if record.method == DFLASH.name:
-        raise ExportError(
-            "DFlash heads are not written into GGUF files here; convert the head with llama.cpp's own "
-            "convert_hf_to_gguf.py and its --target-model-dir"
-        )
     draft = None
-    if record.method in (*DRAFT_MODELS, EAGLE3.name):
-        draft = folder / ("eagle3.gguf" if record.method == EAGLE3.name else "draft.gguf")
+    if record.method in (*DRAFT_MODELS, EAGLE3.name, DFLASH.name):
+        draft = folder / f"{'draft' if record.method in DRAFT_MODELS else record.method}.gguf"
     target = folder / "target.gguf"
     writers = []
     notes = ["16-bit and 32-bit weights are written as they are; llama-quantize makes smaller files of them"]
@@ -116,6 +112,9 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
             notes.append(
                 "the draft vocabulary is a map of absolute ids (d2t); folders of other engines hold offsets"
             )
+    elif draft is not None and record.method == DFLASH.name:
+        files, model = target_of(record), model_of(record)
+        writers.append(dflash_writer(files, load_tokenizer(files.path), draft, model, record.revision))
     elif draft is not None:
         writers.append(model_writer(model_of(record), draft))
     writers.append(model_writer(target_of(record).path, target))
