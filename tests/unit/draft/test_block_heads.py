@@ -30,11 +30,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "causal window": {"causal": (True, True), "windows": (7, 7)},
     "mixed": {"causal": (True, False), "windows": (7, None)},
     "convolutions": {"convolution_taps": 2, "convolution_group": 8},
+    "scaled": {"embedding_scale": 0.5, "logit_scale": 2.0, "logit_softcap": 3.0},
     "pruned": {"draft_vocab_size": 205},
     "own table": {"own_table": True, "from_anchor": True},
     "markov": {"left_to_right": LeftToRightConfig(kind="vanilla", rank=8), "confidence": "hidden+token"},
 }
-IN_PYTORCH = {"mixed", "convolutions"}
+IN_PYTORCH = {"mixed", "convolutions", "scaled"}
 """Those that the kernels do not compute."""
 TEXTS = [
     [(17 * i * i + 5 * i + 3 * seed) % VOCAB for i in range(length)] for seed, length in enumerate((9, 24, 2))

@@ -186,8 +186,11 @@ def _seen(block: RowGroup, causal: bool, window: int | None) -> RowGroup:
 
 
 def fits_decoder(config: DFlashConfig) -> bool:
-    """Whether a head's layers are those of an ordinary decoder, all of which see the same rows."""
-    return not config.convolution_taps and len({*zip(config.causal, config.windows, strict=True)}) == 1
+    """Whether a head is an ordinary decoder: unscaled, without convolutions, and with layers that all see the same
+    rows."""
+    scales = (config.embedding_scale, config.logit_scale, config.logit_softcap)
+    one_view = len({*zip(config.causal, config.windows, strict=True)}) == 1
+    return scales == (1.0, 1.0, None) and not config.convolution_taps and one_view
 
 
 def planned_bytes(config: DFlashConfig, target: ModelOutline, quantization: str | None) -> int:

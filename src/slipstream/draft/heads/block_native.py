@@ -42,7 +42,7 @@ class NativeBlocks(PackedModel, BlockExecutor):
         if config.hidden_act not in ACTIVATIONS or head.rotary.rope_type not in STATIC_ROTARY:
             return "the kernels do not know its activation or its rotary embedding"
         if not fits_decoder(config):
-            return "it has convolutions, or its layers do not all see the same rows"
+            return "it has convolutions or scales, or its layers do not all see the same rows"
         return None if width == config.hidden_size else "its embeddings are of another width"
 
     def __init__(self, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> None:
