@@ -1,6 +1,6 @@
-"""The page of the command line: groups of flags that several verbs share are printed once, and each verb links to them.
+"""The pages of the command line. A group of flags that several verbs share is printed once, and each verb links to it.
 
-`docs/generate.py` writes it.
+The verbs of training have a page of their own. `docs/generate.py` writes both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Answers and reports that were asked for go to standard output, everything else t
 cannot be served costs one line, `error: …`, and exit code 2; a fault of Slipstream's own exits with 1
 (`slipstream --debug …` shows where it happened); Ctrl-C with 130. Colours appear on terminals only; `NO_COLOR`
 turns them off and `FORCE_COLOR` on. `HF_HOME`, `HF_HUB_OFFLINE` and the other variables of the Hugging Face hub are
-honoured.
+honoured. The verbs of `slipstream train` have [a page of their own](cli-train.md).
 
 ## Which drafter runs
 
@@ -118,10 +118,24 @@ Several verbs take these. Each verb links to the groups that it takes, and names
 have. A flag with another default or meaning is listed with the verb.
 """
 
+TRAINING = "train "
+"""What the verbs that have a page of their own begin with."""
+TRAINING_INTRODUCTION = """\
+# Command line: training
+
+Written from the code by `make docs`; do not edit. [Train a drafter](../guides/train.md) says how to use these verbs;
+[the command line's page](cli.md) has the others, and the flags that these share with them.
+"""
+
 
 def cli_page() -> str:
-    """Every verb with its own flags, then the groups."""
-    return f"{INTRODUCTION}\n{CommandPage().text()}"
+    """Every verb but those of training with its own flags, then the groups."""
+    return f"{INTRODUCTION}\n{CommandPage(of_training=False).text()}"
+
+
+def training_page() -> str:
+    """The verbs of training, then the groups that no other verb takes."""
+    return f"{TRAINING_INTRODUCTION}\n{CommandPage(of_training=True).text()}"
 
 
 @dataclass(frozen=True)
@@ -151,9 +165,9 @@ class FlagRow:
 
 
 class CommandPage:
-    """All verbs, and the groups that several of them share."""
+    """The verbs of a page, and the groups that several of them share."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_training: bool) -> None:
         self._commands = dict(_verbs(get_command(app)))
         self._rows = {
             verb: [FlagRow.of(parameter) for parameter in command.params]
@@ -167,11 +181,20 @@ class CommandPage:
                 group[:] = [one for one in group if one.name != row.name or counts[one] > count]
                 if all(one.name != row.name for one in group):
                     group.append(row)
+        self._is_here = {verb: verb.startswith(TRAINING) == of_training for verb in self._commands}
+        self._elsewhere = {name for name in self.groups if self._is_of_training(name) != of_training}
+
+    def _is_of_training(self, group: str) -> bool:
+        """Whether only verbs of training take a group."""
+        rows = self.groups[group]
+        return all(verb.startswith(TRAINING) for verb, own in self._rows.items() if {*rows} & {*own})
 
     def text(self) -> str:
         """The page below its introduction."""
-        verbs = [self._verb(verb, command) for verb, command in self._commands.items()]
-        shared = [_table(f"### {name}", rows) for name, rows in self.groups.items()]
+        verbs = [self._verb(verb, command) for verb, command in self._commands.items() if self._is_here[verb]]
+        shared = [
+            _table(f"### {name}", rows) for name, rows in self.groups.items() if name not in self._elsewhere
+        ]
         return "\n".join([*verbs, SHARED_INTRODUCTION, *shared])
 
     def _verb(self, verb: str, command: Any) -> str:
@@ -197,7 +220,8 @@ class CommandPage:
         lack = [row.name for row in group if row not in rows]
         if not have:
             return ""
-        link = f"[{name}](#{_anchor(name)})"
+        page = "cli.md" if name in self._elsewhere else ""
+        link = f"[{name}]({page}#{_anchor(name)})"
         if not lack:
             return link
         names = have if len(have) <= len(lack) else lack

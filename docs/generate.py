@@ -93,8 +93,14 @@ NO_OPTIONS = {spec.name: _required(spec) for spec in METHODS.values()}
 
 
 def cli_page() -> str:
-    """Every verb with its flags, and the groups that several share."""
+    """Every verb but those of training with its flags, and the groups that several share."""
     page: str = CLI_PAGE["cli_page"]()
+    return page
+
+
+def training_page() -> str:
+    """The same for the verbs of training."""
+    page: str = CLI_PAGE["training_page"]()
     return page
 
 
@@ -182,6 +188,7 @@ def _fields(cls: type) -> Iterator[str]:
 
 PAGES = {
     "reference/cli.md": cli_page,
+    "reference/cli-train.md": training_page,
     "reference/config.md": config_page,
     "reference/tested-models.md": tested_models_page,
     FROM_VLLM: from_vllm_page,
