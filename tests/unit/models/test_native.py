@@ -333,6 +333,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "HeadRows": structs.HeadRowsStruct,
     "Drawing": structs.DrawingStruct,
     "Chains": structs.ChainsStruct,
+    "Levels": structs.LevelsStruct,
 }
 OTHERWISE_CALLED = {"in_features": "in", "out_features": "out"}
 """Fields whose names are words of Python's, or would be."""
