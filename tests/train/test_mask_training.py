@@ -187,6 +187,18 @@ def test_a_resumed_run_ends_bit_identical(
         assert torch.equal(weight, second.student.module.state_dict()[name]), name
 
 
+def test_tokens_that_cannot_be_drafted_are_misses_and_not_learned(
+    target: FrozenTarget, documents: list[TrainingDocument], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Of a reduced vocabulary; the loss is the mean over the rows whose best token is in it."""
+    small = student("peagle", target, tokenizer, documents, draft_vocab_size=3, depth_share=1.0)
+    loss, metrics = small.loss(batch_of(target, documents, tuple(small.feature_layers)))
+    assert torch.isfinite(loss)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert 0 < float(loss.detach()) < 3 * np.log(3) + 5
+    assert all(0 <= metrics[f"agrees_{depth + 1}"] < 1 for depth in range(DEPTHS))
+
+
 def test_a_head_begins_as_the_eagle3_head_that_it_is_made_of(
     target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,

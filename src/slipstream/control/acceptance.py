@@ -155,25 +155,29 @@ class Acceptance:
         self.max_depth = max_depth
         self._all = Counts(DRAFTER_MEMORY)
         self._tasks = BoundedDict[str, Counts](MAX_TASKS)
-        self._lengths = BoundedDict[tuple[str, int], Counts](MAX_TASKS)
+        self._lengths = BoundedDict[tuple[str, int], Counts](MAX_TASKS * (len(LENGTHS) + 1))
         """By task and class of length."""
-        self._requests: dict[int, tuple[str, Counts]] = {}
-        """With their tasks."""
+        self._requests: dict[int, tuple[tuple[str, int], Counts]] = {}
+        """With their tasks and classes of length."""
 
     def learn(self, sequence_id: int, task: str, drafts: Drafts, length: int = 0) -> bool:
         """What became of the drafts, some perhaps empty, of a request whose text has `length` tokens; True where the
         acceptance of its task's texts of such a length has changed."""
         self._all.learn(drafts)
-        self._requests.setdefault(sequence_id, (task, Counts(REQUEST_MEMORY)))[1].learn(drafts)
-        of_length = self._lengths.touch((task, length_class(length)), lambda: Counts(TASK_MEMORY))
+        kind = task, length_class(length)
+        known = self._requests.get(sequence_id)
+        mine = Counts(REQUEST_MEMORY) if known is None else known[1]
+        self._requests[sequence_id] = kind, mine
+        mine.learn(drafts)
+        of_length = self._lengths.touch(kind, lambda: Counts(TASK_MEMORY))
         is_new = of_length.drafts < MIN_DRAFTS
         changed = self._tasks.touch(task, lambda: Counts(TASK_MEMORY)).learn(drafts)
         own_changed = of_length.learn(drafts)
         if not is_new:  # a task's acceptance also changes as its texts are long and short in turn
             changed = own_changed
         if changed:
-            for number, (of_task, counts) in self._requests.items():
-                if of_task == task and number != sequence_id:
+            for number, (its_kind, counts) in self._requests.items():
+                if its_kind == kind and number != sequence_id:
                     counts.forget()
         return changed
 

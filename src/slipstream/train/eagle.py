@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.eagle_files import read_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
-from slipstream.draft.methods import EAGLE, EAGLE3
+from slipstream.draft.methods import EAGLE, EAGLE3, PEAGLE
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.eagle_loss import TargetText, training_time_test
@@ -106,6 +106,11 @@ def _given(path: str, target: FrozenTarget, version: int) -> EagleHead:
         raise ConfigError(f"{path!r} is an EAGLE-{head.config.version} head, not an EAGLE-{version} one")
     if head.embedding is not None:
         raise ConfigError(f"{path!r} has an embedding of its own; training supports only the target's")
+    if head.config.num_layers > 1 or head.config.mask_token_id is not None:
+        raise ConfigError(
+            f"{path!r} has several layers or reads masks; this trains heads of one layer without masks, and "
+            f"slipstream train {PEAGLE.name} the others"
+        )
     return head
 
 

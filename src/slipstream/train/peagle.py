@@ -120,12 +120,14 @@ def masked_loss(
         states = masked_states(head, batch, features[rows.row], embed, rows)
         depths = rows.depths[rows.learned]
         at = place[rows.row][rows.last[rows.learned]]
-        logits = head.logits(states[rows.learned])
-        learned = int((wanted.top[at] >= 0).sum())
-        total = total + learned * token_loss(logits, wanted.at(at))[0]
+        can_be_drafted = wanted.top[at] >= 0
+        mine = wanted.at(at[can_be_drafted])
+        logits = head.logits(states[rows.learned][can_be_drafted])
+        learned = int(can_be_drafted.sum())
+        total = total + learned * token_loss(logits, mine)[0]
         count += learned
         with torch.no_grad():
-            metrics.add(logits, wanted.at(at), depths)
+            metrics.add(logits, mine, depths, can_be_drafted)
     return total / max(count, 1), metrics.means()
 
 
@@ -136,11 +138,13 @@ class _Means:
         self._agrees: dict[int, list[float]] = {}
         self._nats: list[float] = []
 
-    def add(self, logits: Tensor, wanted: Wanted, depths: Tensor) -> None:
-        agrees = (logits.argmax(dim=-1) == wanted.top).float()
+    def add(self, logits: Tensor, wanted: Wanted, depths: Tensor, can_be_drafted: Tensor) -> None:
+        """`logits` and `wanted` are those of the rows that `can_be_drafted`; the others agree with nothing."""
+        agrees = torch.zeros(len(depths), device=depths.device)
+        agrees[can_be_drafted] = (logits.argmax(dim=-1) == wanted.top).float()
         for depth in set(depths.tolist()):
             self._agrees.setdefault(depth, []).extend(agrees[depths == depth].tolist())
-        first = (depths == 0) & (wanted.top >= 0)
+        first = depths[can_be_drafted] == 0
         if first.any():
             loss, entropy, _ = token_loss(logits[first], wanted.at(first.nonzero()[:, 0]))
             self._nats.append(float(loss) - entropy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.draft.heads.dflash_files import read_dflash, save_dflash
+from slipstream.assets import EMBEDDED_TARGET
+from slipstream.draft.heads.dflash_files import load_dflash, read_dflash, save_dflash
 from slipstream.draft.heads.dflash_head import DFlashHead
 from slipstream.draft.heads.dflash_layouts import LAYOUTS
 from slipstream.draft.heads.left_to_right import LeftToRightConfig
 from slipstream.errors import ModelError
+from slipstream.models import load_model
 from tests.kit.dflash_heads import HIDDEN, VOCAB, random_head
 
 TABLE = torch.randn(VOCAB, 16, generator=torch.Generator().manual_seed(7))
@@ -256,3 +258,23 @@ def test_reads_the_configuration_that_the_authors_publish(tmp_path: Path) -> Non
     config = read_dflash(path, Target()).config
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1000000}
     assert (config.from_anchor, config.causal, config.windows) == (False, (False, False), (None, None))
+
+
+@pytest.mark.parametrize(("brings", "lacks"), [((), "embed_tokens"), (("embedding",), "lm_head")])
+def test_a_head_of_another_width_must_bring_its_tables(
+    brings: tuple[str, ...], lacks: str, tmp_path: Path
+) -> None:
+    """Those of the target would be read with the wrong width."""
+    sizes = {"target_hidden_size": 320, "vocab_size": 4096, "draft_vocab_size": 4096}
+    head = DFlashHead(replace(random_head().config, **sizes))
+    if brings:
+        head.embedding = torch.randn(4096, HIDDEN)
+    save_dflash(head, tmp_path, target="embedded")
+    with pytest.raises(ModelError, match=rf"hidden size of {HIDDEN}, but its {lacks}"):
+        load_dflash(str(tmp_path), load_model(EMBEDDED_TARGET))
+
+
+def test_a_selector_whose_layers_differ_is_not_written_as_another(tmp_path: Path) -> None:
+    mixed = random_head(windows=(8, None), causal=(True, False), **correction("selector"))
+    with pytest.raises(ModelError, match="cannot be written in the layout z-lab"):
+        save_dflash(mixed, tmp_path, target="t", layout="z-lab")

@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,17 +18,20 @@ from typer.testing import CliRunner
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.cli.main import app
 from slipstream.config import SpeculativeConfig
-from slipstream.draft.heads.dflash_files import read_dflash
+from slipstream.draft.heads.dflash_files import read_dflash, save_dflash
 from slipstream.draft.heads.dflash_head import DFlashConfig
+from slipstream.draft.heads.dflash_layouts import DEEPSPEC, LAYOUTS
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.draft.heads.left_to_right import LeftToRightConfig
 from slipstream.engine.engine import Engine
 from slipstream.errors import ConfigError, ModelError
-from slipstream.models import load_tokenizer
+from slipstream.models import load_model, load_tokenizer
 from slipstream.tools.doctor import CheckOutcome, Finding, canary, examine
 from slipstream.tools.doctor.canary import Canary
 from slipstream.tools.doctor.examination import kind_of
-from tests.kit.block_heads import block_head
+from slipstream.tools.doctor.variations import variations
+from tests.kit.block_heads import block_head, random_block_head
 from tests.kit.mtp_targets import mtp_target
 from tests.kit.small_llama import sizes
 
@@ -203,6 +206,20 @@ def test_a_block_head_whose_rows_are_read_otherwise_is_found_out(monkeypatch: py
         "rows that predict the position behind it instead of its own position τ is 3.00"
         in found["conventions"]
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_heads_of_every_layout_are_read_otherwise(layout: str, tmp_path: Path) -> None:
+    """What a layout cannot say is left out, and nothing ends the examination."""
+    markov = {"left_to_right": LeftToRightConfig(kind="vanilla", rank=8), "from_anchor": True}
+    head = random_block_head(**(markov if layout == DEEPSPEC else {}))
+    save_dflash(head, tmp_path, target="embedded", layout=layout)
+    target = load_model(EMBEDDED_TARGET)
+    found = list(variations("dflash", str(tmp_path), cast(Any, None), target))
+    assert len(found) >= 3
+    for variation in found:
+        with variation.speculative() as speculative:
+            assert read_dflash(speculative.options["model"], target).config != head.config
 
 
 def _possible_shifts(layers: tuple[int, ...], num_layers: int) -> list[int]:

@@ -29,6 +29,7 @@ def load_dflash(path: str, target: CausalLM, *, revision: str | None = None) -> 
     An output layer that is a copy of the target's is left out, so that it is held once.
     """
     head = read_dflash(path, target, revision=revision)
+    _check_width(head, target, path)
     if head.embedding is not None:
         head.embedding = head.embedding.to(target.device, target.dtype)
     head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
@@ -37,9 +38,23 @@ def load_dflash(path: str, target: CausalLM, *, revision: str | None = None) -> 
     return head
 
 
+def _check_width(head: DFlashHead, target: CausalLM, path: str) -> None:
+    """Raise `ModelError` where an embedding or an output layer is of another width than the head."""
+    width = head.config.hidden_size
+    embedded = target.hidden_size if head.embedding is None else head.embedding.shape[1]
+    projected = target.hidden_size if head.lm_head is None else width
+    for tensor, found in (("embed_tokens.weight", embedded), ("lm_head.weight", projected)):
+        if found != width:
+            raise ModelError(
+                f"{path!r} has a hidden size of {width}, but its {tensor}, or its target's, is {found} wide; a "
+                "head of another width than its target's brings its own embedding and output layer"
+            )
+
+
 def read_dflash(path: str, target: TargetShape, *, revision: str | None = None) -> DFlashHead:
     """The head in a folder or on the hub, in float32; raises `ModelError` where it does not match `target`."""
     raw, tensors = read_checkpoint(path, revision=revision)
+    tensors = {_bare(name): tensor for name, tensor in tensors.items()}
     config = dflash_config(raw, tensors, target, path)
     check_dflash(config, target, path)
     head = DFlashHead(config)
@@ -51,6 +66,10 @@ def read_dflash(path: str, target: TargetShape, *, revision: str | None = None) 
         )
     head.embedding = own_embedding(tensors.pop("embed_tokens.weight", None), target, path)
     head.load_state_dict(_renamed(tensors, head, path))
+    if head.lm_head is None and not torch.equal(head.draft_token_ids, torch.arange(config.vocab_size)):
+        raise ModelError(
+            f"{path!r} maps its tokens with d2t but has no tensor lm_head.weight, whose tokens these would be"
+        )
     return head
 
 

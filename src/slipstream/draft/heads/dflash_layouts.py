@@ -102,6 +102,8 @@ class DFlashSettings:
         kind = self.get("projector_type") or self.raw.get("speculators_model_type")
         if "candidate_selector." in names or kind == "dflash2":
             rank, top_k = self.number("selector_rank"), self.number("selector_top_k", 16)
+            if top_k < 1:
+                self.refuse(f"has selector_top_k {top_k}; it must be 1 or more")
             return LeftToRightConfig(kind="selector", rank=rank, top_k=top_k)
         if "prefix_gru." in names or kind == "domino":
             return LeftToRightConfig(
@@ -156,8 +158,10 @@ class DFlashSettings:
         if len(types) != num_layers:
             self.refuse(f"has {len(types)} layer_types for {num_layers} layers")
         window = self.own.get("swa_window_size") or self.layer.get("sliding_window")
-        if _SLIDING in types and type(window) is not int:
+        if _SLIDING in types and not isinstance(window, int):
             self.refuse("has sliding_attention layers but no sliding_window")
+        if _SLIDING in types and isinstance(window, int) and window < 1:
+            self.refuse(f"has sliding_window {window}; it must be 1 or more")
         return tuple(window if name == _SLIDING else None for name in types)
 
     def causal(self, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
@@ -308,7 +312,8 @@ def _zlab(config: DFlashConfig) -> dict[str, Any]:
         "target_layer_ids": [layer - 1 for layer in config.feature_layers],
         "sample_from_anchor": config.from_anchor,
     }
-    legacy = tuple(window is not None for window in config.windows)
+    is_selector = correction is not None and correction.kind == "selector"
+    legacy = tuple(window is not None and not is_selector for window in config.windows)
     if len(set(config.causal)) == 1:
         own["causal"] = config.causal[0]
     elif config.causal != legacy:

@@ -256,6 +256,8 @@ class EagleLearner(Learner):
         head = read_eagle(self.base.model, self.target)
         if head.embedding is not None:
             raise LearnError("only heads with the target's own embedding learn while they serve")
+        if head.config.num_layers > 1 or head.config.mask_token_id is not None:
+            raise LearnError("only heads of one layer that read no masks learn while they serve")
         return head
 
 

@@ -15,11 +15,12 @@ from slipstream.draft.base import Drafter
 from slipstream.draft.heads.checkpoints import outline_checkpoint
 from slipstream.draft.heads.dflash_files import dflash_config
 from slipstream.draft.heads.dflash_head import DFlashConfig
-from slipstream.draft.heads.dflash_layouts import layout_of, written_config
+from slipstream.draft.heads.dflash_layouts import ZLAB, written_config
 from slipstream.draft.heads.eagle_head import default_feature_layers
 from slipstream.draft.heads.mtp import MtpDrafter
 from slipstream.draft.heads.mtp_head import MtpForm
 from slipstream.draft.methods import DFLASH, EAGLE3, MTP, PEAGLE
+from slipstream.errors import ModelError
 from slipstream.models.causal_lm import CausalLM
 
 READ_LAYERS = (EAGLE3.name, PEAGLE.name)
@@ -89,29 +90,24 @@ def _of_eagle3(kind: str, folder: Path, num_layers: int) -> Iterator[Variation]:
 
 
 def _of_dflash(draft: str, target: CausalLM) -> Iterator[Variation]:
-    raw, tensors = outline_checkpoint(draft)
-    config, layout = dflash_config(raw, tensors, target, draft), layout_of(raw)
-    assert layout is not None, "its configuration has been read"
+    config = dflash_config(*outline_checkpoint(draft), target, draft)
+    for sentence, other in _other_blocks(config, target.num_layers):
+        with contextlib.suppress(ModelError):  # not every mixture of layers can be written down
+            raw = written_config(other, ZLAB, draft)
+            yield Variation(sentence, DFLASH.name, {"model": draft}, raw)
 
-    def changed(sentence: str, other: DFlashConfig) -> Variation:
-        return Variation(sentence, DFLASH.name, {"model": draft}, written_config(other, layout, draft))
 
+def _other_blocks(config: DFlashConfig, num_layers: int) -> Iterator[tuple[str, DFlashConfig]]:
     rows = ["its own position", "the position behind it"]
     mine, other = (rows[from_anchor] for from_anchor in (config.from_anchor, not config.from_anchor))
-    yield changed(
-        f"rows that predict {other} instead of {mine}", replace(config, from_anchor=not config.from_anchor)
-    )
-    for moved in _shifted(config.feature_layers, 1, target.num_layers):
-        yield changed(
-            f"hidden states {moved} instead of {list(config.feature_layers)}",
-            replace(config, feature_layers=tuple(moved)),
-        )
+    yield f"rows that predict {other} instead of {mine}", replace(config, from_anchor=not config.from_anchor)
+    for moved in _shifted(config.feature_layers, 1, num_layers):
+        sentence = f"hidden states {moved} instead of {list(config.feature_layers)}"
+        yield sentence, replace(config, feature_layers=tuple(moved))
     sees = ["all rows of their block", "the rows before them alone"]
     now = all(config.causal)
-    yield changed(
-        f"rows that see {sees[not now]} instead of {sees[now]}",
-        replace(config, causal=(not now,) * config.num_layers),
-    )
+    sentence = f"rows that see {sees[not now]} instead of {sees[now]}"
+    yield sentence, replace(config, causal=(not now,) * config.num_layers)
 
 
 def _shifted(layers: Any, first: int, last: int) -> Iterator[list[int]]:

@@ -96,6 +96,7 @@ void draft(const Batch& first, int vocab, const Chains& chains, Run run) {
     batch.run_begin = run_begin.data(), batch.run_length = run_length.data(), batch.tail_begin = tail_begin.data();
     batch.logit_rows = logit_rows.data();
     batch.shared_begin = batch.shared_length = nullptr;  // of the first pass's rows
+    batch.added = nullptr;                               // to these rows' embeddings
     run(batch, above);
   }
 }
