@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.draft.heads.dflash_head import BlockAttend, DFlashConfig, DFlashHead
+from slipstream.draft.heads.dflash_head import DFlashConfig, DFlashHead
+from slipstream.draft.heads.head_config import Attend
 
 HIDDEN, VOCAB, BLOCK = 24, 50, 5
 
@@ -38,7 +39,7 @@ def random_head(seed: int = 0, **options: Any) -> DFlashHead:
     return head.eval().requires_grad_(False)
 
 
-def attend_over(head: DFlashHead, features: Tensor) -> BlockAttend:
+def attend_over(head: DFlashHead, features: Tensor) -> Attend:
     """Plain attention of blocks at position `len(features)` over the text before it, by the head's own flags."""
     n = len(features)
     entries = head.context_entries(head.encode(features[None]), torch.arange(n)[None])

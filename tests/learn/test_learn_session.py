@@ -172,6 +172,7 @@ def test_an_operator_is_followed_though_the_log_cannot_be_emptied(
         by_hand.freeze(LearnFolder(tmp_path), True)
         wait_until(lambda: session.status().frozen)
         wait_until(lambda: "No space left" in session.status().faults.get("learning_failed", ""))
+        assert session.status().frozen, "the failure does not take the operator's word back"
     finally:
         session.close()
 

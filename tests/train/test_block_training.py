@@ -299,3 +299,21 @@ def test_the_commands(method: str, tiny: str, data: Path, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     assert "the mask token is" in " ".join(result.output.split())
     assert (tmp_path / "out" / method / "config.json").is_file()
+
+
+def test_an_output_layer_of_its_own_is_kept(student: Any, tmp_path: Path) -> None:
+    """Also over the whole vocabulary, where a fresh head uses the target's."""
+    first = student("dflash", block_size=5)
+    first.head.lm_head = torch.nn.Linear(
+        first.head.config.hidden_size, first.head.config.vocab_size, bias=False
+    )
+    first.save(tmp_path)
+    second = student("dflash", seed=1, init=str(tmp_path))
+    assert torch.equal(second.head.lm_head.weight, first.head.lm_head.weight)
+    assert not second.head.lm_head.weight.requires_grad
+
+
+def test_a_selector_to_begin_with_learns_no_confidence(student: Any, tmp_path: Path) -> None:
+    student("dflash", block_size=5, left_to_right="selector").save(tmp_path)
+    with pytest.raises(ConfigError, match="a selector leaves out most tokens"):
+        student("dspark", init=str(tmp_path))

@@ -80,9 +80,9 @@ class BlockTrainOptions:
     """Weights along a block: decay (exp(-k / --gamma), k drafts after the first), uniform (JetSpec), or dpace (by how
     probable the head finds the text so far)."""
     gamma: float = 4.0
-    """Of the decay: a larger block wants a larger one; DFlash's authors have 7 for 16 rows."""
+    """How slowly weights decay: a larger block wants a larger one; DFlash's authors have 7 for 16 rows."""
     dpace_alpha: float = 0.5
-    """Of dpace: how much of each probability is taken as 1."""
+    """How much of each probability dpace takes as 1."""
     selector_weight: float = 1.0
     """Weight of the selector's own cross-entropy, over its candidates."""
     base_until: float = 0.5

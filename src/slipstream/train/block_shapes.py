@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +70,14 @@ def make_head(
                 base, mask_token_id=mask_token(options.mask_token, tokenizer, target.vocab_size, ())[0]
             )
     ids = _draft_token_ids(options, target, source, documents)
-    head = DFlashHead(_changed(replace(base, draft_vocab_size=len(ids)), options, target))
+    config = _changed(replace(base, draft_vocab_size=len(ids)), options, target)
+    corrects = None if config.left_to_right is None else config.left_to_right.kind
+    if config.confidence is not None and corrects == "selector":
+        raise ConfigError(
+            "a selector leaves out most tokens, which a confidence head does not know; omit confidence from --loss, or "
+            "give another --left-to-right"
+        )
+    head = DFlashHead(config)
     head.draft_token_ids = ids
     _initialise(head, target)
     if source is not None:
@@ -209,6 +217,8 @@ def _take(head: DFlashHead, source: DFlashHead | EagleHead, path: str) -> str:
     if isinstance(source, DFlashHead):
         head.embedding = source.embedding
     same_vocabulary = torch.equal(source.draft_token_ids, head.draft_token_ids)
+    if isinstance(source, DFlashHead) and source.lm_head is not None and same_vocabulary:
+        head.lm_head = deepcopy(source.lm_head).requires_grad_(False)
     mine = head.state_dict()
     taken = {
         name: tensor
@@ -222,8 +232,13 @@ def _take(head: DFlashHead, source: DFlashHead | EagleHead, path: str) -> str:
     weights = {name for name, _ in head.named_parameters()}
     fresh = sorted(weights - taken.keys())
     number = len(weights & taken.keys())
-    return f"{number} of {len(weights)} tensors are taken from {path!r}" + (
-        f"; these begin anew: {', '.join(fresh)}" if fresh else ""
+    left = sorted(tensors.keys() - taken.keys() - {"draft_token_ids"})
+    return "".join(
+        [
+            f"{number} of {len(weights)} tensors are taken from {path!r}",
+            f"; these begin anew: {', '.join(fresh)}" if fresh else "",
+            f"; these of it are not used: {', '.join(left)}" if left else "",
+        ]
     )
 
 

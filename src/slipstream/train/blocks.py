@@ -56,7 +56,7 @@ def choose_blocks(
 
 
 class AnchoredAttention:
-    """The attention of blocks' rows: to the committed tokens before the anchor and to the block; see `BlockAttend`."""
+    """The attention of blocks' rows: to the committed tokens before the anchor and to the block; see `Attend`."""
 
     def __init__(
         self,

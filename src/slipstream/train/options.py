@@ -227,11 +227,7 @@ class EagleTrainOptions:
         for name in ("intermediate_size", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 check_at_least(EAGLE.name, 1, **{name: getattr(self, name)})
-        if self.init is not None:
-            for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
-                if getattr(self, name) is not None:
-                    flag = "--" + name.replace("_", "-")
-                    raise ConfigError(f"with --init the head keeps its shape; omit {flag}")
+        _check_shape_is_kept(self)
         if self.layout is not None:
             reject_unknown([self.layout], EAGLE_LAYOUTS, "layout")
         if not 0 < self.step_decay <= 1:
@@ -303,11 +299,7 @@ class PEagleTrainOptions(MaskOptions):
         for name in ("num_layers", "intermediate_size", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 check_at_least(PEAGLE.name, 1, **{name: getattr(self, name)})
-        if self.init is not None:
-            for name in ("feature_layers", "intermediate_size", "draft_vocab_size"):
-                if getattr(self, name) is not None:
-                    flag = "--" + name.replace("_", "-")
-                    raise ConfigError(f"with --init the head keeps its shape; omit {flag}")
+        _check_shape_is_kept(self)
         if self.layout is not None:
             reject_unknown([self.layout], EAGLE_LAYOUTS[1:], "layout")
 
@@ -341,6 +333,16 @@ class HeadTrainOptions:
         check_at_least("heads", 1, num_heads=self.num_heads, num_layers=self.num_layers)
         if not 0 < self.step_decay <= 1:
             raise ConfigError(f"--step-decay must be in (0, 1], got {self.step_decay}")
+
+
+def _check_shape_is_kept(options: EagleTrainOptions | PEagleTrainOptions) -> None:
+    """Raise `ConfigError` where the shape of a head to begin with is given too."""
+    for name in (
+        ("feature_layers", "intermediate_size", "draft_vocab_size") if options.init is not None else ()
+    ):
+        if getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"with --init the head keeps its shape; omit {flag}")
 
 
 def parse_weights(text: str, flag: str) -> dict[str, float]:

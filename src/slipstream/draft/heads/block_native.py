@@ -13,24 +13,25 @@ from torch.nn.functional import rms_norm
 
 from slipstream.draft.heads.block_executor import BlockExecutor, behind_layers, block_views, fits_decoder
 from slipstream.draft.heads.dflash_head import DFlashHead
+from slipstream.draft.heads.packed_head import PackedHead
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.cpu.activations import ACTIVATIONS
-from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
+from slipstream.models.cpu.frequencies import STATIC_ROTARY
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.parts import LayerParts, NormParts
-from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LevelsStruct, ModelStruct
+from slipstream.models.cpu.structs import TABLE_KINDS, LevelsStruct, ModelStruct
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.linear.formats import WeightFormat
 
 
-class NativeBlocks(PackedModel, BlockExecutor):
+class NativeBlocks(PackedHead, BlockExecutor):
     """Takes over the weights of a head; those of its layers are gone afterwards."""
 
     @classmethod
@@ -51,7 +52,6 @@ class NativeBlocks(PackedModel, BlockExecutor):
         kernel, executor = fmt.kernel, target.executor
         assert isinstance(executor, CpuKernels)
         assert kernel is not None
-        self.num_layers = self.config.num_layers
         self._executor = executor  # whose weights the structs point to
         self._pack_context(head, kernel)
         self._struct = self._model(head, kernel)
@@ -77,43 +77,26 @@ class NativeBlocks(PackedModel, BlockExecutor):
 
     def _model(self, head: DFlashHead, kernel: Kernel) -> ModelStruct:
         """The head as a decoder: what embeds tokens and the output layer are the target's or its own."""
-        config, rotary, target = self.config, head.rotary, self._executor.struct
-        self._frequencies = Rotation(rotary).inverse_frequencies
-        self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
+        target = self._executor.struct
         embedding, kind, scale = target.embedding, target.embedding_kind, target.embedding_scale
         if head.embedding is not None:
             self._embedding = self._keep_table(head.embedding)
             embedding, kind, scale = self._embedding.data_ptr(), TABLE_KINDS[self._embedding.dtype], 1.0
         output = target.head if head.lm_head is None else self._pack([head.lm_head], kernel).struct
         norm: Any = head.norm
-        layers: list[Any] = list(head.layers)
-        return ModelStruct(
-            num_layers=config.num_layers,
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary_dim=2 * len(rotary.inv_freq),
-            intermediate=config.intermediate_size,
+        return self._decoder(
+            self.config,
+            head.rotary,
+            [_parts(layer) for layer in head.layers],
+            kernel,
             vocab=output.out_features,
-            num_rotaries=1,
-            activation=ACTIVATIONS[config.hidden_act],
-            gated=True,
-            norm_epsilon=config.rms_norm_eps,
-            attention_scale=config.head_dim**-0.5,
-            residual_scale=1.0,
             embedding_scale=scale,
             embedding_kind=kind,
-            input_scale=1.0,
-            logit_divisor=1.0,
-            inverse_frequencies=self._frequencies.data_ptr(),
-            rotary_scales=self._scales.data_ptr(),
             embedding=embedding,
             final_norm=self._norm(NormParts(norm.weight)),
             head=output,
             # An embedding that is packed is read out of this; a target without a table reads its output layer.
             table=target.table if target.table.panels else target.head,
-            layers=(LayerStruct * len(layers))(*(self._layer(_parts(layer), kernel) for layer in layers)),
         )
 
     def footprint(self) -> int:

@@ -83,14 +83,7 @@ def dflash_config(
 
 def check_dflash(config: DFlashConfig, target: TargetSizes, path: str) -> None:
     """Raise `ModelError` where the head was trained for another target, or can draft for none."""
-    for what, mine, its in (
-        ("hidden size", target.hidden_size, config.target_hidden_size),
-        ("vocabulary", target.vocab_size, config.vocab_size),
-    ):
-        if mine != its:
-            raise ModelError(
-                f"{path!r} is for a target with a {what} of {its}, this target has {mine}; use a head trained for it"
-            )
+    config.check_sizes(target, path)
     if not 0 <= config.mask_token_id < config.vocab_size:
         raise ModelError(
             f"{path!r} has mask token {config.mask_token_id}, which is not among the target's {config.vocab_size} "

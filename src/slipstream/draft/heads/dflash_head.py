@@ -11,13 +11,11 @@ The module serves both drafting, over cached entries, and training, over whole t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -26,29 +24,14 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from slipstream.draft.heads.corrections import MARKOV_KINDS, MarkovHead, make_left_to_right
+from slipstream.draft.heads.head_config import Attend, HeadConfig
 from slipstream.draft.heads.left_to_right import LeftToRightConfig, LeftToRightHead
-
-BlockAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""layer, query [B, heads, N, dim], key and value of the same rows [B, kv_heads, N, dim] -> [B, N, heads, dim]"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
-    """Sizes and options of a head. Feature layer 0 is the embedding, i the output of layer i, and the target's number
-    of layers the output of its final norm."""
+class DFlashConfig(HeadConfig):
+    """Sizes and options of a head."""
 
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    """The target's."""
-    draft_vocab_size: int
-    """Tokens that the head can draft."""
-    intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    feature_layers: tuple[int, ...]
     block_size: int
     """Rows of a draft pass, the anchor's included."""
     mask_token_id: int
@@ -73,13 +56,6 @@ class DFlashConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     """Logits are scaled, and then held within ± this by a hyperbolic tangent."""
-    attention_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
-    rope_parameters: Mapping[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    hidden_act: str = "silu"
 
     @property
     def first_slot(self) -> int:
@@ -90,23 +66,6 @@ class DFlashConfig:
     def num_drafts(self) -> int:
         """The most tokens that a pass drafts."""
         return self.block_size - self.first_slot
-
-    def llama(self) -> LlamaConfig:
-        """The same for Transformers' Llama modules."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            num_hidden_layers=self.num_layers,
-            vocab_size=self.vocab_size,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope_parameters),
-            hidden_act=self.hidden_act,
-            attention_bias=self.attention_bias,
-        )
 
 
 def spread_feature_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -273,7 +232,7 @@ class DFlashHead(nn.Module):
         rotary = self.rotary(context, positions)
         return [layer.self_attn.entries(context, rotary) for layer in self._layers()]
 
-    def forward(self, embeds: Tensor, positions: Tensor, attend: BlockAttend) -> Tensor:
+    def forward(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass: embeds [B, N, hidden] of B blocks (the anchor, then masks), positions [B, N] -> the hidden states
         [B, N, hidden] behind the final norm.
 

@@ -75,7 +75,7 @@ class DFlashSettings:
         self.layer = usual | {name: value for name, value in said.items() if value is not None}
         """The layers' sizes, with the family's own where a file leaves them out."""
         self.own = raw.get("dflash_config") or {}
-        """Of the layout `z-lab`: what its `dflash_config` says."""
+        """What `dflash_config` says in the layout `z-lab`."""
 
     def refuse(self, why: str) -> NoReturn:
         raise ModelError(f"{self.path!r}: its configuration {why}")

@@ -286,14 +286,7 @@ def _renamed(tensors: Mapping[str, Tensor], head: EagleHead, path: str) -> dict[
 
 def check_head(config: EagleConfig, target: TargetSizes, path: str) -> None:
     """Raise `ModelError` where the head was trained for another target."""
-    for what, mine, its in (
-        ("hidden size", target.hidden_size, config.target_hidden_size),
-        ("vocabulary", target.vocab_size, config.vocab_size),
-    ):
-        if mine != its:
-            raise ModelError(
-                f"{path!r} is for a target with a {what} of {its}, this target has {mine}; use a head trained for it"
-            )
+    config.check_sizes(target, path)
     if config.version == 1 and config.hidden_size != target.hidden_size:
         raise ModelError(
             f"{path!r}: an EAGLE-1 head must have its target's hidden size, {target.hidden_size}"

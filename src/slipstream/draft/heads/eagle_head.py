@@ -11,14 +11,12 @@ The module serves both drafting, over cached entries, and training, over whole t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -26,30 +24,16 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""layer, query [B, heads, N, dim], key and value [B, kv_heads, N, dim] -> [B, N, heads, dim]"""
+from slipstream.draft.heads.head_config import Attend, HeadConfig
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    """Sizes and options of a head. Feature layer 0 is the embedding, i the output of layer i, and the target's number
-    of layers the output of its final norm."""
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """Sizes and options of a head. A head of version 1 drafts all tokens; of version 3, layers after the first are
+    ordinary ones, which read the state alone."""
 
     version: int
     """1 or 3."""
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    """The target's."""
-    draft_vocab_size: int
-    """Tokens that the head can draft; all of them with version 1."""
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    feature_layers: tuple[int, ...]
-    num_layers: int = 1
-    """With version 3 those after the first are ordinary ones: they read the state alone."""
     mask_token_id: int | None = None
     """The token that stands for one that is not there yet, of a P-EAGLE head; None of any other."""
     norm_queries: bool = False
@@ -57,30 +41,6 @@ class EagleConfig:
     norm_before_residual: bool = False
     """Whether the residual starts after the norm of the fused features (speculators) or before it (EAGLE's own)."""
     fc_bias: bool = False
-    attention_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
-    rope_parameters: Mapping[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    hidden_act: str = "silu"
-
-    def llama(self) -> LlamaConfig:
-        """The same for Transformers' Llama modules."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            num_hidden_layers=self.num_layers,
-            vocab_size=self.vocab_size,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope_parameters),
-            hidden_act=self.hidden_act,
-            attention_bias=self.attention_bias,
-        )
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.head_executor import EagleExecutor, HeadsExecutor
+from slipstream.draft.heads.packed_head import PackedHead
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
-from slipstream.models.cpu.activations import ACTIVATIONS
-from slipstream.models.cpu.frequencies import STATIC_ROTARY, Rotation
+from slipstream.models.cpu.frequencies import STATIC_ROTARY
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.pages import free_numbers, trim_heap
@@ -28,9 +28,7 @@ from slipstream.models.cpu.structs import (
     EagleStruct,
     HeadRowsStruct,
     HeadsStruct,
-    LayerStruct,
     LinearStruct,
-    ModelStruct,
     StatesStruct,
 )
 from slipstream.models.executor.chains import Chains
@@ -121,7 +119,7 @@ class NativeHeads(PackedModel, HeadsExecutor):
         return self._pack([linear], kernel).struct
 
 
-class NativeEagle(PackedModel, EagleExecutor):
+class NativeEagle(PackedHead, EagleExecutor):
     """Takes over the weights of a head; those of `head` are gone afterwards."""
 
     @classmethod
@@ -140,39 +138,22 @@ class NativeEagle(PackedModel, EagleExecutor):
         assert kernel is not None
         config, rotary = head.config, head.rotary
         layers: list[Any] = [head.layer, *head.upper]
-        self.num_layers = len(layers)
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
         self._executor = executor  # whose weights the structs point to
         fuses = config.version == 3
         if head.embedding is not None:
             self._keep(head.embedding)
             self._embedding = self._kept[-1]
-        self._frequencies = Rotation(rotary).inverse_frequencies
-        self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
-        model = ModelStruct(
-            num_layers=len(layers),
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary_dim=2 * len(rotary.inv_freq),
-            intermediate=config.intermediate_size,
+        model = self._decoder(
+            config,
+            rotary,
+            [_eagle_parts(each) for each in layers],
+            kernel,
             vocab=config.vocab_size,
-            num_rotaries=1,
-            activation=ACTIVATIONS[config.hidden_act],
-            gated=True,
-            norm_epsilon=config.rms_norm_eps,
-            attention_scale=config.head_dim**-0.5,
-            residual_scale=1.0,
             embedding_scale=1.0,
-            input_scale=1.0,
-            logit_divisor=1.0,
-            inverse_frequencies=self._frequencies.data_ptr(),
-            rotary_scales=self._scales.data_ptr(),
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=self._norm(NormParts(head.norm.weight) if fuses else None),
             head=(self._pack([head.lm_head], kernel) if fuses else executor.head).struct,
-            layers=(LayerStruct * len(layers))(*(self._layer(_eagle_parts(each), kernel) for each in layers)),
         )
         ids = head.draft_token_ids
         self._token_ids = None if torch.equal(ids, torch.arange(config.vocab_size)) else ids.clone()

@@ -30,15 +30,15 @@ class LeftToRightConfig:
     rank: int
     """Width between a token and the logits."""
     top_k: int = 16
-    """Of a selector: how many tokens a slot chooses from."""
+    """How many tokens a selector's slot chooses from."""
     state_size: int = 0
-    """Of a GRU: width of its state."""
+    """Width of a GRU's state."""
     num_uncorrected: int = 0
-    """Of a GRU: how many of the first drafts keep the logits of the layers."""
+    """How many of the first drafts keep the logits of the layers before a GRU."""
     mlp_ratio: int = 2
-    """Of a refiner: width of its MLP over the rank."""
+    """Width of a refiner's MLP over the rank."""
     num_passes: int = 6
-    """Of a refiner: how often other engines repeat it over a whole block; here each slot is computed once, in order,
+    """How often other engines repeat a refiner over a whole block; here each slot is computed once, in order,
     which is what the repetition converges to."""
 
 

@@ -17,7 +17,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
-from slipstream.draft.model.target_projection import ProjectionConfig, TargetProjection, outlined_bytes
+from slipstream.draft.model.target_projection import ProjectionConfig, TargetProjection
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.masked import MaskedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
@@ -81,7 +81,7 @@ class PardDrafter(MaskedDrafter, DraftModelDrafter):
         if not reads_target(model.config) or context.target_outline is None:
             return held
         projection = ProjectionConfig.of(model.config, context.target_outline, options.model)
-        extra = outlined_bytes(options.model, options.revision, model.dtype.itemsize)
+        extra = projection.num_bytes(model.dtype.itemsize)
         return replace(
             held,
             traits=replace(held.traits, reads_text_only=False, feature_layers=projection.feature_layers),

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.draft.heads.checkpoints import TargetSizes, outline_checkpoint, read_checkpoint
+from slipstream.draft.heads.checkpoints import TargetSizes, read_checkpoint
 from slipstream.errors import ModelError
 from slipstream.models.causal_lm import CausalLM
 
@@ -25,7 +25,7 @@ class ProjectionConfig:
     feature_layers: tuple[int, ...]
     """The target's hidden states that it reads, in order; see `EagleConfig`."""
     width: int
-    """Of all of them together."""
+    """Their width, all together."""
     hidden_size: int
     """The draft model's."""
     scale: float
@@ -54,6 +54,10 @@ class ProjectionConfig:
             )
         scale, bias = getattr(config, "pard2_scale", 0.02), getattr(config, "pard2_proj_bias", False)
         return cls(layers, width, config.hidden_size, float(scale), bool(bias))
+
+    def num_bytes(self, item_bytes: int) -> int:
+        """Bytes of its weights in numbers of `item_bytes`."""
+        return item_bytes * self.hidden_size * (self.width + self.bias)
 
 
 class TargetProjection:
@@ -84,9 +88,3 @@ class TargetProjection:
         weight = self._layer.weight
         projected: Tensor = self._layer(features.to(weight.device, weight.dtype))
         return projected * self.config.scale
-
-
-def outlined_bytes(path: str, revision: str | None, item_bytes: int) -> int:
-    """Bytes of a projection in numbers of `item_bytes`, without its weights; raises `ModelError` without a file."""
-    _, tensors = outline_checkpoint(path, revision=revision, weight_files=(FILE,))
-    return sum(tensor.numel() * item_bytes for tensor in tensors.values())

@@ -35,7 +35,7 @@ class Variation:
     """What is other, and what it is instead of."""
     kind: str
     options: Mapping[str, Any]
-    """Of `speculative_config`."""
+    """Keys of `speculative_config`."""
     config: Mapping[str, Any] | None = field(default=None, repr=False)
     """What stands in the place of the `config.json` of the folder `options["model"]`; None leaves it."""
 
