@@ -29,7 +29,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.chains import Chains, Draw
 
 
 class BlockDrafter(CachedDrafter):
@@ -110,13 +110,23 @@ class BlockDrafter(CachedDrafter):
         if not self._estimates and self.block.left_to_right is None:
             self._grow_at_once(trees, logits)
             return
-        for grow, numbers in zip(
-            (self._draw_in_turn, self._grow_in_turn), self._drawn_in_turn(trees), strict=True
-        ):
-            if len(numbers) == len(trees):
-                grow(trees, states, logits)
-            elif numbers:
-                grow([trees[number] for number in numbers], states[numbers], logits[numbers])
+        draws = {} if self._estimates else whole_chains(trees)
+        if len(draws) in (0, len(trees)):
+            self._grow_alike(trees, states, logits, draws)
+            return
+        for are_drawn in (True, False):
+            numbers = [n for n, tree in enumerate(trees) if (tree.sequence.id in draws) == are_drawn]
+            some = [trees[number] for number in numbers]
+            self._grow_alike(some, states[numbers], logits[numbers], draws if are_drawn else {})
+
+    def _grow_alike(
+        self, trees: list[DraftTree], states: Tensor, logits: Tensor, draws: dict[int, Draw]
+    ) -> None:
+        """Grow trees of which the kernels draw all or none, by what a left-to-right head reads."""
+        if draws:
+            self._draw_in_turn(trees, states, logits, Chains(list(draws.values()), self._trees.vocab_size))
+        else:
+            self._grow_in_turn(trees, states, logits)
 
     def _grow_at_once(self, trees: list[DraftTree], logits: Tensor) -> None:
         """From marginals, `logits` [trees, levels, draft vocab]."""
@@ -130,15 +140,8 @@ class BlockDrafter(CachedDrafter):
             if tree.frontier:
                 grow_tree(tree, self.executor.spread(levels[: tree.max_depth]))
 
-    def _drawn_in_turn(self, trees: list[DraftTree]) -> tuple[list[int], list[int]]:
-        """The trees whose chains the kernels can draw, and the others, by number."""
-        draws = {} if self._estimates else whole_chains(trees)
-        drawn = [number for number, tree in enumerate(trees) if tree.sequence.id in draws]
-        return drawn, [number for number, tree in enumerate(trees) if tree.sequence.id not in draws]
-
-    def _draw_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor) -> None:
-        """Chains, a level at a time: as `_grow_in_turn`, but a token is drawn by the executor."""
-        chains = Chains(list(whole_chains(trees).values()), self._trees.vocab_size)
+    def _draw_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor, chains: Chains) -> None:
+        """The trees' chains, a level at a time: as `_grow_in_turn`, but a token is drawn by the executor."""
         previous, before = self._ends(trees)
         read, above = self.executor.begin(states, previous, before)
         growing, level = list(range(len(trees))), 0
