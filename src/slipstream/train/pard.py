@@ -46,11 +46,9 @@ class PardStudent(DraftStudent):
         wanted = str(given) if options.mask_token is None and given is not None else options.mask_token
         self.mask, self._mask_is = mask_token(wanted, tokenizer, vocab_size, documents)
         model.config.pard_token, model.config.spd_type = self.mask, PARD.name
-        self._step = 0
 
     def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
-        """`rows` unchanged; the step says which masks are drawn."""
-        self._step = step
+        """`rows` unchanged."""
         return rows
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
@@ -58,7 +56,7 @@ class PardStudent(DraftStudent):
         target = batch.target_logits_at(batch.loss_mask)  # [n, vocab]
         place = (batch.loss_mask.flatten().cumsum(0) - 1).view_as(batch.loss_mask)
         total, count, means = target.new_zeros(()), 0, {"alpha": 0.0, "agreement": 0.0}
-        for rows in mask_chains(batch.documents, batch.loss_mask, self.options, [self._seed, self._step]):
+        for rows in mask_chains(batch.documents, batch.loss_mask, self.options, [self._seed, batch.step]):
             last = rows.last[rows.learned]
             draft = self._logits(batch, rows)
             wanted, labels = target[place[rows.row][last]], batch.labels[rows.row][last]

@@ -42,7 +42,7 @@ class PEagleStudent:
         seed: int,
     ) -> None:
         """Raises `ConfigError` for invalid options, and `ModelError` for a head of another target."""
-        self.options, self.target, self._seed, self._step = options, target, seed, 0
+        self.options, self.target, self._seed = options, target, seed
         torch.manual_seed(seed)
         given = None if options.init is None else _given(options.init, target)
         wanted = options.mask_token
@@ -60,15 +60,14 @@ class PEagleStudent:
         self.feature_layers: Seq[int] = self.head.config.feature_layers
 
     def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
-        """`rows` unchanged; the step says which masks are drawn."""
-        self._step = step
+        """`rows` unchanged."""
         return rows
 
     def loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
-        """See `masked_loss`."""
+        """See `masked_loss`; the masks are drawn anew for each batch of the run."""
         scores = batch.target_scores_at(batch.loss_mask, self.head.draft_token_ids)
         return masked_loss(
-            self.head, batch, scores, self.target.embed, self.options, [self._seed, self._step]
+            self.head, batch, scores, self.target.embed, self.options, [self._seed, batch.step]
         )
 
     def about_loss(self) -> str:
