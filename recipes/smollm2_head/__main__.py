@@ -16,8 +16,9 @@ from typing import NoReturn
 import torch
 
 from recipes.smollm2_head.answers import read_prompts, write_answers
-from recipes.smollm2_head.heads import KINDS, train_head, unpack
+from recipes.smollm2_head.heads import OPTIONS, train_head, unpack
 from recipes.smollm2_head.target import Target
+from slipstream.train.options import OPTIMIZERS
 
 TRAINED = ("eagle3", "dspark")
 """What `all` trains."""
@@ -76,11 +77,16 @@ def _add_stage(stage: argparse.ArgumentParser, name: str) -> None:
         stage.add_argument("--parts", type=int, default=1)
     if name != "answers":
         stage.add_argument("--draft-vocab-size", type=int, default=8192)
-        stage.add_argument("--batch-rows", type=int, help="rows of a training step: 8, or 64 on a GPU")
+        stage.add_argument("--batch-rows", type=int, help="rows of a training step: 1, or 64 on a GPU")
         stage.add_argument("--row-length", type=int, default=512)
-        stage.add_argument("--learning-rate", type=float, default=1e-3)
+        stage.add_argument("--optimizer", choices=OPTIMIZERS, default="muon")
+        stage.add_argument("--learning-rate", type=float, default=2e-3, help="AdamW's")
+        stage.add_argument("--muon-learning-rate", type=float, default=0.03)
+        stage.add_argument(
+            "--cache-features", action="store_true", help="keep the target's features in OUT/features"
+        )
     if name == "train":
-        stage.add_argument("--kind", choices=KINDS, required=True)
+        stage.add_argument("--kind", choices=OPTIONS, required=True)
 
 
 def _prompts(options: argparse.Namespace) -> None:
@@ -117,9 +123,12 @@ def _train(options: argparse.Namespace) -> None:
         device=options.device,
         options={
             "dtype": options.dtype,
-            "batch_rows": options.batch_rows or (8 if options.device == "cpu" else 64),
+            "batch_rows": options.batch_rows or (1 if options.device == "cpu" else 64),
             "row_length": options.row_length,
+            "optimizer": options.optimizer,
             "learning_rate": options.learning_rate,
+            "muon_learning_rate": options.muon_learning_rate,
+            "cache_features": options.cache_features,
         },
         shape={"draft_vocab_size": options.draft_vocab_size},
     )

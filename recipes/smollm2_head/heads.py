@@ -6,7 +6,7 @@ On a machine with Slipstream's requirements, `slipstream train` does the same, a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,23 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from recipes.smollm2_head.answers import read_rows
 from recipes.smollm2_head.gguf_weights import EOS, read_gguf
 from recipes.smollm2_head.tau import accepted_lengths, steps_of
+from slipstream.draft.heads.eagle_head import default_feature_layers
 from slipstream.train.batches import Cursor, TrainingDocument, make_batch, row_batches
 from slipstream.train.block_options import BlockTrainOptions
 from slipstream.train.dflash import BlockStudent
 from slipstream.train.eagle import EagleStudent
+from slipstream.train.features import FeatureCache
 from slipstream.train.options import EagleTrainOptions, TrainOptions
 from slipstream.train.target import FrozenTarget
 from slipstream.train.trainer import Trainer
 
-KINDS = ("eagle3", "dflash", "dspark")
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "eagle3": {"freeze_lm_head": True},
+    "dflash": {"num_anchors": 128},
+    # DSpark's own loss hardly learns from nothing: total variation has no slope where two distributions do not meet.
+    "dspark": {"num_anchors": 128, "loss": "hard=1,confidence=0.2"},
+}
+"""Options of each kind that are not the trainer's own."""
 HELD_OUT = 0.01
 """Share of the answers that no head learns from."""
 _ROWS = 2
@@ -109,7 +117,7 @@ def read_answers(files: Sequence[Path], length: int) -> list[Answer]:
 def train_head(
     kind: str, folder: Path, minutes: float, *, device: str, options: dict[str, Any], shape: dict[str, Any]
 ) -> dict[str, float]:
-    """Train a head of one of `KINDS` in `folder`, which `unpack` and the answers filled; goes on where it was stopped.
+    """Train a head of one of `OPTIONS` in `folder`, which `unpack` and the answers filled; goes on where it stopped.
 
     `options` are fields of `TrainOptions`, `shape` those of the head's own options. Returns what is written to
     `tau.json` too: the acceptance length on held-out greedy answers, and how many there are.
@@ -124,14 +132,22 @@ def train_head(
         )
     target = FrozenTarget(str(folder / "target"), torch.device(device), getattr(torch, plan.dtype))
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    # All kinds read the same features, so that one cache serves them.
+    layers = ",".join(map(str, default_feature_layers(target.num_layers)))
+    shape = {"feature_layers": layers, **OPTIONS[kind], **shape}
     student: BlockStudent | EagleStudent
     if kind == "eagle3":
         student = EagleStudent(EagleTrainOptions(**shape), target, documents, 3, plan.seed)
     else:
         student = BlockStudent(BlockTrainOptions(**shape), target, tokenizer, documents, kind, plan.seed)
     pad = int(tokenizer.eos_token_id)
-    output = folder / kind
-    Trainer(student, target, documents, pad, plan, output, {"method": kind, "shape": shape}, say=_say).run()
+    output, cache = folder / kind, None
+    if plan.cache_features:
+        tokens = [document.tokens for document in documents]
+        cache = FeatureCache(folder / "features", target, tokens, student.feature_layers)
+        cache.fill(lambda done, of: _say(f"features of {done:,} of {of:,} answers"))
+    made_with = {"method": kind, "shape": shape}
+    Trainer(student, target, documents, pad, plan, output, made_with, say=_say, features=cache).run()
     figures = measured(student, [answer.document for answer in held_out if answer.is_greedy], plan, pad)
     (output / "tau.json").write_text(json.dumps(figures) + "\n")
     _say(f"{kind}: {figures}")

@@ -23,7 +23,7 @@ from slipstream.draft.heads.left_to_right import LeftToRightConfig
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingDocument
 from slipstream.train.block_options import CORRECTIONS, PRESETS, BlockTrainOptions
-from slipstream.train.eagle import final_norm, most_used, output_weight, rope_of
+from slipstream.train.eagle import first_norm, most_used, output_weight, rope_of
 from slipstream.train.mask_tokens import mask_token
 from slipstream.train.target import FrozenTarget
 
@@ -191,14 +191,15 @@ def _draft_token_ids(
 
 
 def _initialise(head: DFlashHead, target: FrozenTarget) -> None:
-    """Small weights, the target's final norm, and its output layer where the vocabulary is a part of it.
+    """Small weights, a final norm as `first_norm` says, and rows of the target's output layer for a part of the
+    vocabulary.
 
     What corrects from left to right begins without an effect. The output layer does not learn, as in DFlash.
     """
     for module in (head.fc, *head.layers.modules()):
         if isinstance(module, nn.Linear) and module.weight.any():  # convolutions begin as the identity
             nn.init.normal_(module.weight, std=0.02)
-    head.norm.weight.data.copy_(final_norm(target))  # type: ignore[operator]
+    head.norm.weight.data.copy_(first_norm(target))  # type: ignore[operator]
     if head.config.draft_vocab_size < head.config.vocab_size:
         head.lm_head = nn.Linear(head.config.hidden_size, head.config.draft_vocab_size, bias=False)
         head.lm_head.weight.data.copy_(output_weight(target)[head.draft_token_ids])

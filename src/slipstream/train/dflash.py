@@ -17,6 +17,7 @@ from slipstream.train.block_loss import block_loss, draft_blocks
 from slipstream.train.block_options import BlockTrainOptions
 from slipstream.train.block_shapes import make_head
 from slipstream.train.blocks import choose_blocks
+from slipstream.train.channels import channel_scale, scaled, without_scales
 from slipstream.train.target import FrozenTarget
 
 
@@ -39,6 +40,8 @@ class BlockStudent:
         self.head, self.options, self._notes = start.head, start.options, start.notes
         self.module: nn.Module = self.head
         self.feature_layers: Seq[int] = self.head.config.feature_layers
+        scale = channel_scale(target, documents, self.feature_layers)
+        self.head.fc = scaled(self.head.fc, scale, is_fresh=options.init is None)
 
     def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """`rows` unchanged."""
@@ -70,7 +73,9 @@ class BlockStudent:
 
     def save(self, folder: Path) -> None:
         """Write the head in the chosen layout of files."""
-        save_dflash(self.head, folder, target=self.target.path, layout=self.options.file_layout)
+        save_dflash(
+            without_scales(self.head), folder, target=self.target.path, layout=self.options.file_layout
+        )
 
     def target_path(self, folder: Path) -> None:
         """None: the target does not change."""

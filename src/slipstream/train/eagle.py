@@ -16,6 +16,7 @@ from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead, default_fe
 from slipstream.draft.methods import EAGLE, EAGLE3, PEAGLE
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
+from slipstream.train.channels import channel_scale, scaled, without_scales
 from slipstream.train.eagle_loss import TargetText, training_time_test
 from slipstream.train.options import EagleTrainOptions, PEagleTrainOptions
 from slipstream.train.progress import about_loss
@@ -43,6 +44,10 @@ class EagleStudent:
             self.head = fresh_head(fresh_config(options, target, version), target, documents)
         self.module: nn.Module = self.head
         self.feature_layers: Seq[int] = self.head.config.feature_layers
+        if version == 3:
+            scale = channel_scale(target, documents, self.feature_layers)
+            self.head.fc = scaled(self.head.fc, scale, is_fresh=options.init is None)
+            self.head.lm_head.requires_grad_(not options.freeze_lm_head)
 
     def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """`rows` unchanged: the head's own drafts are made inside the loss."""
@@ -78,7 +83,7 @@ class EagleStudent:
     def save(self, folder: Path) -> None:
         """Write the head in the chosen layout."""
         save_eagle(
-            self.head,
+            without_scales(self.head),
             folder,
             target=self.target.path,
             layout=self.options.layout or self.name,
@@ -184,14 +189,14 @@ def rope_of(model: Any) -> dict[str, Any]:
 
 
 def initialise(head: EagleHead, target: FrozenTarget) -> None:
-    """Initialise with small weights; the output layer and its norm are copied from the target."""
+    """Initialise with small weights, the target's output layer, and a norm in front of it as `first_norm` says."""
     for name, weight in head.named_parameters():
         if weight.ndim > 1:
             nn.init.normal_(weight, std=0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
     if head.config.version == 3:
-        head.norm.weight.data.copy_(final_norm(target))
+        head.norm.weight.data.copy_(first_norm(target))
         if head.config.draft_vocab_size == head.config.vocab_size:
             head.lm_head.weight.data.copy_(output_weight(target))
 
@@ -200,6 +205,16 @@ def output_weight(target: FrozenTarget) -> Tensor:
     """[vocab, hidden]: the weight of the target's output layer."""
     weight: Tensor = target.model.get_output_embeddings().weight.detach()
     return weight[: target.vocab_size]
+
+
+def first_norm(target: FrozenTarget) -> Tensor:
+    """[hidden]: the weight of the target's final norm, made so small that the logits of a random state vary by 1.
+
+    A fresh head's states are random, and the target's own norm would make sharp distributions of them.
+    """
+    norm = final_norm(target)
+    spread = (output_weight(target) * norm).square().sum(dim=-1).mean().sqrt()
+    return norm / spread.clamp(min=1.0)
 
 
 def final_norm(target: FrozenTarget) -> Tensor:

@@ -214,6 +214,9 @@ class EagleTrainOptions:
     """Width of the head's MLP; the target's by default."""
     draft_vocab_size: int | None = None
     """EAGLE-3: size of the draft vocabulary, the most frequent tokens of the data's answers. All by default."""
+    freeze_lm_head: bool = False
+    """EAGLE-3: keep the output layer as it begins, for a fresh head the target's own: quicker steps, and no worse heads
+    of few tokens."""
     layout: str | None = None
     """eagle3 or speculators for EAGLE-3; eagle for EAGLE-1."""
     num_speculative_tokens: int = 4

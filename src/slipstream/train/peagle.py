@@ -19,6 +19,7 @@ from slipstream.draft.methods import PEAGLE
 from slipstream.errors import ConfigError
 from slipstream.train.attention import PADDING
 from slipstream.train.batches import TargetScores, TrainingBatch, TrainingDocument, TrainingRows
+from slipstream.train.channels import channel_scale, scaled, without_scales
 from slipstream.train.eagle import fresh_config, fresh_head, initialise
 from slipstream.train.eagle_loss import Wanted, token_loss
 from slipstream.train.mask_chains import ChainRows, mask_chains
@@ -58,6 +59,8 @@ class PEagleStudent:
             self.head = fresh_head(base, target, documents)
         self.module: nn.Module = self.head
         self.feature_layers: Seq[int] = self.head.config.feature_layers
+        scale = channel_scale(target, documents, self.feature_layers)
+        self.head.fc = scaled(self.head.fc, scale, is_fresh=given is None)
 
     def own_text(self, rows: TrainingRows, step: int) -> TrainingRows:
         """`rows` unchanged."""
@@ -80,7 +83,7 @@ class PEagleStudent:
     def save(self, folder: Path) -> None:
         """Write the head in the chosen layout."""
         save_eagle(
-            self.head,
+            without_scales(self.head),
             folder,
             target=self.target.path,
             layout=self.options.layout or "speculators",

@@ -369,13 +369,17 @@ class _Window:
 
 
 def make_optimizers(module: nn.Module, vocab_size: int, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """AdamW for all trained weights; with `optimizer` muon, Muon for matrices without a vocabulary dimension."""
+    """AdamW for all trained weights; with `optimizer` muon, Muon for matrices without a dimension of either vocabulary,
+    the target's or the draft's."""
     learning = [weight for weight in module.parameters() if weight.requires_grad]
     if not learning:
         raise ConfigError("the student has no weights that learn")
     optimizers: list[torch.optim.Optimizer] = []
     if options.optimizer == "muon":
-        matrices = [weight for weight in learning if weight.ndim == 2 and vocab_size not in weight.shape]
+        vocabularies = {vocab_size, len(getattr(module, "draft_token_ids", ()))}
+        matrices = [
+            weight for weight in learning if weight.ndim == 2 and vocabularies.isdisjoint(weight.shape)
+        ]
         taken = set(map(id, matrices))
         learning = [weight for weight in learning if id(weight) not in taken]
         if matrices:
