@@ -1,19 +1,21 @@
-"""What speculation gains on small pretrained models, beside llama.cpp and OpenVINO GenAI on the same files.
+r"""What speculation gains on small pretrained models, beside llama.cpp and OpenVINO GenAI on the same files.
 
     python -m benchmarks.real_models --prompts mt_bench.jsonl --environments xllamacpp=DIR,openvino=DIR
-    python -m benchmarks.real_models --prompts mt_bench.jsonl --models smollm2 --eagle3 HEAD --per-category 2
+    python -m benchmarks.real_models --prompts mt_bench.jsonl --models smollm2 --per-category 2 \\
+        --also 'mine={"speculative_config": {"method": "eagle3", "model": "HEAD"}}'
 
 `--prompts` is MT-bench's file of questions: JSON lines with `category` and `turns`, of which the first is asked. All
 ways of a model stay loaded and take turns prompt by prompt, in an order drawn for each; each is a process of its own.
-Prompts are token ids, made once: by the model's chat template, or the plain text for a base model. Greedy, up to
-`--max-tokens` tokens, answers end where the model ends them. A peer's environment is named with `--environments`; those
-that are not are left out. What is measured is kept when a run is stopped. Writes docs/benchmarks/real_models.json, the
-page real_models.md and the picture real_models.svg.
+`--also` adds ways of Slipstream's, by what is given to `LLM`. Prompts are token ids, made once: by the model's chat
+template, or the plain text for a base model. Greedy, up to `--max-tokens` tokens, answers end where the model ends
+them. A peer's environment is named with `--environments`; those that are not are left out. What is measured is kept
+when a run is stopped. Writes docs/benchmarks/real_models.json, the page real_models.md and the picture real_models.svg.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from benchmarks.peers import machine
 from benchmarks.peers.environments import process_environment
 from benchmarks.real_models_page import draw, page
 from recipes.real_models import GEMMA3, SMOLLM2, fetch
+from slipstream.assets.embedded import SMOLLM2_DRAFTERS, SMOLLM2_NAME
 from slipstream.errors import SlipstreamError
 from slipstream.models import load_tokenizer
 from slipstream.models.cpu.native import instructions
@@ -39,7 +42,7 @@ from slipstream.text.jsonl import read_rows
 from slipstream.text.prompts import encode_chat
 
 RESULT = DOCS / "real_models.json"
-MODELS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
+MODELS = {SMOLLM2_NAME: SMOLLM2, "gemma3": GEMMA3}
 MAX_MODEL_LEN = 2048
 LOAD_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 600.0
@@ -140,7 +143,7 @@ def measure(
                 about[way.key] = {
                     "versions": ready["versions"],
                     "notes": ready["notes"],
-                    "load": without_folder(way.load, options.eagle3),
+                    "load": without_model_folder(way.load),
                     "call": dict(way.call),
                 }
                 warm_up(workers[way.key], way, prompts[0])
@@ -151,11 +154,11 @@ def measure(
     return {"file": model.name, "about": about, "samples": samples}
 
 
-def without_folder(load: Mapping[str, Any], head: Path | None) -> dict[str, Any]:
+def without_model_folder(load: Mapping[str, Any]) -> dict[str, Any]:
     """The settings as a result shows them: a head by its folder's name."""
-    shown = dict(load)
-    if head is not None and shown.get("speculative_config", {}).get("model") == str(head):
-        shown["speculative_config"] = {**shown["speculative_config"], "model": head.name}
+    shown, speculative = dict(load), dict(load.get("speculative_config", {}))
+    if "model" in speculative:
+        shown["speculative_config"] = {**speculative, "model": Path(speculative["model"]).name}
     return shown
 
 
@@ -239,7 +242,7 @@ def arguments(given: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=names(MODELS), default=list(MODELS), help="with a comma")
     parser.add_argument("--ways", help="only these, such as slipstream/off,openvino/off")
     parser.add_argument("--environments", type=environments, default={}, help="PEER=FOLDER,…")
-    parser.add_argument("--eagle3", type=Path, help="an EAGLE-3 head for SmolLM2")
+    parser.add_argument("--also", type=also, action="append", default=[], metavar="NAME=JSON")
     parser.add_argument("--per-category", type=int, help="so many questions of each category; default all")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
@@ -248,10 +251,16 @@ def arguments(given: Seq[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def also(text: str) -> Way:
+    name, _, settings = text.partition("=")
+    return Way("slipstream", name, {"dtype": "auto", **json.loads(settings)})
+
+
 def ways_of(name: str, options: argparse.Namespace) -> list[Way]:
     ways = [way for way in WAYS if way.peer == "slipstream" or way.peer in options.environments]
-    if options.eagle3 is not None and name == "smollm2":
-        ways.insert(6, slipstream("eagle3", model=str(options.eagle3.absolute())))
+    if name == SMOLLM2_NAME:
+        ways += [slipstream(method, model=SMOLLM2_NAME) for method in SMOLLM2_DRAFTERS]
+        ways += options.also
     if options.ways:
         ways = [way for way in ways if way.key in options.ways.split(",")]
     return ways

@@ -25,7 +25,7 @@ import typer
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from recipes.real_models import RealModel
+    from recipes.real_models import PretrainedModel
     from slipstream.engine.llm import LLM
 
 torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def gemma3() -> str:
     return _fetched(GEMMA3)
 
 
-def _fetched(model: RealModel) -> str:
+def _fetched(model: PretrainedModel) -> str:
     from recipes.real_models import fetch
     from slipstream.errors import ModelError
 

@@ -80,8 +80,8 @@ def _add_stage(stage: argparse.ArgumentParser, name: str) -> None:
         stage.add_argument("--batch-rows", type=int, help="rows of a training step: 1, or 64 on a GPU")
         stage.add_argument("--row-length", type=int, default=512)
         stage.add_argument("--optimizer", choices=OPTIMIZERS, default="muon")
-        stage.add_argument("--learning-rate", type=float, default=2e-3, help="AdamW's")
-        stage.add_argument("--muon-learning-rate", type=float, default=0.03)
+        stage.add_argument("--learning-rate", type=float, default=1e-3, help="AdamW's")
+        stage.add_argument("--muon-learning-rate", type=float, default=0.01)
         stage.add_argument(
             "--cache-features", action="store_true", help="keep the target's features in OUT/features"
         )

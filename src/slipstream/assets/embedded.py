@@ -1,4 +1,4 @@
-"""The model pair that ships with the package, and its names. It imports no other room, so that any may read it."""
+"""The models and drafters in the package, and their names. It imports no other room, so that any may read it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,20 @@ EMBEDDED_NAME = "embedded-pair"
 """The embedded target's name for clients of a server."""
 EMBEDDED_DRAFTERS = {"draft_model": EMBEDDED_DRAFT, "eagle3": EMBEDDED_EAGLE3}
 """Method to the embedded target's own drafter."""
-_FOLDERS = {**dict.fromkeys(("cascade", "slem", "tli"), EMBEDDED_DRAFT), **EMBEDDED_DRAFTERS}
-"""Method to what its `model` called `embedded` is: those that run a draft model in another way run the same one."""
+SMOLLM2_NAME = "smollm2"
+"""SmolLM2-135M-Instruct, which is fetched, or its own drafter, where a model is named."""
+SMOLLM2_DRAFTERS = {"eagle3": str(_PAIR.parent / "smollm2" / "eagle3")}
+"""Method to SmolLM2-135M-Instruct's own drafter, the best first."""
+_FOLDERS = {
+    EMBEDDED: {**dict.fromkeys(("cascade", "slem", "tli"), EMBEDDED_DRAFT), **EMBEDDED_DRAFTERS},
+    SMOLLM2_NAME: SMOLLM2_DRAFTERS,
+}
+"""Name of a drafter's `model`, to method, to the folder that is meant. Methods that run a draft model in another way
+run the same one."""
 
 
 def in_package(value: Any, method: str = "") -> Any:
-    """Return a drafter's keys with the folder of the embedded target's own where its model is `embedded`.
+    """Return a drafter's keys with a folder in the package where its model is `embedded` or `smollm2`.
 
     So are those of drafters inside it. `method` is the drafter's where the keys do not name it.
     """
@@ -30,9 +38,12 @@ def in_package(value: Any, method: str = "") -> Any:
         return [in_package(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    own = _FOLDERS.get(str(value.get("method", method)), EMBEDDED)
+    name = str(value.get("method", method))
     return {
-        key: own if key == "model" and each == EMBEDDED else in_package(each) for key, each in value.items()
+        key: _FOLDERS[each].get(name, each)
+        if key == "model" and isinstance(each, str) and each in _FOLDERS
+        else in_package(each)
+        for key, each in value.items()
     }
 
 
@@ -42,7 +53,10 @@ def portable(value: Any) -> Any:
         return {key: portable(each) for key, each in value.items()}
     if isinstance(value, list):
         return [portable(each) for each in value]
-    return EMBEDDED if value in EMBEDDED_DRAFTERS.values() else value
+    for name, folders in _FOLDERS.items():
+        if value in folders.values():
+            return name
+    return value
 
 
 def step_drafter_in_package(reasoning: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -19,6 +19,7 @@ from slipstream.cli.flags.options import EngineValues, ModelArgument, Speculatio
 from slipstream.cli.flags.settings import read_file
 from slipstream.cli.output.console import stderr
 from slipstream.core.model_path import model_id
+from slipstream.core.pretrained import own_drafters
 from slipstream.deploy import cluster
 from slipstream.deploy.cluster import HOST, PORT
 from slipstream.deploy.room import shortage
@@ -86,9 +87,9 @@ class DeployFlags:
         if not isinstance(values.get("engine", {}), dict):
             raise ConfigError(f"engine in {self.config} must hold names and values, got {values['engine']!r}")
         values["engine"] = {**values.get("engine", {}), **self.engine}
-        is_embedded = values["model"] == EMBEDDED
-        if self.speculation or (is_embedded and "speculative_config" not in values):
-            chosen = chosen_speculation(self.speculation, None if is_embedded else values["model"])
+        model = None if values["model"] == EMBEDDED else values["model"]
+        if self.speculation or (own_drafters(model) and "speculative_config" not in values):
+            chosen = chosen_speculation(self.speculation, model)
             values["speculative_config"] = portable(chosen.as_mapping())
         return DeploySettings.from_mapping(values)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_DRAFTERS, EMBEDDED_TARGET
+from slipstream.assets import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET
 from slipstream.cli.flags.flags import Values, with_flags
 from slipstream.cli.flags.options import (
     EngineValues,
@@ -27,7 +27,8 @@ from slipstream.cli.output.writing import Overwrite
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path
 from slipstream.core.model_path import describe as describe_path
-from slipstream.draft.methods import DRAFT_MODEL
+from slipstream.core.pretrained import own_drafters
+from slipstream.draft.methods import DRAFT_MODEL, METHODS
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.profiling.break_even import round_cost
@@ -120,9 +121,8 @@ class _Described:
         elif model is None:
             runs = "the embedded draft, which runs by default and is in the memory plan"
             drafters[DRAFT_MODEL.name] = f"{runs}: {_costs(_holds(self.about.draft, self.about.model))}"
-        if model is None:
-            for name in EMBEDDED_DRAFTERS.keys() - {DRAFT_MODEL.name}:
-                drafters[name] = f"the embedded target's own head: {drafters[name].partition(': ')[2]}"
+        for name in own_drafters(model).keys() - {DRAFT_MODEL.name}:
+            drafters[name] = f"the target's own head: {drafters[name].partition(': ')[2]}"
         if flags.draft_for is not None:
             details["drafts_for"] = {flags.draft_for: _compatible(flags.draft_for, model, flags.engine)}
         return details
@@ -139,7 +139,8 @@ class _Described:
         copy_pays = not self.about.drafters["self"][1].missing
         draft = self.flags.draft if self.can_draft == "yes" else None
         stored_as = self.about.model.stored_as
-        return first_try(KnownModel(self.flags.model is None, stored_as, copy_pays, draft, verify, rounds))
+        own = next((METHODS[name].short_name for name in own_drafters(self.flags.model)), None)
+        return first_try(KnownModel(stored_as, copy_pays, own, draft, verify, rounds))
 
 
 @with_flags

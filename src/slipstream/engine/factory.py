@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.garbage import uncollected
+from slipstream.core.pretrained import path_of
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.registry import make_drafter
 from slipstream.engine.control import create_policy
@@ -43,11 +44,13 @@ def make_engine(
 ) -> Engine:
     """The engine that `LLM` and `AsyncEngine` are made of.
 
-    `model` None is the small target that ships with the package; `engine_options` are the fields of `EngineConfig`, or
-    vLLM's keys.
+    `model` None is the small target that ships with the package, and `smollm2` is fetched; `engine_options` are the
+    fields of `EngineConfig`, or vLLM's keys.
     `like` is an engine of the same target, whose weights are shared.
     Raises `ConfigError`, `ModelError` or `CapacityError` for what cannot be loaded or does not fit.
     """
+    if isinstance(model, str):
+        model = path_of(model)
     config = EngineConfig.from_options(model, engine_options)
     if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)

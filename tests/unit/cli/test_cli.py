@@ -708,7 +708,7 @@ def test_info_plans_for_the_draft_that_would_run() -> None:
     assert result.exit_code == 0, result.output
     assert re.search(r"tokenizer +byte-level BPE, 4,096 tokens, with chat template", result.stdout)
     assert re.search(r"--spec draft +the embedded draft, which runs by default", result.stdout)
-    assert re.search(r"--spec eagle3 +the embedded target's own head", result.stdout)
+    assert re.search(r"--spec eagle3 +the target's own head", result.stdout)
     assert result.stdout.splitlines()[-1].startswith("try  --spec draft: ")
     planned = json.loads(run("info", "--json").stdout)["memory_plan"]
     with_draft = json.loads(run("info", "--draft", EMBEDDED_DRAFT, "--json").stdout)["memory_plan"]

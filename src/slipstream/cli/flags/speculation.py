@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import EMBEDDED, EMBEDDED_DRAFTERS
+from slipstream.assets import EMBEDDED_DRAFTERS
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown, renamed
 from slipstream.core.model_path import check_model_path, models_in
+from slipstream.core.pretrained import own_drafters
 from slipstream.draft.methods import (
     ALIASES,
     AUTO,
@@ -39,9 +41,10 @@ class SpeculationFlags:
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
     NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
-    from suffix and a draft model (auto:PATH, or the embedded target's own), without one from suffix and, on a CPU, the
-    target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own. Without
-    any of these flags the embedded pair speculates with its draft, and another model does not speculate."""
+    from suffix and a draft model (auto:PATH, or the target's own drafter), without one from suffix and, on a CPU, the
+    target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the target's own: the embedded pair
+    and smollm2 have drafters that ship with Slipstream, and speculate with them without any of these flags; another
+    model does not speculate then."""
     draft: str | None = None
     """Retired, and accepted for one more release: write --spec draft:PATH, or --spec auto:PATH."""
     speculative_config: str | None = None
@@ -67,7 +70,7 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
 
     Raises `ConfigError` for contradictions, and for all errors that show without loading a model.
     """
-    config = _chosen(flags, embedded=model is None)
+    config = _chosen(flags, own_drafters(model))
     if flags.reasoning_draft is not None:
         config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
     if flags.num_speculative_tokens is not None:
@@ -110,7 +113,8 @@ def _reasoning(text: str, config: SpeculativeConfig) -> dict[str, Any]:
     return keys
 
 
-def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
+def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfig:
+    """`own`: see `own_drafters`."""
     ways = {
         "--spec": flags.spec,
         "--draft": flags.draft,
@@ -121,19 +125,19 @@ def _chosen(flags: SpeculationFlags, embedded: bool) -> SpeculativeConfig:
     if len(given) > 1 and not is_auto:
         raise ConfigError(f"{' and '.join(given)} both choose a drafter; give one of them")
     if flags.speculative_config is not None:
-        return _with_embedded_model(SpeculativeConfig.from_text(flags.speculative_config), embedded)
-    spec = flags.spec if flags.spec is not None else (DRAFT_MODEL if embedded else OFF).short_name
+        return _with_own_model(SpeculativeConfig.from_text(flags.speculative_config), own)
+    spec = flags.spec if flags.spec is not None else METHODS[next(iter(own), OFF.name)].short_name
     if flags.draft is not None:
         spec = f"{flags.spec or DRAFT_MODEL.short_name}:{flags.draft}"
     name, _, path = spec.partition(":")
     if name == AUTO.name:
-        return _auto(path or (EMBEDDED if embedded else None))
+        return _auto({DRAFT_MODEL.name: path} if path else own)
     method = full_name(spec)
+    if method in own:
+        return SpeculativeConfig(method, options={"model": own[method]})
     if method in EMBEDDED_DRAFTERS:
-        if not embedded:
-            what = METHODS[method].weights.value
-            raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
-        return SpeculativeConfig(method, options={"model": EMBEDDED})
+        what = METHODS[method].weights.value
+        raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
     from slipstream.draft.registry import drafter_names
 
     # The registry has only the long names, so it would not suggest `draft` for a misspelt name.
@@ -164,37 +168,39 @@ def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str
     return {**config.options, **limit}
 
 
-def _auto(draft: str | None) -> SpeculativeConfig:
-    """The configuration of `--spec auto`: suffix and the draft model, or the defaults without one."""
-    if draft is None:
+def _auto(own: Mapping[str, str]) -> SpeculativeConfig:
+    """The configuration of `--spec auto`: suffix and the first of the target's own drafters, or the defaults without
+    one."""
+    if not own:
         return SpeculativeConfig(AUTO.name)
-    own = {"method": DRAFT_MODEL.name, "model": draft, "num_speculative_tokens": AUTO_DEPTH}
-    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, own]})
+    method = next(iter(own))
+    drafter = {"method": method, "model": own[method], "num_speculative_tokens": AUTO_DEPTH}
+    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, drafter]})
 
 
-def _with_embedded_model(config: SpeculativeConfig, embedded: bool) -> SpeculativeConfig:
-    """`config` with `draft` replaced by `draft_model`, and the embedded target's own drafter as its `model` where none
-    is named; also inside an ensemble, versions, a cascade or auto."""
+def _with_own_model(config: SpeculativeConfig, own: Mapping[str, str]) -> SpeculativeConfig:
+    """`config` with `draft` replaced by `draft_model`, and the target's own drafter as its `model` where none is named;
+    also inside an ensemble, versions, a cascade or auto."""
     spec = spec_of(config.method)
     if spec is None:
         return config
     given = renamed(config.options, spec.inner, f"{spec.name} key")
-    options = {key: _named(value, embedded) if key in spec.inner else value for key, value in given.items()}
-    if spec.name in EMBEDDED_DRAFTERS and embedded:
-        options = {"model": EMBEDDED, **options}
+    options = {key: _named(value, own) if key in spec.inner else value for key, value in given.items()}
+    if spec.name in own:
+        options = {"model": own[spec.name], **options}
     return replace(config, method=spec.name, options=options)
 
 
-def _named(member: Any, embedded: bool) -> Any:
-    """An inner drafter after `_with_embedded_model`, or a list or mapping of them.
+def _named(member: Any, own: Mapping[str, str]) -> Any:
+    """An inner drafter after `_with_own_model`, or a list or mapping of them.
 
     An invalid configuration is unchanged, and refused later.
     """
     if isinstance(member, list):
-        return [_named(one, embedded) for one in member]
+        return [_named(one, own) for one in member]
     if not isinstance(member, dict) or "verifier" in member:
         return member
     if not isinstance(member.get("method"), str):
-        return {name: _named(one, embedded) for name, one in member.items()}
-    config = _with_embedded_model(SpeculativeConfig.from_mapping(member), embedded)
+        return {name: _named(one, own) for name, one in member.items()}
+    config = _with_own_model(SpeculativeConfig.from_mapping(member), own)
     return {"method": config.method, **config.options}
