@@ -1,7 +1,7 @@
 r"""What speculation gains on small pretrained models, beside llama.cpp and OpenVINO GenAI on the same files.
 
     python -m benchmarks.real_models --prompts mt_bench.jsonl --environments xllamacpp=DIR,openvino=DIR
-    python -m benchmarks.real_models --prompts mt_bench.jsonl --models smollm2 --per-category 2 \\
+    python -m benchmarks.real_models --prompts mt_bench.jsonl --models smollm2 --per-category 2 \
         --also 'mine={"speculative_config": {"method": "eagle3", "model": "HEAD"}}'
 
 `--prompts` is MT-bench's file of questions: JSON lines with `category` and `turns`, of which the first is asked. All

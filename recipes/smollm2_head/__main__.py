@@ -3,6 +3,7 @@
 python -m recipes.smollm2_head prompts OUT --model FILE.gguf --chat CHAT --mbpp MBPP --held-out MT_BENCH
 python -m recipes.smollm2_head answers OUT --model FILE.gguf --minutes 60
 python -m recipes.smollm2_head train OUT --model FILE.gguf --kind dspark --minutes 90
+python -m recipes.smollm2_head halve OUT --kind eagle3 --to FOLDER
 python -m recipes.smollm2_head all OUT --model FILE.gguf --minutes 9
 """
 
@@ -16,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from recipes.smollm2_head.answers import read_prompts, write_answers
-from recipes.smollm2_head.heads import OPTIONS, train_head, unpack
+from recipes.smollm2_head.heads import OPTIONS, halve, train_head, unpack
 from recipes.smollm2_head.target import Target
 from slipstream.train.options import OPTIMIZERS
 
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """0 when the stage was done, 2 with one line on stderr when it could not begin."""
     options = _parser().parse_args(arguments)
-    stages = {"prompts": _prompts, "answers": _answers, "train": _train, "all": _all}
+    stages = {"prompts": _prompts, "answers": _answers, "train": _train, "halve": _halve, "all": _all}
     try:
         stages[options.stage](options)
     except (OSError, ValueError) as error:
@@ -59,6 +60,10 @@ def _parser() -> Parser:
     }
     for name, text in helps.items():
         _add_stage(stages.add_parser(name, help=text), name)
+    half = stages.add_parser("halve", help="copy a trained head with weights in 16 bits")
+    half.add_argument("out", type=Path, help="folder of `train`")
+    half.add_argument("--kind", choices=OPTIONS, required=True)
+    half.add_argument("--to", type=Path, required=True, help="folder to write")
     return parser
 
 
@@ -132,6 +137,11 @@ def _train(options: argparse.Namespace) -> None:
         },
         shape={"draft_vocab_size": options.draft_vocab_size},
     )
+
+
+def _halve(options: argparse.Namespace) -> None:
+    num_bytes = halve(options.out / options.kind / options.kind, options.to)
+    print(f"{num_bytes:,} bytes in {options.to}")
 
 
 def _all(options: argparse.Namespace) -> None:

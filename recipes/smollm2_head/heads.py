@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from recipes.smollm2_head.answers import read_rows
@@ -35,6 +36,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dspark": {"num_anchors": 128, "loss": "hard=1,confidence=0.2"},
 }
 """Options of each kind that are not the trainer's own."""
+WEIGHTS = "model.safetensors"
 HELD_OUT = 0.01
 """Share of the answers that no head learns from."""
 _ROWS = 2
@@ -151,7 +153,7 @@ def train_head(
     figures = measured(student, [answer.document for answer in held_out if answer.is_greedy], plan, pad)
     (output / "tau.json").write_text(json.dumps(figures) + "\n")
     _say(f"{kind}: {figures}")
-    cut(output / student.name / "model.safetensors")
+    cut(output / student.name / WEIGHTS)
     return figures
 
 
@@ -183,6 +185,17 @@ def _answers_in(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
     return [
         (begin + 1, end + 1) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end > begin + 1
     ]
+
+
+def halve(checkpoint: Path, folder: Path) -> int:
+    """Copy a head's checkpoint into `folder` with weights in 16 bits; returns their bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "training.json"):
+        (folder / name).write_bytes((checkpoint / name).read_bytes())
+    tensors = load_file(checkpoint / WEIGHTS)
+    half = {name: each.half() if each.is_floating_point() else each for name, each in tensors.items()}
+    save_file(half, folder / WEIGHTS, metadata={"format": "pt"})
+    return (folder / WEIGHTS).stat().st_size
 
 
 def cut(file: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from recipes.smollm2_head.__main__ import TRAINED, main
@@ -163,7 +164,8 @@ def test_steps_of_decoding_are_counted() -> None:
 def test_answers_and_heads_are_made_within_one_budget(file: Path, folder: Path) -> None:
     common = [str(folder), "--model", str(file), "--device", "cpu", "--dtype", "float32", "--minutes", "0.1"]
     sizes = ["--max-tokens", "24", "--batch", "40", "--batch-rows", "4", "--row-length", "64"]
-    assert main(["all", *common, *sizes, "--draft-vocab-size", "512"]) == 0
+    assert main(["all", *common, *sizes, "--draft-vocab-size", "512", "--cache-features"]) == 0
+    assert (folder / "features" / "features.f16").stat().st_size > 0
     for kind in TRAINED:
         figures = json.loads((folder / kind / "tau.json").read_text())
         assert figures["num_tokens"] > 0
@@ -171,6 +173,11 @@ def test_answers_and_heads_are_made_within_one_budget(file: Path, folder: Path) 
         written = folder / kind / kind / "model.safetensors"
         parts = sorted(written.parent.glob("model.safetensors.part*"))
         assert b"".join(part.read_bytes() for part in parts) == written.read_bytes()
+        assert main(["halve", str(folder), "--kind", kind, "--to", str(folder / "half")]) == 0
+        for name, half in load_file(folder / "half" / "model.safetensors").items():
+            whole = load_file(written)[name]
+            assert torch.equal(half, whole.half() if whole.is_floating_point() else whole)
+        assert written.stat().st_size > 1.8 * (folder / "half" / "model.safetensors").stat().st_size
 
 
 def test_large_files_are_cut(tmp_path: Path) -> None:
