@@ -93,12 +93,23 @@ def requantised(file: Path, plain: Path, kind: str) -> Path:
     content = open_gguf(str(plain))
     tensors: dict[str, Any] = {}
     for name, entry in content.tensors.items():
-        numbers = entry.numbers().float().numpy()
+        numbers = entry.numbers().numpy() if entry.format.name == "I64" else entry.numbers().float().numpy()
         wanted = gguf.GGMLQuantizationType[kind]
         is_matrix = len(entry.shape) == 2
         tensors[name] = (kind, gguf.quants.quantize(numbers, wanted)) if is_matrix else numbers
     keys = {key: value for key, value in content.fields.items() if key != "general.architecture"}
     return write(file, content.architecture, keys, tensors)
+
+
+def rounded(tensor: Tensor, kind: str) -> Tensor:
+    """What is left of a tensor in such a file: a matrix by blocks of this type, any other as it is."""
+    import gguf
+
+    if tensor.ndim != 2 or not tensor.is_floating_point():
+        return tensor
+    return reference(
+        kind, gguf.quants.quantize(tensor.detach().float().numpy(), gguf.GGMLQuantizationType[kind])
+    )
 
 
 def write_model(

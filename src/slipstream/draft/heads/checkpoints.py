@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from slipstream.core.model_path import names_gguf
+from slipstream.draft.heads.gguf_heads import read_gguf_head
 from slipstream.errors import ModelError
 from slipstream.models.linear.formats import checked_format
 from slipstream.models.outline import ModelOutline
@@ -33,7 +35,12 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 def read_checkpoint(
     path: str, *, revision: str | None = None, weight_files: tuple[str, ...] = WEIGHT_FILES
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and the tensors of the first of `weight_files` that exists; raises `ModelError`."""
+    """`config.json` and the tensors of the first of `weight_files` that exists, or those of a GGUF file.
+
+    Raises `ModelError`.
+    """
+    if names_gguf(path):
+        return read_gguf_head(path, revision, "cpu")
     config, file = _opened(_folder(path, revision, weight_files), path, weight_files)
     return config, _tensors(file, "cpu")
 
@@ -41,7 +48,9 @@ def read_checkpoint(
 def outline_checkpoint(
     path: str, *, revision: str | None = None, weight_files: tuple[str, ...] = WEIGHT_FILES
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As `read_checkpoint`, but the tensors have shapes only; of a head on the hub the header alone is read."""
+    """As `read_checkpoint`, but the tensors have shapes only; of a folder on the hub the header alone is read."""
+    if names_gguf(path):
+        return read_gguf_head(path, revision, "meta")
     if not Path(path).is_dir():
         return _outline_of_hub(path, revision)
     config, file = _opened(Path(path), path, weight_files)

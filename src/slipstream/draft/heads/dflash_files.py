@@ -117,7 +117,7 @@ def save_dflash(
     config = head.config
     raw = written_config(config, layout, target)
     tensors = {
-        _in_file(name, head, layout): tensor
+        name_in_file(name, head, layout): tensor
         for name, tensor in head.state_dict().items()
         if name != "draft_token_ids"
     }
@@ -145,7 +145,7 @@ _XPRESS = {
 """A refiner's names here and in speculators, and the beginnings of those in XPress' own files."""
 
 
-def _in_file(name: str, head: DFlashHead, layout: str) -> str:
+def name_in_file(name: str, head: DFlashHead, layout: str) -> str:
     """The name in files of an entry of the module's state."""
     if name.startswith("confidence_head."):
         return name.replace("confidence_head.", "confidence_head.proj.")
@@ -184,7 +184,7 @@ def _renamed(tensors: Mapping[str, Tensor], head: DFlashHead, path: str) -> dict
     for name, tensor in expected.items():
         if name == "draft_token_ids":
             continue
-        names = {_in_file(name, head, layout) for layout in (ZLAB, SPECULATORS)}
+        names = {name_in_file(name, head, layout) for layout in (ZLAB, SPECULATORS)}
         there = next((each for each in names if each in found), None)
         if there is None:
             raise ModelError(

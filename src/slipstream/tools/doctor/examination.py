@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig, reject_unknown
 from slipstream.draft.base import Drafter
+from slipstream.draft.heads.gguf_heads import gguf_head_kind
 from slipstream.draft.methods import (
     DRAFT_MODEL,
     HEADS,
@@ -115,6 +116,8 @@ def examine(
 def kind_of(draft: str) -> str:
     """The kind of a checkpoint, by its configuration; raises `ModelError` where that cannot be read."""
     folder = Path(draft)
+    if (head := gguf_head_kind(draft)) is not None:
+        return head
     if not folder.is_dir():
         return kind_of_checkpoint(load_config(draft).to_dict())
     try:

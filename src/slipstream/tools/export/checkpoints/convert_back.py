@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import reject_unknown
+from slipstream.core.model_path import names_gguf
 from slipstream.draft.heads.checkpoints import read_checkpoint, write_checkpoint
 from slipstream.draft.heads.eagle_files import save_eagle
 from slipstream.draft.heads.eagle_head import default_feature_layers
@@ -18,7 +19,6 @@ from slipstream.models.files.gguf_model import read_gguf_model
 from slipstream.models.files.gguf_tokenizer import read_tokenizer
 from slipstream.tools.export.checkpoints.convert import EAGLE_VERSIONS, ENGINES, model_of, target_of
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
-from slipstream.tools.export.checkpoints.gguf_eagle3 import ARCH, read_eagle3
 from slipstream.tools.export.checkpoints.gguf_fields import refuse_rounded
 from slipstream.tools.export.checkpoints.head_folders import ConvertedCheckpoint, read_head
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
@@ -58,7 +58,7 @@ def _model_back(path: str, folder: Path) -> Path | None:
     refuse_rounded(file)
     if file.architecture not in ARCHITECTURES or architecture_of(file).experts:
         raise ExportError(
-            f"{path!r} holds a {file.architecture} model; read are llama, qwen2, qwen3 and eagle3: import the "
+            f"{path!r} holds a {file.architecture} model; read are llama, qwen2 and qwen3: import the "
             "checkpoint that it was made from"
         )
     config, tokenizer = read_config(file), read_tokenizer(file.fields, path)
@@ -80,22 +80,15 @@ def _head_back(
     if target is None:
         target_of(record)
     files, model = TargetFiles(str(target)), model_of(record)
+    if names_gguf(model):
+        read_head(model, files, record.revision)  # the sizes fit the target
+        kept = (written,) if written else ()
+        return ConvertedCheckpoint(target=written, files=kept, notes=_kept(kept))
     place = folder / record.method
-    if model.lower().endswith(".gguf"):
-        _gguf_head_back(model, files, place)
-    else:
-        _folder_head_back(record, engine, files, model, place)
+    _folder_head_back(record, engine, files, model, place)
     return ConvertedCheckpoint(
         target=written, draft=place, files=(place, *((written,) if written else ())), notes=_kept([place])
     )
-
-
-def _gguf_head_back(model: str, target: TargetFiles, place: Path) -> None:
-    file = open_gguf(model)
-    if file.architecture != ARCH:
-        raise ModelError(f"{model!r} holds a {file.architecture} model, not an EAGLE-3 head")
-    save_eagle(read_eagle3(file), place, target=target.path)
-    read_head(str(place), target)  # the sizes fit the target
 
 
 def _folder_head_back(

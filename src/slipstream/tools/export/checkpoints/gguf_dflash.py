@@ -1,7 +1,6 @@
 """DFlash heads as GGUF files for llama.cpp (architecture `dflash`).
 
-The numbers of the target's layers are ours, which is one more than in the folders of DFlash's authors. The file holds
-the draft vocabulary as *absolute* ids of the target (`d2t`), and the target's tokenizer.
+`draft.heads.gguf_heads` has the names of the tensors, and reads such files. A file holds the target's tokenizer too.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.heads.checkpoints import read_checkpoint
-from slipstream.draft.heads.dflash_files import read_dflash
+from slipstream.draft.heads.dflash_files import name_in_file, read_dflash
 from slipstream.draft.heads.dflash_head import DFlashConfig, DFlashHead
+from slipstream.draft.heads.dflash_layouts import ZLAB
+from slipstream.draft.heads.gguf_heads import DFLASH_NAMES, LAYER_KEYS, dflash_name
 from slipstream.draft.methods import DFLASH
 from slipstream.tools.export.checkpoints.gguf_fields import (
     add_file_type,
@@ -30,37 +31,6 @@ from slipstream.tools.export.checkpoints.target_files import TargetFiles
 from slipstream.tools.export.refusals import ExportError
 
 ARCH = DFLASH.name
-NAMES = {
-    "fc": "fc",
-    "hidden_norm": "enc.output_norm",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "confidence_head": "conf_proj",
-    "left_to_right.markov_w1": "markov_w1",
-    "left_to_right.markov_w2": "markov_w2",
-    "left_to_right.hidden_projection": "selector_hidden",
-}
-"""Our module's name of a tensor, before its last part, to the file's."""
-WHOLE_NAMES = {
-    "left_to_right.predecessor_codebook": "selector_predecessor.weight",
-    "left_to_right.successor_codebook": "selector_successor.weight",
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "attention_conv.kernel_projection": "attn_conv_proj",
-    "mlp_conv.kernel_projection": "ffn_conv_proj",
-}
-CONVOLUTIONS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 
 
 def dflash_writer(
@@ -83,7 +53,7 @@ def dflash_writer(
         raise ExportError(
             f"llama.cpp cannot run {path!r}: it has no place for rotary positions of kind llama3"
         )
-    writer.add_array(f"{ARCH}.target_layers", list(config.feature_layers))
+    writer.add_array(f"{ARCH}.{LAYER_KEYS[0]}", list(config.feature_layers))
     writer.add_uint32(f"{ARCH}.block_size", config.block_size)
     writer.add_bool(f"{ARCH}.sample_from_anchor", config.from_anchor)
     if (window := next((each for each in config.windows if each), None)) is not None:
@@ -107,21 +77,15 @@ def dflash_writer(
 def _tensors(head: DFlashHead) -> Iterator[tuple[str, Tensor]]:
     """The tensors under the file's names."""
     for name, tensor in head.state_dict().items():
-        part, _, last = name.rpartition(".")
-        if name in WHOLE_NAMES:
-            yield WHOLE_NAMES[name], tensor
-        elif part in NAMES:
-            yield f"{NAMES[part]}.{last}", tensor
-        elif name.startswith("layers."):
-            _, index, inner = name.split(".", 2)
-            if inner in CONVOLUTIONS:  # added to numbers in float32
-                yield f"blk.{index}.{CONVOLUTIONS[inner]}", tensor.float()
-            else:
-                yield f"blk.{index}.{LAYER_NAMES[inner.rpartition('.')[0]]}.{last}", tensor
+        if name == "draft_token_ids":
+            continue
+        # A convolution's kernel is added to numbers in float32.
+        is_kernel = name.endswith(".base_kernel")
+        yield dflash_name(name_in_file(name, head, ZLAB)), tensor.float() if is_kernel else tensor
     if head.embedding is not None:
-        yield "token_embd.weight", head.embedding
+        yield DFLASH_NAMES["embed_tokens.weight"], head.embedding
     if head.config.draft_vocab_size < head.config.vocab_size:
-        yield "d2t", head.draft_token_ids.to(torch.int64)
+        yield DFLASH_NAMES["d2t"], head.draft_token_ids.to(torch.int64)
 
 
 def check_head(config: DFlashConfig, target: TargetFiles, path: str) -> None:

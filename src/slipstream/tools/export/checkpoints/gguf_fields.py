@@ -8,23 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.draft.heads.gguf_heads import SIZES
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.files.gguf import Gguf
 from slipstream.models.files.gguf_rope import llama3_factors
 from slipstream.tools.export.refusals import ExportError
-
-SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-}
-"""GGUF's key after the architecture's name to Transformers' key."""
 
 
 def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
@@ -35,14 +23,6 @@ def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
         add(f"{writer.arch}.{key}", value)
     writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
-
-
-def read_sizes(fields: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    """Transformers' keys of a file's sizes; its float32 numbers as they are usually written."""
-    found = {name: fields[f"{arch}.{key}"] for key, name in SIZES.items() if f"{arch}.{key}" in fields}
-    return {
-        name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()
-    }
 
 
 def add_rope(writer: Any, rope: Mapping[str, Any], head_dim: int, name: str) -> Tensor | None:
