@@ -50,6 +50,9 @@ def saved(folder: Path, **options: Any) -> tuple[DFlashHead, str]:
         **flags,
     )
     head = DFlashHead(config)
+    for parameter in head.parameters():
+        if parameter.ndim != 2:  # norms and kernels begin alike
+            parameter.data += 0.1 * torch.randn(parameter.shape)
     if config.draft_vocab_size < config.vocab_size:
         head.lm_head = torch.nn.Linear(320, config.draft_vocab_size, bias=False)
         head.draft_token_ids = 2 * torch.arange(config.draft_vocab_size)
@@ -80,6 +83,8 @@ def test_a_file_for_llama_cpp_has_its_names_and_numbers(tmp_path: Path) -> None:
     assert torch.equal(tensors["enc.output_norm.weight"], state["hidden_norm.weight"])
     assert torch.equal(tensors["blk.1.attn_k.weight"], state["layers.1.self_attn.k_proj.weight"])
     assert torch.equal(tensors["blk.0.attn_q_norm.weight"], state["layers.0.self_attn.q_norm.weight"])
+    assert torch.equal(tensors["blk.0.attn_norm.weight"], state["layers.0.input_layernorm.weight"])
+    assert torch.equal(tensors["output_norm.weight"], state["norm.weight"])
 
 
 def test_dspark_s_heads_and_a_reduced_vocabulary_are_written(tmp_path: Path) -> None:

@@ -183,3 +183,12 @@ def test_a_map_of_offsets_and_another_model_are_refused(tmp_path: Path) -> None:
             read_dflash(str(other), TargetFiles(EMBEDDED_TARGET))
     with pytest.raises(ModelError, match="there is no file"):
         read_dflash(str(tmp_path / "none.gguf"), TargetFiles(EMBEDDED_TARGET))
+
+
+def test_other_engines_get_a_folder_of_it(tmp_path: Path) -> None:
+    folder, file = exported(tmp_path, **HEADS["DSpark"])
+    made = convert(record(str(file), method=DFLASH.name), "vllm", tmp_path / "vllm")
+    files = TargetFiles(EMBEDDED_TARGET)
+    ours, theirs = read_dflash(folder, files), read_dflash(str(made.draft), files)
+    assert ours.config == theirs.config
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())

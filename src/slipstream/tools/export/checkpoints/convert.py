@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config import reject_unknown
+from slipstream.core.model_path import names_gguf
+from slipstream.draft.heads.dflash_files import read_dflash, save_dflash
 from slipstream.draft.methods import DFLASH, DRAFT_MODELS, EAGLE, EAGLE3, HYDRA, MEDUSA, MTP, PEAGLE
 from slipstream.models import load_tokenizer
 from slipstream.tools.export.checkpoints.eagle_dialects import DIALECTS
@@ -60,6 +62,8 @@ def convert(
         raise ExportError(f"no other engine runs Hydra heads; {NEAREST_TO_HEADS}")
     if record.method == MTP.name:
         return ConvertedCheckpoint(notes=("the target is loaded as it is: the layer is in its checkpoint",))
+    if record.method == DFLASH.name and names_gguf(record.model or ""):
+        return _block_folder(record, folder)
     as_is = {**dict.fromkeys(DRAFT_MODELS, "draft model"), DFLASH.name: "head"}.get(record.method)
     notes = () if as_is is None else (f"the target and the {as_is} are loaded as they are",)
     return ConvertedCheckpoint(notes=notes)
@@ -87,6 +91,13 @@ def _medusa(record: SpeculativeRecord, engine: str, folder: Path, version: str |
         raise ExportError(f"vLLM removed Medusa in 0.33; export for version 0.32, or {NEAREST_TO_HEADS}")
     target = target_of(record)
     return write_medusa(read_medusa(model_of(record), target, record.revision), target, folder)
+
+
+def _block_folder(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
+    """The head of a GGUF file as a folder, since other engines read no such files of heads."""
+    target, model = target_of(record), model_of(record)
+    save_dflash(read_dflash(model, target, revision=record.revision), folder, target=target.path)
+    return ConvertedCheckpoint(draft=folder, files=(folder,), notes=("the target is loaded as it is",))
 
 
 def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
