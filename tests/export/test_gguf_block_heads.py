@@ -13,6 +13,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
 from slipstream.draft.heads.checkpoints import outline_checkpoint, read_checkpoint
+from slipstream.draft.heads.description import HeadOnDisk, method_of
 from slipstream.draft.heads.dflash_files import read_dflash, save_dflash
 from slipstream.draft.heads.left_to_right import LeftToRightConfig
 from slipstream.draft.methods import DFLASH
@@ -192,3 +193,9 @@ def test_other_engines_get_a_folder_of_it(tmp_path: Path) -> None:
     ours, theirs = read_dflash(folder, files), read_dflash(str(made.draft), files)
     assert ours.config == theirs.config
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_a_file_is_described_as_its_folder_is(tmp_path: Path) -> None:
+    folder, file = exported(tmp_path, **HEADS["DSpark"])
+    its, mine = (HeadOnDisk(path, str(method_of(path))).details() for path in (str(file), folder))
+    assert {**its, "head": folder} == mine

@@ -20,6 +20,7 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.measure import Measurement
 from slipstream.cli.output.console import print_rows, results, stderr, wide_results
+from slipstream.cli.output.head import print_head
 from slipstream.cli.output.loading import loaded_name, waiting
 from slipstream.cli.output.profile_plot import check_plot, plot_profiles
 from slipstream.cli.output.results import print_json
@@ -147,8 +148,11 @@ class _Described:
 def info(flags: InfoFlags) -> None:
     """Print a model's properties, its memory and the drafters that can run with it, from its configuration and its
     tokenizer: weights are read with `--measure` only, and of a hub id not downloaded. `doctor` checks what they
-    compute."""
+    compute. Of a draft head here it prints what it is and for which targets."""
     flags = flags.checked()
+    if (method := _head_method(flags)) is not None:
+        print_head(str(flags.model), method, flags.draft_for, flags.json)
+        return
     with waiting(flags.loading()):
         found = _Described.read(flags)
         llm = load(flags.model, found.speculative, flags.engine) if flags.measure else None
@@ -168,6 +172,21 @@ def info(flags: InfoFlags) -> None:
         for file in [*details["profile_files"], *([] if flags.plot is None else [flags.plot])]:
             stderr().print(f"saved {file}", markup=False)
     print_rows(results(), [("try", details["try"])])
+
+
+def _head_method(flags: InfoFlags) -> str | None:
+    """The method that runs what is described, if it is a draft head; raises `ConfigError` for flags of models."""
+    if flags.model is None or not Path(flags.model).exists():
+        return None
+    from slipstream.draft.heads.description import method_of
+
+    method = method_of(flags.model)
+    if method is not None and (flags.measure or flags.draft is not None):
+        flag = "--measure" if flags.measure else "--draft"
+        raise ConfigError(
+            f"{flags.model!r} is a draft head of method {method}; {flag} takes a model, omit it"
+        )
+    return method
 
 
 def _measured(llm: LLM, flags: InfoFlags, details: dict[str, Any]) -> Measurement:

@@ -425,6 +425,10 @@ def names_from(engine: str) -> dict[str, str]:
     return found
 
 
+MUSE_ASSISTANT = "muse_glimmer_assistant"
+"""Muse Glimmer's drafter, in Transformers too: a DFlash head with its settings beside its sizes."""
+
+
 def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
     """The method that runs the draft with this `config.json`; a plain language model is one of `draft_model`."""
     architectures = " ".join(map(str, config.get("architectures") or ()))
@@ -435,7 +439,9 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
     if config.get("speculators_model_type") == MTP.name:
         return MTP.name
     said = f"{config.get('speculators_model_type')} {architectures}".lower()
-    if "dflash_config" in config or any(name in said for name in ("dflash", "dspark", "xpress")):
+    if config.get("model_type") == MUSE_ASSISTANT or "dflash_config" in config:
+        return DFLASH.name
+    if any(name in said for name in ("dflash", "dspark", "xpress")):
         return DFLASH.name
     masks = [config.get(key) for key in ("mask_token_id", "pard_token", "ptd_token_id")]
     if "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures:

@@ -98,6 +98,7 @@ def test_aliases_and_names_in_other_engines() -> None:
         ({"speculators_model_type": "dspark"}, "dflash"),
         ({"dflash_config": {}, "draft_vocab_size": 100}, "dflash"),
         ({"architectures": ["Qwen3DSparkModel"]}, "dflash"),
+        ({"architectures": ["MuseGlimmerAssistant"], "model_type": "muse_glimmer_assistant"}, "dflash"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"speculators_model_type": "peagle"}, "peagle"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "pard_token": 7}, "peagle"),

@@ -21,14 +21,13 @@ from slipstream.draft.heads.checkpoints import TargetSizes
 from slipstream.draft.heads.corrections import MARKOV_KINDS
 from slipstream.draft.heads.dflash_head import DFlashConfig
 from slipstream.draft.heads.left_to_right import LeftToRightConfig
+from slipstream.draft.methods import MUSE_ASSISTANT
 from slipstream.errors import ModelError
 from slipstream.models.huggingface import AutoConfig
 
 ZLAB, SPECULATORS, DEEPSPEC = "z-lab", "speculators", "deepspec"
 LAYOUTS = (ZLAB, SPECULATORS, DEEPSPEC)
 SPECULATORS_TYPES = ("dflash", "dspark", "dflash2", "xpress")
-_MUSE = "muse_glimmer_assistant"
-"""Muse Glimmer's drafter, in Transformers too: a DFlash head with its settings beside its sizes."""
 _FAMILIES = ("qwen3", "llama")
 """Families whose sizes a file may leave out; the layers are Qwen3's whatever it names."""
 _SLIDING = "sliding_attention"
@@ -48,7 +47,7 @@ def layout_of(raw: Mapping[str, Any]) -> str | None:
         return SPECULATORS if raw["speculators_model_type"] in SPECULATORS_TYPES else None
     if "Qwen3DSparkModel" in (raw.get("architectures") or ()):
         return DEEPSPEC
-    named = isinstance(raw.get("dflash_config"), Mapping) or raw.get("model_type") == _MUSE
+    named = isinstance(raw.get("dflash_config"), Mapping) or raw.get("model_type") == MUSE_ASSISTANT
     return ZLAB if named else None
 
 
@@ -173,7 +172,7 @@ class DFlashSettings:
         said = self.raw.get("is_causal")
         for name in ("causal", "causal_head"):
             said = self.own.get(name) if said is None else said
-        if said is None and ("selector_rank" in self.own or self.raw.get("model_type") == _MUSE):
+        if said is None and ("selector_rank" in self.own or self.raw.get("model_type") == MUSE_ASSISTANT):
             said = False
         return tuple(window is not None if said is None else bool(said) for window in windows)
 
