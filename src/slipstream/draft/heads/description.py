@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.core.model_path import names_gguf
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES, TargetSizes, check_fits, outline_checkpoint
 from slipstream.draft.heads.dflash_files import check_dflash, dflash_config
 from slipstream.draft.heads.dflash_head import DFlashConfig
-from slipstream.draft.heads.dflash_layouts import DFlashSettings
+from slipstream.draft.heads.dflash_layouts import layout_of
 from slipstream.draft.heads.eagle_files import check_head, eagle_config
 from slipstream.draft.heads.eagle_head import EagleConfig
 from slipstream.draft.heads.gguf_heads import gguf_head_kind
@@ -120,7 +121,7 @@ class HeadOnDisk:
         """What a block head has that others have not."""
         correction = config.left_to_right
         return {
-            "layout": DFlashSettings(self.raw, self.tensors, self.path).layout,
+            "layout": "gguf" if names_gguf(self.path) else layout_of(self.raw),
             "block_size": config.block_size,
             "num_drafts": config.num_drafts,
             "sample_from_anchor": config.from_anchor,
