@@ -105,6 +105,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "peagle", "model": MASKED, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
     {"method": "dflash", "model": TRAINED, **CHAIN},
     {"method": "dflash", "model": TRAINED, **TREE},
+    {"method": "dflash", "model": TRAINED, "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
+    {"method": "dflash", "model": "pruned", "tree_top_k": 2, "num_draft_nodes": 4, **CHAIN},
     {"method": "dflash", "model": "mask", **CHAIN},
     {"method": "dflash", "model": "mask", "num_speculative_tokens": 3},
     {"method": "dflash", "model": "dflash2", **CHAIN, "confidence_threshold": 0.1},

@@ -11,6 +11,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig
+from slipstream.core.proposal import Proposal
 from slipstream.draft.base import DraftContext
 from slipstream.models import load_model, load_tokenizer
 from slipstream.testing.conformance import check_drafter
@@ -44,6 +45,7 @@ def cases() -> list[tuple[str, dict[str, Any], str]]:
         *chains,
         *(("mask", *shape) for shape in SHAPES[1:]),
         *(("markov", *shape) for shape in SHAPES[-4:]),
+        ("pruned", *SHAPES[2]),
     ]
 
 
@@ -83,7 +85,7 @@ def plain() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shape", [{}, {"tree_top_k": 3, "num_draft_nodes": 9}], ids=["chain", "tree"])
-@pytest.mark.parametrize("layout", ["mask", "mixed", "dflash2", "rnn", "pruned"])
+@pytest.mark.parametrize("layout", ["mask", "mixed", "dflash2", "rnn", "markov", "pruned"])
 def test_it_changes_no_text(layout: str, shape: dict[str, Any], plain: list[list[int]]) -> None:
     spec = {"method": METHOD, "model": layout, **shape}
     llm = LLM(speculative_config=spec, max_num_batched_tokens=16, max_num_seqs=3)
@@ -136,3 +138,48 @@ def test_a_chain_ends_by_what_the_head_says_of_its_tokens(
     drafted = drafter.propose([sequence], [4])[0].token_ids
     assert len(drafted) == 2  # 0.9 * 0.8 * 0.6 < 0.5
     assert asked == [[sequence.token_ids[-1]], [drafted[0]], [drafted[1]]]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+@pytest.mark.parametrize("layout", ["markov", "pruned"])
+def test_a_tree_spends_its_nodes_where_the_head_expects_acceptance(
+    layout: str, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a head says nothing, is sure of all levels, or of the first one alone."""
+    top_k, num_nodes = 6, 14
+    drafts: dict[str, Proposal] = {}
+    for name, said in (("silent", None), ("sure", [1.0] * 4), ("shallow", [1.0, 1e-9, 1.0, 1.0])):
+        options = RandomBlockOptions(model=layout, tree_top_k=top_k, num_draft_nodes=num_nodes)
+        drafter = RandomBlockDrafter(options, context(verifier))
+        asked: list[int] = []
+        passes: list[torch.Tensor] = []
+
+        def forward(*given: Any, forward: Any = drafter.executor.forward, passes: Any = passes) -> Any:
+            passes.append(forward(*given))
+            return passes[-1]
+
+        def confidence(
+            states: Any, previous: Any, said: Any = said, asked: Any = asked, passes: Any = passes
+        ) -> Any:
+            asked.append(len(previous))
+            rows = passes[-1][0][0, 1:]
+            if layout == "pruned":  # marginals: all levels at once
+                assert states.equal(rows)
+                return said
+            level = len(asked) - 1
+            assert states.equal(rows[level].expand(len(previous), -1))
+            return said and [said[level]] * len(previous)
+
+        spread = drafter.executor.spread
+        monkeypatch.setattr(drafter.executor, "forward", forward)
+        monkeypatch.setattr(drafter.executor, "confidence", confidence)
+        # A random head's probabilities are flat, and its trees as wide as they can be.
+        monkeypatch.setattr(drafter.executor, "spread", lambda logits, spread=spread: 9 * spread(logits))
+        drafter.allocate(1024)
+        sequence, _ = computed(drafter, text(20), features=(2, 5))
+        drafts[name] = drafter.propose([sequence], [num_nodes])[0]
+        assert asked == ([4] if layout == "pruned" else [1, 6, 6, 6])
+    at_the_top = {name: draft.depths.count(1) for name, draft in drafts.items()}
+    assert drafts["sure"] == drafts["silent"]
+    assert at_the_top["sure"] < top_k == at_the_top["shallow"]

@@ -44,8 +44,6 @@ class BlockDrafter(CachedDrafter):
     ) -> None:
         """`config` is the head's, which drafts for the target `like`; at most as deep as its block is."""
         self.block = config
-        self._estimates = config.confidence is not None and options.confidence_threshold > 0
-        """Whether chains end by what the head itself says of their tokens."""
         super().__init__(
             options,
             context,
@@ -54,6 +52,9 @@ class BlockDrafter(CachedDrafter):
             shapes=entry_shapes(config),
             like=like,
         )
+        is_used = options.confidence_threshold > 0 or self.shape.is_dynamic
+        self._estimates = config.confidence is not None and is_used
+        """Whether what the head says of its tokens ends chains, or weights the nodes of dynamic trees."""
 
     def attach(self, cache: KVCache) -> None:
         self.target_cache = cache
@@ -107,8 +108,8 @@ class BlockDrafter(CachedDrafter):
             for tree in trees
         ]
         states, logits = self.executor.forward(blocks, self.cache.pool)
-        if not self._estimates and self.block.left_to_right is None:
-            self._grow_at_once(trees, logits)
+        if self.block.left_to_right is None and (self.shape.is_dynamic or not self._estimates):
+            self._grow_at_once(trees, states, logits)
             return
         draws = {} if self._estimates else whole_chains(trees)
         if len(draws) in (0, len(trees)):
@@ -128,17 +129,24 @@ class BlockDrafter(CachedDrafter):
         else:
             self._grow_in_turn(trees, states, logits)
 
-    def _grow_at_once(self, trees: list[DraftTree], logits: Tensor) -> None:
-        """From marginals, `logits` [trees, levels, draft vocab]."""
+    def _grow_at_once(self, trees: list[DraftTree], states: Tensor, logits: Tensor) -> None:
+        """From marginals. `states` and `logits` are as for `_grow_in_turn`."""
         rows, firsts = logits.flatten(0, 1), range(0, logits.shape[0] * logits.shape[1], logits.shape[1])
 
         def draw(chains: Chains, own: Seq[int]) -> list[list[int]]:
             return self.executor.draw_levels(chains, rows, own)
 
         take_chains(trees, firsts, self._trees.vocab_size, draw)
-        for tree, levels in zip(trees, logits, strict=True):
+        for tree, own, levels in zip(trees, states, logits, strict=True):
             if tree.frontier:
-                grow_tree(tree, self.executor.spread(levels[: tree.max_depth]))
+                found = self.executor.spread(levels[: tree.max_depth])
+                grow_tree(tree, found, self._estimates_of_levels(tree, own) if self._estimates else None)
+
+    def _estimates_of_levels(self, tree: DraftTree, states: Tensor) -> list[float] | None:
+        """What the head says of the levels of marginals, by the block's `states` [rows, hidden]."""
+        own = states[self.block.first_slot :][: tree.max_depth]
+        # Any token will do: a confidence head reads those before only as a left-to-right head embeds them.
+        return self.executor.confidence(own, self._ids([tree.sequence.token_ids[-1]] * len(own)))
 
     def _draw_in_turn(self, trees: list[DraftTree], states: Tensor, logits: Tensor, chains: Chains) -> None:
         """The trees' chains, a level at a time: as `_grow_in_turn`, but a token is drawn by the executor."""
@@ -180,7 +188,7 @@ class BlockDrafter(CachedDrafter):
                 begin, end = end, end + len(tree.frontier)
                 if end > begin:
                     tree.keep_states(after[begin:end])
-                    tree.grow(found[begin:end], peaks.rows(begin, end), likely[begin] if likely else None)
+                    tree.grow(found[begin:end], peaks.rows(begin, end), likely[begin:end] if likely else None)
 
     def _ends(self, trees: list[DraftTree]) -> tuple[Tensor, Tensor]:
         """The anchors int64 [trees], and the tokens before them: the anchors again where there are none."""

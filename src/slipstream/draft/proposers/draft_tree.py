@@ -38,7 +38,8 @@ class NotFiniteError(ArithmeticError):
 
 @dataclass(slots=True)
 class DraftNode:
-    """A draft token. `score` is the log of the product of the drafter's probabilities on its path."""
+    """A draft token. `score` is the log of the product of the drafter's probabilities on its path, weighted with the
+    acceptance that it expects where it says so."""
 
     token_id: int
     parent: DraftNode | None
@@ -163,14 +164,14 @@ class DraftTree:
         self.frontier = []
 
     def grow(
-        self, logits: Tensor, peaks: Peaks | None = None, likely: float | None = None
+        self, logits: Tensor, peaks: Peaks | None = None, likely: Seq[float] | None = None
     ) -> list[DraftNode]:
         """Add draft tokens below the frontier, from `logits` [frontier, vocab], and choose the next frontier.
 
-        `peaks` are those of `logits`, where the caller has read them. `likely` is how probable it is that a chain's
-        next token is accepted, where something else than the highest probability says so; it must not depend on that
-        token. Returns the new nodes, best first. Raises `NotFiniteError` where a row has a NaN or an infinity, or is
-        minus infinity throughout.
+        `peaks` are those of `logits`, where the caller has read them. `likely` is how probable it is that a token below
+        each frontier node is accepted, where something else than the logits says so; it must not depend on that token.
+        A chain may end by it, and a dynamic tree's scores are weighted with it. Returns the new nodes, best first.
+        Raises `NotFiniteError` where a row has a NaN or an infinity, or is minus infinity throughout.
         """
         parents = self.frontier
         if not parents:
@@ -189,13 +190,14 @@ class DraftTree:
             alive = [row for row, best in enumerate(log_probs.amax(-1).tolist()) if best > float("-inf")]
             if len(alive) < len(parents):
                 parents, log_probs = [parents[row] for row in alive], log_probs[alive]
+                likely = None if likely is None else [likely[row] for row in alive]
         if not parents:
             self.frontier = []
             return []
         if self.shape.widths is not None:
             children = self._fixed(parents, log_probs, depth)
         elif self.shape.is_chain:
-            if self._loses_confidence(log_probs[0], likely):
+            if self._loses_confidence(log_probs[0], None if likely is None else likely[0]):
                 self.frontier = []
                 return []
             if self.takes_argmax:
@@ -203,7 +205,7 @@ class DraftTree:
             else:
                 children = [self._single(parents[0], log_probs[0], depth)]
         else:
-            children = self._best(parents, log_probs, [self.shape.top_k] * len(parents), depth)
+            children = self._best(parents, log_probs, [self.shape.top_k] * len(parents), depth, likely)
         self.nodes.extend(children)
         children.sort(key=lambda node: -node.score)
         self.frontier = [] if depth >= self.max_depth else self._next_frontier(children)
@@ -293,19 +295,25 @@ class DraftTree:
         return children
 
     def _best(
-        self, parents: Seq[DraftNode | None], log_probs: Tensor, widths: list[int], depth: int
+        self,
+        parents: Seq[DraftNode | None],
+        log_probs: Tensor,
+        widths: list[int],
+        depth: int,
+        likely: Seq[float] | None = None,
     ) -> list[DraftNode]:
         """The best tokens below each parent; with `coupled`, after adding the target's noise."""
         if self.shape.method == "coupled":
             positions = [len(self.sequence.token_ids) + depth - 1] * len(parents)
             log_probs = torch.log_softmax(self.noise.perturb(log_probs, positions), dim=-1)
         top = log_probs.topk(min(max(widths), log_probs.shape[1]), dim=-1)
-        rows = zip(parents, top.values.tolist(), top.indices.tolist(), widths, strict=True)
+        weights = [0.0] * len(parents) if likely is None else log_weights(likely)
+        rows = zip(parents, top.values.tolist(), top.indices.tolist(), widths, weights, strict=True)
         children: list[DraftNode] = []
-        for parent, scores, tokens, width in rows:
-            above, ranks = (parent.score, parent.ranks) if parent else (0.0, ())
+        for parent, scores, tokens, width, weight in rows:
+            above, ranks = (parent.score + weight, parent.ranks) if parent else (weight, ())
             for rank, (token, score) in enumerate(zip(tokens[:width], scores[:width], strict=True)):
-                if score > float("-inf"):
+                if above + score > float("-inf"):
                     children.append(DraftNode(token, parent, depth, above + score, (*ranks, rank)))
         return children
 
@@ -328,6 +336,11 @@ class DraftTree:
             return Proposal(token_ids, parents)
         kind = ProposalKind.SAMPLED_IID if self.shape.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
         return Proposal(token_ids, parents, kind, torch.stack(probs))
+
+
+def log_weights(likely: Seq[float]) -> list[float]:
+    """What a score gains where a token is accepted with each of these chances: minus infinity where with none."""
+    return [math.log(chance) if chance > 0 else -math.inf for chance in likely]
 
 
 def whole_chains(trees: Iterable[DraftTree]) -> dict[int, Draw]:

@@ -16,7 +16,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError, whole_chains
+from slipstream.draft.proposers.draft_tree import (
+    DraftNode,
+    DraftTree,
+    NotFiniteError,
+    log_weights,
+    whole_chains,
+)
 from slipstream.models.executor.chains import Chains
 
 
@@ -53,23 +59,27 @@ def take_chains(
             tree.take_chain(token_ids)
 
 
-def grow_tree(tree: DraftTree, logits: Tensor) -> None:
+def grow_tree(tree: DraftTree, logits: Tensor, likely: Seq[float] | None = None) -> None:
     """Grow one tree to the end from the `logits` [levels, vocab] of its levels; unchanged where it has no frontier.
 
-    A dynamic tree gets the best nodes that it may have, unless what its request does to logits depends on the path, as
-    penalties and grammars do: then it grows level by level. Raises as `DraftTree.grow` does.
+    `likely` is as for `DraftTree.grow`, one for each level. A dynamic tree gets the best nodes that it may have, unless
+    what its request does to logits depends on the path, as penalties and grammars do: then it grows level by level.
+    Raises as `DraftTree.grow` does.
     """
     if tree.frontier and tree.shape.is_dynamic and tree.processor.filters_only is not None:
-        _grow_best_first(tree, *_candidates(tree, logits))
-    for level in logits:
-        if not tree.frontier:
+        _grow_best_first(tree, *_candidates(tree, logits, likely))
+    for depth, level in enumerate(logits):
+        width = len(tree.frontier)
+        if not width:
             return
-        tree.grow(level.expand(len(tree.frontier), -1))
+        tree.grow(level.expand(width, -1), likely=None if likely is None else [likely[depth]] * width)
 
 
-def _candidates(tree: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-    """The best tokens of each level, and the logarithms of their probabilities; with `coupled`, after adding the
-    target's noise."""
+def _candidates(
+    tree: DraftTree, logits: Tensor, likely: Seq[float] | None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The best tokens of each level, and the logarithms of their weighted probabilities; with `coupled`, after adding
+    the target's noise."""
     if not logits.amax(-1).isfinite().all():
         raise NotFiniteError(tree.sequence.id)
     log_probs = tree.processor.log_probs(logits, [], [[]] * len(logits))
@@ -79,7 +89,9 @@ def _candidates(tree: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[
         noisy = tree.noise.perturb(log_probs, range(first, first + len(logits)))
         log_probs = torch.log_softmax(noisy, dim=-1)
     top = log_probs.topk(min(tree.shape.top_k, log_probs.shape[-1]), dim=-1)
-    return top.indices.tolist(), top.values.tolist()
+    weights = [0.0] * len(logits) if likely is None else log_weights(likely)
+    levels = zip(top.values.tolist(), weights, strict=True)
+    return top.indices.tolist(), [[score + weight for score in scores] for scores, weight in levels]
 
 
 def _grow_best_first(tree: DraftTree, token_ids: list[list[int]], scores: list[list[float]]) -> None:
