@@ -59,11 +59,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Name to (layout, model type, options beside the sizes)."""
 PREFIXES = {
-    "deepseek": f"model.layers.{LAYERS}.",
-    "qwen": "mtp.layers.0.",
-    "mimo": "model.mtp_layers.0.",
-    "mimo_v2": "model.mtp.layers.0.",
-    "speculators": "mtp_layers.0.",
+    "deepseek": "model.layers.",
+    "qwen": "mtp.layers.",
+    "mimo": "model.mtp_layers.",
+    "mimo_v2": "model.mtp.layers.",
+    "speculators": "mtp_layers.",
 }
 _NAMES = {
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -75,37 +75,47 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
+class MtpParts:
+    """What a prediction layer has beside the decoder layer."""
+
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    projection: nn.Linear
+    final_norm: nn.Module
+
+
+@dataclass(frozen=True)
 class MtpTarget:
     """A checkpoint, and the modules that it was written from."""
 
     folder: str
     layout: str
     whole: Any
-    """The Transformers model with one layer more: its last one is the prediction layer's."""
-    embedding_norm: nn.Module
-    hidden_norm: nn.Module
-    projection: nn.Linear
-    final_norm: nn.Module
+    """The Transformers model with more layers: those behind the target's are the prediction layers'."""
+    parts: list[MtpParts]
+    """Those of each prediction layer."""
 
     @torch.no_grad()
-    def step(self, token_ids: list[int], states: Tensor, *, hidden_first: bool, masks_first: bool) -> Tensor:
-        """The layer's output [rows, hidden] before its final norm, written down plainly.
+    def step(
+        self, token_ids: list[int], states: Tensor, *, hidden_first: bool, masks_first: bool, number: int = 0
+    ) -> Tensor:
+        """A layer's output [rows, hidden] before its final norm, written down plainly.
 
         Row i pairs states[i] [hidden] with token_ids[i], at position i.
         """
-        rows = len(token_ids)
+        rows, own, place = len(token_ids), self.parts[number], LAYERS + number
         embeds = self.whole.get_input_embeddings()(torch.tensor(token_ids))
         if masks_first:
             embeds[0] = 0
-        parts = [self.embedding_norm(embeds), self.hidden_norm(states)]
-        given = self.projection(torch.cat(parts[::-1] if hidden_first else parts, dim=-1))[None]
+        parts = [own.embedding_norm(embeds), own.hidden_norm(states)]
+        given = own.projection(torch.cat(parts[::-1] if hidden_first else parts, dim=-1))[None]
         distance = torch.arange(rows)[:, None] - torch.arange(rows)[None]
-        kind = (getattr(self.whole.config, "layer_types", None) or ["full_attention"])[-1]
+        kind = (getattr(self.whole.config, "layer_types", None) or ["full_attention"] * (place + 1))[place]
         window = self.whole.config.sliding_window if kind == "sliding_attention" else rows
         seen = (distance >= 0) & (distance < window)
         decoder = self.whole.model
         per_kind = {"layer_type": kind} if self.layout == "mimo_v2" else {}
-        output = decoder.layers[-1](
+        output = decoder.layers[place](
             given,
             attention_mask=torch.zeros(rows, rows).masked_fill(~seen, float("-inf"))[None, None],
             position_embeddings=decoder.rotary_emb(given, torch.arange(rows)[None], **per_kind),
@@ -114,18 +124,25 @@ class MtpTarget:
         return (output[0] if isinstance(output, tuple) else output)[0]
 
     @torch.no_grad()
-    def logits(self, output: Tensor) -> Tensor:
+    def logits(self, output: Tensor, number: int = 0) -> Tensor:
         """[rows, hidden] as `step` returns it -> [rows, vocab]."""
-        found: Tensor = self.whole.get_output_embeddings()(self.final_norm(output))
+        found: Tensor = self.whole.get_output_embeddings()(self.parts[number].final_norm(output))
         return found
 
 
 @functools.cache
 def mtp_target(family: str, layout: str | None = None) -> MtpTarget:
-    """A folder with a tokenizer; `layout` writes the layer in another one than the family's."""
+    """A folder with a tokenizer; `layout` writes the layers in another one than the family's.
+
+    There is one layer, or as many as stand behind the family's name and a star, as in `llama*2`.
+    """
+    family, _, count = family.partition("*")
+    number = int(count or 1)
     usual, model_type, options = FAMILIES[family]
+    types = {name: [*of, *of[-1:] * (number - 1)] for name, of in options.items() if name.endswith("_types")}
+    options = {**options, **types}
     layout = layout or usual
-    shape = sizes(HIDDEN, LAYERS + 1, 4, 2, inner=48, vocab=VOCAB, context=256, spread=0.2, eos=None)
+    shape = sizes(HIDDEN, LAYERS + number, 4, 2, inner=48, vocab=VOCAB, context=256, spread=0.2, eos=None)
     config = AutoConfig.for_model(
         model_type, **{**shape, "head_dim": 8, "attn_implementation": "eager", **options}
     )
@@ -135,11 +152,18 @@ def mtp_target(family: str, layout: str | None = None) -> MtpTarget:
     for name, weight in whole.named_parameters():
         if weight.ndim == 1 and name.endswith(("norm.weight", "bias", "sinks")):
             weight += 0.3 * torch.randn_like(weight)
-    norms = [_norm(whole) for _ in range(3)]
-    made = MtpTarget(str(kept_folder()), layout, whole, *norms[:2], _projection(), norms[2])
+    parts = [_parts(whole) for _ in range(number)]
+    if layout == "qwen":  # which has them once
+        parts = parts[:1] * number
+    made = MtpTarget(str(kept_folder()), layout, whole, parts)
     _write(made)
     byte_level(VOCAB).save_pretrained(made.folder)
     return made
+
+
+def _parts(whole: Any) -> MtpParts:
+    norms = [_norm(whole) for _ in range(3)]
+    return MtpParts(*norms[:2], _projection(), norms[2])
 
 
 def _norm(whole: Any) -> nn.Module:
@@ -156,21 +180,11 @@ def _projection() -> nn.Linear:
 
 
 def _write(made: MtpTarget) -> None:
-    folder, prefix = Path(made.folder), PREFIXES[made.layout]
+    folder = Path(made.folder)
     made.whole.save_pretrained(folder)
-    tensors, own = {}, f"model.layers.{LAYERS}."
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        part = name.removeprefix(own)
-        if made.layout == "mimo_v2":
-            part = part.replace("post_attention_layernorm", "pre_mlp_layernorm")
-        tensors[name if part == name or not name.startswith(own) else prefix + part] = tensor
-    beside = "mtp." if made.layout == "qwen" else prefix
-    modules = (made.embedding_norm, made.hidden_norm, made.projection, made.final_norm)
-    for name, module in zip(_NAMES[made.layout], modules, strict=True):
-        tensors[f"{beside}{name}.weight"] = module.weight.data.clone()  # type: ignore[operator]
-    if made.layout == "deepseek":  # copies of the target's, as DeepSeek's own checkpoint has them
-        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{prefix}shared_head.head.weight"] = torch.zeros(VOCAB, HIDDEN)
+    tensors = load_file(folder / "model.safetensors")
+    for number, parts in enumerate(made.parts):
+        _write_layer(made, number, parts, tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -178,17 +192,38 @@ def _write(made: MtpTarget) -> None:
         if config.get(name):
             config[name] = config[name][:LAYERS]
     config["num_hidden_layers"] = LAYERS
-    config["mtp_num_hidden_layers" if made.layout == "qwen" else "num_nextn_predict_layers"] = 1
+    config["mtp_num_hidden_layers" if made.layout == "qwen" else "num_nextn_predict_layers"] = len(made.parts)
     file.write_text(json.dumps(config))
 
 
+def _write_layer(made: MtpTarget, number: int, parts: MtpParts, tensors: dict[str, Tensor]) -> None:
+    """Give the tensors of a prediction layer their names, and add its parts."""
+    own = f"model.layers.{LAYERS + number}."
+    prefix = f"{PREFIXES[made.layout]}{number + LAYERS * (made.layout == 'deepseek')}."
+    for name in [name for name in tensors if name.startswith(own)]:
+        part = name.removeprefix(own)
+        if made.layout == "mimo_v2":
+            part = part.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        tensors[prefix + part] = tensors.pop(name)
+    beside = "mtp." if made.layout == "qwen" else prefix
+    modules = (parts.embedding_norm, parts.hidden_norm, parts.projection, parts.final_norm)
+    for name, module in zip(_NAMES[made.layout], modules, strict=True):
+        tensors[f"{beside}{name}.weight"] = module.weight.data.clone()  # type: ignore[operator]
+    if made.layout == "deepseek":  # copies of the target's, as DeepSeek's own checkpoint has them
+        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = torch.zeros(VOCAB, HIDDEN)
+
+
 @functools.cache
-def random_mtp(path: str) -> str:
-    """A folder with a random layer in the layout of speculators, for the model in a folder."""
+def random_mtp(path: str, number: int = 1) -> str:
+    """A folder with random layers in the layout of speculators, for the model in a folder."""
     config: Any = AutoConfig.from_pretrained(path)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(single_layer_config(config), dtype=torch.float32)
-    head = MtpHead(SingleLayer(model, LayerShape(1, 1, 1), frozenset()), MtpForm(masks_first=False))
+    layers = []
+    for _ in range(number):
+        model = AutoModelForCausalLM.from_config(single_layer_config(config), dtype=torch.float32)
+        layers.append(SingleLayer(model, LayerShape(1, 1, 1), frozenset()))
+    head = MtpHead(layers, MtpForm(masks_first=False))
     for weight in head.parameters():
         weight.data += 0.05 * torch.randn_like(weight)
     folder = kept_folder()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cut_draft import save_cut_draft
 from safetensors.torch import save_file
-from trained_heads import trained_heads
+from trained_heads import trained_heads, twice_mtp
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
@@ -41,7 +41,7 @@ CHAIN: dict[str, Any] = {"num_speculative_tokens": 2}
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 LOOPBACK = "tests.kit.loopback:LoopbackDrafter"
 """`remote`, with its worker in the process."""
-TRAINED, OTHER_VOCABULARY = "trained on the spot", "another tokenizer"
+TRAINED, TWO_LAYERS, OTHER_VOCABULARY = "trained on the spot", "two layers", "another tokenizer"
 MASKED, READS_STATES = "reads mask tokens", "reads the target's states too"
 LEARNED = "a layer on the logits"
 SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
@@ -99,6 +99,8 @@ SPECS: list[dict[str, Any]] = [  # rejection and block verification in turn
     {"method": "eagle3", "model": EMBEDDED_EAGLE3, **TREE, "tree_top_k": 1, "num_draft_nodes": None},
     {"method": "mtp", "model": TRAINED, **CHAIN},
     {"method": "mtp", "model": TRAINED, **TREE},
+    {"method": "mtp", "model": TWO_LAYERS, **CHAIN},
+    {"method": "mtp", "model": TWO_LAYERS, **TREE},
     {"method": "peagle", "model": MASKED, **CHAIN},
     {"method": "peagle", "model": MASKED, **TREE},
     {"method": "peagle", "model": MASKED, **CHAIN, "confidence_threshold": 0.02},
@@ -141,7 +143,7 @@ def name(spec: dict[str, Any]) -> str:
             f"remote {spec['draft']['method']}" if spec["method"] == LOOPBACK else spec["method"],
             shape,
             *(str(spec[k]) for k in ("draft_sample_method", "mode", "confidence_threshold") if k in spec),
-            *([spec["model"]] if spec.get("model") in LAYOUTS else []),
+            *([spec["model"]] if spec.get("model") in (TWO_LAYERS, *LAYOUTS) else []),
             *(["corrected"] if "correction" in spec else []),
         ]
     )
@@ -201,6 +203,7 @@ def test_the_distribution_stays(
     cut_draft: str,
     correction: str,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(Policy, "choose", chosen_by_length)
     given = spec
@@ -208,6 +211,8 @@ def test_the_distribution_stays(
         spec = {**spec, "correction": correction}
     if spec.get("model") == TRAINED:
         spec = {**spec, "model": trained_heads(spec["method"])}
+    elif spec.get("model") == TWO_LAYERS:
+        spec = {**spec, "model": twice_mtp(tmp_path / "twice")}
     elif spec.get("model") == OTHER_VOCABULARY:
         spec = {**spec, "model": cut_draft}
     elif spec.get("model") == READS_STATES:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream import LLM, SamplingParams
@@ -146,19 +148,33 @@ def _train_mtp(target: Any, hidden: torch.Tensor, token_ids: torch.Tensor, folde
     config = single_layer_config(target.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.model.layers[0].load_state_dict(target.model.layers[-1].state_dict())
-    head = MtpHead(SingleLayer(model, LayerShape(5, 64, 64), frozenset()), MtpForm(masks_first=False))
+    head = MtpHead([SingleLayer(model, LayerShape(5, 64, 64), frozenset())], MtpForm(masks_first=False))
     half = torch.eye(config.hidden_size) / 2
-    head.projection.weight.data.copy_(torch.cat([half, half], dim=1))
+    head.layer(0).projection.weight.data.copy_(torch.cat([half, half], dim=1))
     embeds = target.get_input_embeddings()(token_ids)
     positions = torch.arange(NUM_TOKENS - 1)[None]
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
     for _ in range(NUM_STEPS):
         chosen = torch.randint(NUM_TEXTS, (8,))
         optimizer.zero_grad()
-        _, normed = head(embeds[chosen, 1:], hidden[chosen, :-1], positions, {})
+        _, normed = head(0, embeds[chosen, 1:], hidden[chosen, :-1], positions, {})
         _loss(target.lm_head(normed)[:, :-1], token_ids[chosen], 0).backward()
         optimizer.step()
     save_mtp(head, folder, target="embedded", config=target.config)
+
+
+def twice_mtp(folder: Path) -> str:
+    """A folder in which the trained layer for multi-token prediction is the second one too."""
+    trained = Path(trained_heads("mtp"))
+    tensors = load_file(trained / "model.safetensors")
+    second = {
+        name.replace("mtp_layers.0.", "mtp_layers.1."): tensor.clone() for name, tensor in tensors.items()
+    }
+    config = json.loads((trained / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({**tensors, **second}, folder / "model.safetensors")
+    return str(folder)
 
 
 def _train_dflash(target: Any, token_ids: torch.Tensor, folder: Path) -> None:

@@ -279,4 +279,4 @@ def first_guesses(drafter: EagleDrafter) -> torch.Tensor:
     features = torch.randn(64, 3 * 320, generator=torch.Generator().manual_seed(0))
     rows = ForwardBatch([RowGroup(range(row, row + 1), 0, [row + 9], [0]) for row in range(64)])
     pool = KVPool([LayerShape(5, 64, 64)], 64, torch.float32, torch.device("cpu"))
-    return drafter.executor.forward(rows, pool, features, from_target=True)[1].argmax(-1)
+    return drafter.executor.forward(rows, pool, features, level=0)[1].argmax(-1)

@@ -22,6 +22,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.mtp import MtpDrafter
+from slipstream.draft.heads.mtp_files import LAYOUTS, num_mtp_layers
 from slipstream.draft.registry import create_drafter
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool
@@ -69,11 +70,11 @@ def test_its_logits_are_those_of_the_familys_own_layer(family: str) -> None:
     states = states_of(family, TEXT)
     expected = made.logits(made.step(TEXT[1:], states[:-1], **flags(made)))
     rows = len(TEXT) - 1
-    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    pool = KVPool(drafter.head.shapes, rows, torch.float32, torch.device("cpu"))
     found = []
     for begin, end in ((0, 8), (8, rows)):
         part = ForwardBatch([RowGroup(pool.slots, begin, TEXT[begin + 1 : end + 1], range(end - begin))])
-        found.append(drafter.executor.forward(part, pool, states[begin:end], from_target=True)[1])
+        found.append(drafter.executor.forward(part, pool, states[begin:end], level=0)[1])
     assert float((torch.cat(found) - expected).abs().max()) < CLOSE
     assert float(expected.std()) > 0.3, "logits of nothing would be close to anything"
 
@@ -89,8 +90,8 @@ def test_its_logits_are_those_of_transformers_own_prediction_model(family: str) 
         its = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj"}.get(
             name, "post_norm"
         )
-        getattr(layer, its).load_state_dict(getattr(made, name).state_dict())
-    layer.mtp_block.load_state_dict(made.whole.model.layers[-1].state_dict())
+        getattr(layer, its).load_state_dict(getattr(made.parts[0], name).state_dict())
+    layer.mtp_block.load_state_dict(made.whole.model.layers[2].state_dict())
     states, rows = states_of(family, TEXT)[:-1], len(TEXT) - 1
     positions, token_ids = torch.arange(1, rows + 1)[None], torch.tensor([TEXT[1:]])
     with torch.no_grad():
@@ -99,10 +100,94 @@ def test_its_logits_are_those_of_transformers_own_prediction_model(family: str) 
         )
         expected = main.lm_head(output)[0]
     drafter.head.form = dataclasses.replace(drafter.head.form, masks_first=False)
-    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    pool = KVPool(drafter.head.shapes, rows, torch.float32, torch.device("cpu"))
     whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
-    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    found = drafter.executor.forward(whole, pool, states, level=0)[1]
     assert float((found - expected).abs().max()) < CLOSE
+
+
+def fill(rows: int, drafter: MtpDrafter) -> KVPool:
+    """A pool in which every number that was not written is NaN."""
+    device = torch.device("cpu")
+    pool = KVPool(drafter.head.shapes, rows, torch.float32, device, drafter.head.kept_width)
+    pool.fill(float("nan"))
+    return pool
+
+
+def reference_levels(family: str, text: list[int], chain: list[int] | None, depth: int) -> list[Tensor]:
+    """The logits that each draft token of a chain is drawn from, by whole passes over each layer; None is greedy.
+
+    A layer's row reads what the layer before put out for the row before: the first layer's the target's state, and
+    behind the text what the last layer put out.
+    """
+    made, found, tokens = mtp_target(family), [], list(text)
+    number, fed, read = len(made.parts), flags(made), [states_of(family, text)[:-1]]
+    ends: list[Tensor] = []  # what each layer put out for the last row
+    for level in range(depth):
+        before, ends = ends, []
+        for k in range(number):
+            if level:
+                read[k] = torch.cat([read[k], before[k - 1]])
+            output = made.step(tokens[1 + k :], read[k], number=k, **fed)
+            recycled = output if family.startswith("glm") else made.parts[k].final_norm(output)
+            ends.append(recycled[-1:])
+            if not level and k + 1 < number:
+                read.append(recycled[:-1])
+            if level % number == k:
+                found.append(made.logits(output[-1:], k)[0])
+        tokens.append(int(found[-1].argmax()) if chain is None else chain[level])
+    return found
+
+
+SEVERAL = ["llama*2", "deepseek*2", "glm*3", "qwen3.5*2", "mimo*2", "mimo-v2*3"]
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+def test_the_logits_of_each_of_several_layers(family: str) -> None:
+    """Five levels, so that the first layer goes on behind the last one; the text comes in three passes."""
+    drafter = make(family, num_speculative_tokens=5)
+    states, chain, rows = states_of(family, TEXT)[:-1], [5, 99, 7, 300, 12], len(TEXT) - 1
+    pool = fill(rows + 5, drafter)
+    for begin, end in ((0, 1), (1, 8), (8, rows)):
+        group = RowGroup(pool.slots, begin, TEXT[begin + 1 : end + 1], [end - begin - 1])
+        given, logits = drafter.executor.forward(ForwardBatch([group]), pool, states[begin:end], level=0)
+    found = [logits[0]]
+    for level, token_id in enumerate(chain[:-1], start=1):
+        group = RowGroup(pool.slots, rows + level - 1, [token_id], [0])
+        given, logits = drafter.executor.forward(ForwardBatch([group]), pool, given[-1:], level=level)
+        found.append(logits[0])
+    for ours, theirs in zip(found, reference_levels(family, TEXT, chain, 5), strict=True):
+        assert float((ours - theirs).abs().max()) < CLOSE
+        assert float(theirs.std()) > 0.3
+
+
+@pytest.mark.parametrize("family", ["llama*2", "mimo-v2*3"])
+def test_a_tree_of_several_layers_has_the_logits_of_its_paths(family: str) -> None:
+    """Two siblings, and a child below each; another sequence lies before the rows."""
+    drafter = make(family, num_speculative_tokens=3)
+    states, rows = states_of(family, TEXT)[:-1], len(TEXT) - 1
+    pool = fill(2 * rows + 8, drafter)
+    slots = range(rows, 2 * rows + 8)
+    both = [RowGroup(pool.slots, 0, TEXT[1:], []), RowGroup(slots, 0, TEXT[1:], [rows - 1])]
+    given, _ = drafter.executor.forward(ForwardBatch(both), pool, torch.cat([states, states]), level=0)
+    level_1 = RowGroup(slots, rows, [5, 9], [0, 1], [rows] * 2, (), [[0], [1]])
+    given, logits = drafter.executor.forward(ForwardBatch([level_1]), pool, given[-1:].expand(2, -1), level=1)
+    places = [rows + 1] * 2
+    level_2 = RowGroup(slots, rows, [40, 41], [0, 1], places, [rows] * 2, [[0, 2], [1, 3]])
+    _, below = drafter.executor.forward(ForwardBatch([level_2]), pool, given, level=2)
+    for number, path in enumerate(([5, 40, 0], [9, 41, 0])):
+        expected = reference_levels(family, TEXT, path, 3)
+        assert float((logits[number] - expected[1]).abs().max()) < CLOSE
+        assert float((below[number] - expected[2]).abs().max()) < CLOSE
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_a_chain_of_several_layers(depth: int) -> None:
+    """Of more layers than it drafts tokens, it reads as many as it needs."""
+    drafter = make("glm*3", num_speculative_tokens=depth)
+    assert len(drafter.head.layers) == min(3, depth)
+    expected = [int(logits.argmax()) for logits in reference_levels("glm*3", TEXT, None, depth)]
+    assert drafted(drafter, TEXT, depth) == expected
 
 
 def drafted(drafter: MtpDrafter, text: list[int], depth: int) -> list[int]:
@@ -142,7 +227,7 @@ def reference_chain(
     for _ in range(depth):
         output = made.step([*text[1:], *chain], states, **fed)
         chain.append(int(made.logits(output[-1:])[0].argmax()))
-        last = made.final_norm(output[-1:]) if recycles_normed else output[-1:]
+        last = made.parts[0].final_norm(output[-1:]) if recycles_normed else output[-1:]
         states = torch.cat([states, last])
     return chain
 
@@ -176,9 +261,9 @@ def test_the_state_before_the_targets_final_norm(family: str) -> None:
         ]  # its last layer is the head's
         states = whole.model.norm(hidden)
     encoded = drafter.head.encode(states)
-    found, expected = drafter.head.hidden_norm(encoded), made.hidden_norm(hidden)
+    found, expected = drafter.head.layer(0).hidden_norm(encoded), made.parts[0].hidden_norm(hidden)
     assert float((found - expected).abs().max()) < 1e-3
-    assert float((drafter.head.hidden_norm(states) - expected).abs().max()) > 0.05
+    assert float((drafter.head.layer(0).hidden_norm(states) - expected).abs().max()) > 0.05
 
 
 def texts(llm: LLM) -> list[list[int]]:
@@ -200,7 +285,14 @@ TREE = {"tree_top_k": 2, "num_draft_nodes": 5}
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [*((family, {}) for family in FAMILIES), ("llama", TREE), ("deepseek", TREE)],
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", TREE),
+        ("deepseek", TREE),
+        ("deepseek*2", {}),
+        ("llama*2", {**TREE, "num_speculative_tokens": 4}),
+        ("mimo-v2*3", {"num_speculative_tokens": 5}),
+    ],
 )
 def test_texts_are_those_without_it(family: str, options: dict[str, Any]) -> None:
     """In a batch, in chunks, and with prefixes of earlier requests."""
@@ -220,10 +312,11 @@ def test_greedy_texts_with_the_other_verifiers(verifier: str) -> None:
     assert texts(LLM(mtp_target("llama").folder, speculative_config=spec))[:2] == texts_without("llama")[:2]
 
 
-def test_true_states_replace_its_own() -> None:
+@pytest.mark.parametrize("family", ["llama", "llama*2", "mimo-v2*3"])
+def test_true_states_replace_its_own(family: str) -> None:
     """After any verdict a proposal is the one of a drafter that meets the text for the first time."""
     spec = {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
-    llm = LLM(mtp_target("llama").folder, speculative_config=spec, enable_prefix_caching=False)
+    llm = LLM(mtp_target(family).folder, speculative_config=spec, enable_prefix_caching=False)
     engine, checked = llm.engine, 0
     drafter = engine.drafter
     assert isinstance(drafter, MtpDrafter)
@@ -239,7 +332,7 @@ def test_true_states_replace_its_own() -> None:
     assert checked > 8
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "llama*2", "mimo-v2*3"])
 def test_a_plan_knows_what_it_holds(family: str) -> None:
     drafter = make(family)
     outlined = dataclasses.replace(
@@ -247,16 +340,18 @@ def test_a_plan_knows_what_it_holds(family: str) -> None:
     )
     planned = MtpDrafter.footprint(drafter.options, outlined)
     assert planned.traits == drafter.traits
+    drafter.allocate(64)
+    assert planned.traits.kv_bytes_per_token * 64 == drafter.cache.memory_bytes()
     number = sum(weight.numel() for weight in dict(drafter.head.named_parameters()).values())
     assert (
         number * 4 < planned.head_bytes < drafter.executor.footprint()
     )  # whose panels are as wide as 64 outputs
 
 
-def changed(tmp_path: Path, change: Any) -> str:
-    """A copy of the target of Llama's family, with other tensors or another configuration."""
+def changed(tmp_path: Path, change: Any, family: str = "llama") -> str:
+    """A copy of the family's target, with other tensors or another configuration."""
     folder = tmp_path / "changed"
-    shutil.copytree(mtp_target("llama").folder, folder)
+    shutil.copytree(mtp_target(family).folder, folder)
     tensors, config = (
         load_file(folder / "model.safetensors"),
         json.loads((folder / "config.json").read_text()),
@@ -316,47 +411,123 @@ def test_what_is_missing_or_does_not_fit_is_told_by_name(tmp_path: Path, change:
     assert "\n" not in str(refused.value)
 
 
-def test_a_layer_in_the_layout_of_speculators() -> None:
-    """The same layer in a folder of the target's own checkpoint, and drafts with it."""
-    made = mtp_target("qwen3", "speculators")
+SECOND = r"prediction layer 2 of 2 in .* "
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        (
+            "llama*2",
+            lambda t, c: t.pop("model.layers.3.hnorm.weight"),
+            SECOND + r"lacks the tensor model\.layers\.3\.hnorm\.weight",
+        ),
+        (
+            "llama*2",
+            lambda t, c: t.pop("model.layers.3.mlp.up_proj.weight"),
+            SECOND + r"lacks the tensor model\.layers\.3\.mlp\.up_proj\.weight",
+        ),
+        (
+            "qwen3.5*2",
+            lambda t, c: t.pop("mtp.layers.1.mlp.up_proj.weight"),
+            SECOND + r"lacks the tensor mtp\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            "llama",
+            lambda t, c: c.update(num_nextn_predict_layers=2),
+            SECOND + r"lacks the tensor model\.layers\.3\..* and \d+ more",
+        ),
+        (
+            "llama*2",
+            lambda t, c: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}),
+            SECOND + r"has model\.layers\.3\.eh_proj\.weight of shape \[32, 32\], not \[32, 64\]",
+        ),
+    ],
+)
+def test_what_is_missing_of_several_layers_is_told(
+    family: str, change: Any, told: str, tmp_path: Path
+) -> None:
+    lm = load_model(changed(tmp_path, change, family))
+    with pytest.raises(ModelError, match=told) as refused:
+        create_drafter(SpeculativeConfig("mtp"), dataclasses.replace(draft_context(VOCAB, 256), target=lm))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_number_of_layers_is_the_configurations_or_the_files(tmp_path: Path) -> None:
+    for key, expected in ((0, 2), (1, 1)):
+        folder = changed(tmp_path / str(key), lambda t, c: c.update(num_nextn_predict_layers=key), "mimo*2")  # noqa: B023
+        names = list(load_file(Path(folder) / "model.safetensors"))
+        outlined = outline_model(folder)
+        assert num_mtp_layers(outlined.config, names, LAYOUTS[2], outlined) == expected
+
+
+def test_auto_chooses_it() -> None:
+    """Beside a lookup: the layers in the target's checkpoint, and the target's states, reach the drafter."""
+    spec: dict[str, Any] = {"method": "auto", "drafters": [{"method": "suffix"}, {"method": "mtp"}]}
+    always = {**spec, "plan": [{"drafter": 1, "num_speculative_tokens": 3}]}
+    alone = {"method": "mtp", "num_speculative_tokens": 3}
+    drafted: dict[int, list[tuple[int, ...]]] = {}
+    for run, given in enumerate((spec, always, alone)):
+        llm = LLM(mtp_target("llama*2").folder, speculative_config=given)
+        own = drafted.setdefault(run, [])
+        llm.engine.on_observe = lambda seen, own=own: own.extend(
+            tuple(one.proposal.token_ids) for one in seen
+        )
+        assert texts(llm) == texts_without("llama*2")
+        assert llm.engine.stats().num_draft_failures == 0
+    assert sorted(drafted[1]) == sorted(drafted[2])
+    assert sum(map(len, drafted[1])) > 100
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3*2"])
+def test_layers_in_the_layout_of_speculators(family: str) -> None:
+    """The same layers in a folder of the target's own checkpoint, and drafts with the first one."""
+    made = mtp_target(family, "speculators")
     lm = load_model(made.folder)
     context = dataclasses.replace(draft_context(VOCAB, 256), target=lm)
     drafter = create_drafter(SpeculativeConfig("mtp", options={"num_speculative_tokens": 1}), context)
     assert isinstance(drafter, MtpDrafter)
-    states, rows = states_of("qwen3", TEXT)[:-1], len(TEXT) - 1
-    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    states, rows = states_of(family, TEXT)[:-1], len(TEXT) - 1
+    pool = KVPool(drafter.head.shapes, rows, torch.float32, torch.device("cpu"))
     whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
-    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    found = drafter.executor.forward(whole, pool, states, level=0)[1]
     expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=False))
     assert float((found - expected).abs().max()) < CLOSE
 
 
-@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("mimo", "qwen2")])
-def test_a_gguf_file_has_the_layer_behind_its_own(family: str, arch: str, tmp_path: Path) -> None:
-    """Its layer has plain numbers and one quantised matrix, whose rows Llama's files permute."""
+@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("mimo", "qwen2"), ("llama*2", "llama")])
+def test_a_gguf_file_has_the_layers_behind_its_own(family: str, arch: str, tmp_path: Path) -> None:
+    """Its layers have plain numbers and one quantised matrix, whose rows Llama's files permute."""
     made = mtp_target.__wrapped__(family)
+    number = len(made.parts)
     names = {"eh_proj": "projection", "enorm": "embedding_norm", "hnorm": "hidden_norm"}
     names |= {"shared_head_norm": "final_norm"}
     nextn = {
-        f"blk.2.nextn.{theirs}.weight": getattr(made, ours).weight.numpy() for theirs, ours in names.items()
+        f"blk.{2 + k}.nextn.{theirs}.weight": getattr(made.parts[k], ours).weight.numpy()
+        for theirs, ours in names.items()
+        for k in range(number)
     }
     nextn["blk.2.nextn.embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN).numpy()
     file = tmp_path / "target.gguf"
-    write_model(file, arch, made.whole, {"nextn_predict_layers": 1}, {"blk.2.attn_q.weight": "Q8_0"}, nextn)
+    kinds = {"blk.2.attn_q.weight": "Q8_0"}
+    write_model(file, arch, made.whole, {"nextn_predict_layers": number}, kinds, nextn)
     lm = load_model(str(file))
     assert lm.num_layers == 2
     context = dataclasses.replace(draft_context(VOCAB, 256), target=lm)
     drafter = create_drafter(SpeculativeConfig("mtp"), context)
     assert isinstance(drafter, MtpDrafter)
-    states, rows = (
-        torch.randn(len(TEXT) - 1, HIDDEN, generator=torch.Generator().manual_seed(3)),
-        len(TEXT) - 1,
-    )
-    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    states, rows = torch.randn(13, HIDDEN, generator=torch.Generator().manual_seed(3)), 13
+    pool = fill(rows + 1, drafter)
     whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
-    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
-    expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=True))
-    assert float((found - expected).abs().max()) < CLOSE
+    given, found = drafter.executor.forward(whole, pool, states, level=0)
+    fed = {"hidden_first": False, "masks_first": True}
+    output = made.step(TEXT[1:], states, **fed)
+    assert float((found - made.logits(output)).abs().max()) < CLOSE
+    if number > 1:
+        one = ForwardBatch([RowGroup(pool.slots, rows, [7], [0])])
+        found = drafter.executor.forward(one, pool, given[-1:], level=1)[1]
+        output = made.step([*TEXT[2:], 7], made.parts[0].final_norm(output), number=1, **fed)
+        assert float((found - made.logits(output[-1:], 1)).abs().max()) < CLOSE
     planned = dataclasses.replace(context, target=None, target_outline=outline_model(str(file)))
     assert MtpDrafter.footprint(drafter.options, planned).traits == drafter.traits
 
@@ -380,7 +551,7 @@ def test_a_quantised_layer_is_widened() -> None:
         tensors[f"{name.removesuffix('weight')}weight_scale_inv"] = scale.reshape(1)
         numbers = tensors[name].float() * scale
         if name.endswith("eh_proj.weight"):
-            made.projection.weight.data.copy_(numbers)
+            made.parts[0].projection.weight.data.copy_(numbers)
         elif name in made.whole.state_dict():
             made.whole.state_dict()[name].copy_(numbers)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -397,9 +568,9 @@ def test_a_quantised_layer_is_widened() -> None:
         torch.randn(len(TEXT) - 1, HIDDEN, generator=torch.Generator().manual_seed(3)),
         len(TEXT) - 1,
     )
-    pool = KVPool([drafter.head.shape], rows, torch.float32, torch.device("cpu"))
+    pool = KVPool(drafter.head.shapes, rows, torch.float32, torch.device("cpu"))
     whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
-    found = drafter.executor.forward(whole, pool, states, from_target=True)[1]
+    found = drafter.executor.forward(whole, pool, states, level=0)[1]
     expected = made.logits(made.step(TEXT[1:], states, hidden_first=False, masks_first=True))
     assert float((found - expected).abs().max()) < CLOSE
 

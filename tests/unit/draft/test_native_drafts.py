@@ -93,13 +93,11 @@ class Reference:
         self.head, self.lm = head, lm
         self.num_layers = head.config.num_layers
 
-    def forward(
-        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
         attention, on = PackedAttention(rows, pool), rows.on(torch.device("cpu"))
         table = self.head.embedding
         embeds = self.lm.embed(on.token_ids) if table is None else table[on.token_ids]
-        states = self.head.encode(given) if from_target else given
+        states = given if level else self.head.encode(given)
         states = self.head(
             embeds[None],
             states[None],
@@ -134,11 +132,11 @@ def passes(computes: Any, features: Tensor) -> list[tuple[Tensor, Tensor]]:
     pool, done = new_pool(computes.num_layers), []
     for begin, end in ((0, 13), (13, 20)):
         group = RowGroup(range(SLOTS), begin, TEXT[begin:end], range(end - begin))
-        done.append(computes.forward(ForwardBatch([group]), pool, features[begin:end], True))
+        done.append(computes.forward(ForwardBatch([group]), pool, features[begin:end], 0))
     last = done[-1][0][-1:]
-    done.append(computes.forward(ForwardBatch([TREE]), pool, last.expand(3, -1), False))
+    done.append(computes.forward(ForwardBatch([TREE]), pool, last.expand(3, -1), 1))
     above = done[-1][0]
-    done.append(computes.forward(ForwardBatch([BELOW]), pool, above[[0, 2]], False))
+    done.append(computes.forward(ForwardBatch([BELOW]), pool, above[[0, 2]], 2))
     return done
 
 
@@ -184,18 +182,18 @@ def test_neighbours_do_not_change_a_row(
     pool, alone = new_pool(native.num_layers), []
     for i in range(len(TEXT)):
         group = RowGroup(range(SLOTS), i, TEXT[i : i + 1], [0])
-        alone.append(native.forward(ForwardBatch([group]), pool, features[i : i + 1], True))
+        alone.append(native.forward(ForwardBatch([group]), pool, features[i : i + 1], 0))
     for i in range(2):  # states, logits
         assert torch.equal(
             torch.cat([part[i] for part in alone]), torch.cat([part[i] for part in together[:2]])
         )
     # The last path of the tree, as a chain.
     state = alone[-1][0]
-    for position, token, level, row in ((20, 7, 2, 2), (21, 9, 3, 1)):
+    for position, token, number, row in ((20, 7, 2, 2), (21, 9, 3, 1)):
         group = RowGroup(range(SLOTS), position, [token], [0])
-        state, logits = native.forward(ForwardBatch([group]), pool, state, False)
-        assert torch.equal(state[0], together[level][0][row])
-        assert torch.equal(logits[0], together[level][1][row])
+        state, logits = native.forward(ForwardBatch([group]), pool, state, number - 1)
+        assert torch.equal(state[0], together[number][0][row])
+        assert torch.equal(logits[0], together[number][1][row])
 
 
 def chosen(logits: Tensor, temperature: float, seed: int, position: int) -> int:

@@ -46,25 +46,24 @@ class HeadExecutor(ABC):
 
 
 class FeatureExecutor(HeadExecutor):
-    """Computes a head of one layer that reads the target's features, over a cache of its own."""
+    """Computes a head that reads the target's features, over a cache of its own."""
 
     @abstractmethod
-    def forward(
-        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
-    ) -> tuple[Tensor, Tensor]:
-        """One level: the states [N, hidden] behind the rows, and logits [wanted rows, target's vocab].
+    def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """The states [N, width] behind the rows, and logits [wanted rows, target's vocab].
 
-        `given` are the states that the rows start from, [N, width]: the target's features, or the head's own states.
+        `level` is 0 for rows of the text, and else that of the draft tokens in a tree or chain, from 1 on. `given` are
+        the states that the rows start from, [N, width]: the target's features for the text, then the head's own states.
         """
 
     def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
         """As `Executor.draft_chain`, from the target's features `given` [N, width]."""
-        last = given
+        last, level = given, 0
 
-        def run(level: ForwardBatch, above: Seq[int]) -> Tensor:
-            nonlocal last
-            states, logits = self.forward(level, pool, last[above] if above else given, not above)
-            last = states[level.on(states.device).logit_rows]
+        def run(batch: ForwardBatch, above: Seq[int]) -> Tensor:
+            nonlocal last, level
+            states, logits = self.forward(batch, pool, last[above] if above else given, level)
+            last, level = states[batch.on(states.device).logit_rows], level + 1
             return logits
 
         return chains.draw(rows, run)
@@ -79,7 +78,7 @@ class EagleExecutor(FeatureExecutor):
 
 
 class MtpExecutor(FeatureExecutor):
-    """Computes a layer for multi-token prediction."""
+    """Computes layers for multi-token prediction."""
 
     @abstractmethod
     def __init__(self, head: MtpHead, target: CausalLM, fmt: WeightFormat) -> None:
@@ -131,14 +130,12 @@ class EagerEagle(EagleExecutor):
         table = 0 if self.head.embedding is None else int(self.head.embedding.nbytes)
         return table + head_bytes(self.head)
 
-    def forward(
-        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
         head, device = self.head, self.target.device
         attention = PackedAttention(rows, pool)
         on = rows.on(device)
         embeds = self.target.embed(on.token_ids) if head.embedding is None else head.embedding[on.token_ids]
-        states = head.encode(given) if from_target else given
+        states = given if level else head.encode(given)
         with without_cudnn(device):
             states = head(
                 embeds[None],
@@ -155,33 +152,6 @@ class EagerEagle(EagleExecutor):
             full[:, head.draft_token_ids] = logits
             logits = full
         return states, logits
-
-
-class EagerMtp(MtpExecutor):
-    """Calls the head's module, whose layer is Transformers' code and attends through the hook."""
-
-    def __init__(self, head: MtpHead, target: CausalLM, fmt: WeightFormat) -> None:
-        pack_head(head, target, fmt, head.called)
-        self.head, self.target = head, target
-
-    def footprint(self) -> int:
-        return head_bytes(self.head)
-
-    def forward(
-        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
-    ) -> tuple[Tensor, Tensor]:
-        head, device = self.head, self.target.device
-        on = rows.on(device)
-        states = head.encode(given) if from_target else given
-        with without_cudnn(device):
-            output, normed = head(
-                self.target.embed(on.token_ids)[None],
-                states[None],
-                on.positions[None],
-                PackedAttention(rows, pool).arguments(),
-            )
-        states = normed if head.form.recycles_normed else output
-        return states[0], self.target.project(normed[0, on.logit_rows])
 
 
 class EagerHeads(HeadsExecutor):
@@ -223,7 +193,7 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
         "eagle.eager": "slipstream.draft.heads.head_executor:EagerEagle",
         "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
         "heads.eager": "slipstream.draft.heads.head_executor:EagerHeads",
-        "mtp.eager": "slipstream.draft.heads.head_executor:EagerMtp",
+        "mtp.eager": "slipstream.draft.heads.mtp_executor:EagerMtp",
     },
 )
 
@@ -239,7 +209,7 @@ def eagle_executor(head: EagleHead, target: CausalLM, quantization: str | None) 
 
 
 def mtp_executor(head: MtpHead, target: CausalLM, quantization: str | None) -> MtpExecutor:
-    """As `eagle_executor`, of a layer for multi-token prediction."""
+    """As `eagle_executor`, of layers for multi-token prediction."""
     made = made_executor("mtp", head, target, quantization)
     assert isinstance(made, MtpExecutor)
     return made

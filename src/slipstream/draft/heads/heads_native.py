@@ -171,10 +171,8 @@ class NativeEagle(PackedHead, EagleExecutor):
     def footprint(self) -> int:
         return self.nbytes
 
-    def forward(
-        self, rows: ForwardBatch, pool: KVPool, given: Tensor, from_target: bool
-    ) -> tuple[Tensor, Tensor]:
-        made, logits, states = self._outputs(rows, given, from_target)
+    def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        made, logits, states = self._outputs(rows, given, from_target=level == 0)
         self._run("slipstream_eagle", self._struct, self._batch(rows, pool, logits), states)
         return made, logits
 

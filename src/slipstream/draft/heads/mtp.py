@@ -1,4 +1,4 @@
-"""Multi-token prediction: drafts with the layer for it that the target's own checkpoint brings."""
+"""Multi-token prediction: drafts with the layers for it that the target's own checkpoint brings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
+from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, read_checkpoint
 from slipstream.draft.heads.head_executor import mtp_executor
-from slipstream.draft.heads.mtp_files import form_of, layout_by_config, layout_of, load_mtp, outline_mtp
+from slipstream.draft.heads.mtp_files import (
+    form_of,
+    layout_by_config,
+    layout_of,
+    load_mtp,
+    num_mtp_layers,
+    outline_mtp,
+)
 from slipstream.draft.heads.mtp_head import MtpForm
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.features import FeatureDrafter
@@ -20,6 +28,7 @@ from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import bytes_per_token
 from slipstream.models.checkpoint import unused_names
+from slipstream.models.support import text_config
 
 AUTO = "auto"
 _CHOICES = {
@@ -36,16 +45,16 @@ class MtpOptions(CorrectedOptions, HeadOptions):
 
     method: ClassVar[str] = "mtp"
     model: str = ""
-    """A folder or hub id with a layer in the layout of the speculators library. Empty: the target's own checkpoint."""
+    """A folder or hub id with layers in the layout of the speculators library. Empty: the target's own checkpoint."""
     num_speculative_tokens: int = 3
     """Depth: draft tokens in a chain, levels in a tree."""
     hidden: str = AUTO
-    """The target's hidden state that the layer reads: `post`, behind the target's final norm, or `pre`, before it.
-    `auto`: as engines do for the family."""
+    """The target's hidden state that the first layer reads: `post`, behind the target's final norm, or `pre`, before
+    it. `auto`: as engines do for the family."""
     recycled: str = AUTO
-    """What the next step reads of the step before: the layer's output behind its own norm, `z`, or before it, `y`."""
+    """What the next step reads of the step before: a layer's output behind its own norm, `z`, or before it, `y`."""
     order: str = AUTO
-    """The order of the layer's inputs: `eh`, the embedding first, or `he`, the hidden state first."""
+    """The order of a layer's inputs: `eh`, the embedding first, or `he`, the hidden state first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,59 +68,72 @@ class MtpOptions(CorrectedOptions, HeadOptions):
 
 
 class MtpDrafter(FeatureDrafter):
-    """Drafts with the target's prediction layer; chains, fixed trees and dynamic trees."""
+    """Drafts with the target's prediction layers in turn; chains, fixed trees and dynamic trees."""
 
     Options = MtpOptions
 
     def __init__(self, options: MtpOptions, context: DraftContext) -> None:
         self.target = target_of(options, context)
         path, tensors = self.target.path, context.unused_tensors
+        config: Any = text_config(self.target.config)
         if options.model:
             path = options.model
-            _, tensors = read_checkpoint(path, revision=options.revision)
+            config, tensors = read_checkpoint(path, revision=options.revision)
         layout = layout_of(tensors, self.target, path)
         form = options.chosen(form_of(layout, self.target))
-        self.head = load_mtp(tensors, layout, form, self.target, path)
+        number = num_mtp_layers(config, tensors, layout, self.target)
+        depth = ProposalShape.of(options, context.verifier).depth
+        self.head = load_mtp(tensors, layout, form, self.target, path, number=number, depth=depth)
         self.executor = mtp_executor(self.head, self.target, options.quantization)
         super().__init__(
             options,
             context,
             vocab_size=context.vocab_size,
             context_length=self.target.context_length,
-            shapes=[self.head.shape],
+            shapes=self.head.shapes,
             like=self.target,
+            kept_width=self.head.kept_width,
         )
         self.traits = replace(self.traits, feature_layers=(self.target.num_layers,))
 
+    def _has_room(self, sequence: Sequence) -> bool:
+        """From the text on in which each layer has a row, so that trees lie behind one in all."""
+        return len(sequence.token_ids) > len(self.head.layers) and super()._has_room(sequence)
+
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
-        """Return the weights of the layer, which the target's own configuration describes, and its entries."""
+        """Return the weights of the layers, which the target's own configuration describes, and their entries."""
         target = context.target_outline
         if target is None:
             raise ConfigError("mtp drafts from a target's features; give the target with it")
         names: Collection[str] | None
         path, layout = target.path, None
+        config: Any = text_config(target.config)
         if options.model:
             path = options.model
-            names = outline_checkpoint(path, revision=options.revision)[1]
+            config, names = outline_checkpoint(path, revision=options.revision)
         else:
             names = unused_names(path, target.config)
             layout = layout_by_config(target) if names is None else None
         layout = layout or layout_of(names or (), target, path)
-        head = outline_mtp(names, layout, target)
+        shape = ProposalShape.of(options, context.verifier)
+        number = num_mtp_layers(config, names, layout, target)
+        head = outline_mtp(names, layout, target, number=number, depth=shape.depth)
         weights = dict(head.named_parameters())
-        number = sum(weight.numel() for weight in weights.values())
+        num_weights = sum(weight.numel() for weight in weights.values())
         correction = correction_bytes(options)
         width = 2 * target.hidden_size + max(len(weight) for weight in weights.values() if weight.ndim == 2)
         return Footprint(
             traits=replace(
                 cls.configured(options, context),
                 context_length=target.context_length,
-                kv_bytes_per_token=bytes_per_token([head.shape], target.cache_dtype),
+                kv_bytes_per_token=bytes_per_token(head.shapes, target.cache_dtype)
+                + head.kept_width * target.dtype.itemsize,
                 feature_layers=(target.num_layers,),
             ),
             head_bytes=held_bytes(weights, target, options.quantization) + correction,
-            head_stored_bytes=round(number * target.stored_bytes_per_weight) + correction,
-            head_bytes_per_row=(2 * width + 6 * target.hidden_size) * target.dtype.itemsize,
-            logit_rows=ProposalShape.of(options, context.verifier).logit_rows,
+            head_stored_bytes=round(num_weights * target.stored_bytes_per_weight) + correction,
+            head_bytes_per_row=(2 * width + 6 * target.hidden_size + 4 * head.kept_width)
+            * target.dtype.itemsize,
+            logit_rows=shape.logit_rows,
         )

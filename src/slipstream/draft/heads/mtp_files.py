@@ -8,8 +8,8 @@
 | `mimo_v2` | MiMo-V2 | `model.mtp.layers.0.eh_proj` |
 | `speculators` | the speculators library, in a folder of its own | `mtp_layers.0.input_proj` |
 
-Of several layers the first one is read: vLLM too drafts with it alone for MiMo and MiMo-V2, and other published
-checkpoints have one. Copies of the target's embedding and output layer, which some checkpoints bring, are not read.
+Of several layers each has the next number. Qwen's share one projection and three norms. Copies of the target's
+embedding and output layer, which some checkpoints bring, are not read.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from slipstream.models.outline import ModelOutline
 from slipstream.models.single_layer import (
     FINAL_NORM,
     LAYER,
+    SingleLayer,
     check_whole,
     single_layer,
     single_layer_config,
@@ -55,53 +56,66 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """The names of a layer's tensors, and how it is fed."""
+    """The names of the layers' tensors, and how they are fed."""
 
     name: str
     layer: str
-    """What the names of the layer begin with; {} is the target's number of layers."""
+    """What the names of a layer begin with, before its number."""
     parts: Parts
-    """They lie in the layer, or under `mtp.`."""
+    """They lie in each layer, or under `mtp.` for all."""
     form: MtpForm
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of the decoder layer that Transformers' class calls otherwise."""
     slides: bool = False
     """Whether its attention has the family's sliding window."""
+    follows: bool = False
+    """Whether the layers' numbers go on behind the target's own layers."""
 
-    def prefix(self, target: ModelIdentity) -> str:
-        """What the names of the layer's tensors begin with."""
-        return self.layer.format(target.num_layers)
+    def prefix(self, target: ModelIdentity, number: int = 0) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"{self.layer}{self._first(target) + number}."
 
-    def places(self, target: ModelIdentity) -> Parts:
-        """The parts' full names."""
-        prefix = self.prefix(target)
+    def places(self, target: ModelIdentity, number: int = 0) -> Parts:
+        """The full names of a layer's parts."""
+        prefix = self.prefix(target, number)
         return Parts(*(name if name.startswith("mtp.") else prefix + name for name in self.parts))
+
+    def num_in(self, names: Collection[str], target: ModelIdentity) -> int:
+        """How many layers there are among the names of tensors, up to the one with the highest number."""
+        parts = (
+            name.removeprefix(self.layer).partition(".")[0] for name in names if name.startswith(self.layer)
+        )
+        return 1 + max((int(part) for part in parts if part.isdecimal()), default=0) - self._first(target)
+
+    def _first(self, target: ModelIdentity) -> int:
+        return target.num_layers if self.follows else 0
 
 
 _LAYERNORMS = Parts("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 LAYOUTS = (
     MtpLayout(
         "deepseek",
-        "model.layers.{}.",
+        "model.layers.",
         Parts("enorm", "hnorm", "eh_proj", "shared_head.norm"),
         MtpForm(),
+        follows=True,
     ),
     MtpLayout(
         "qwen",
-        "mtp.layers.0.",
+        "mtp.layers.",
         Parts("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
         MtpForm(masks_first=False),
     ),
-    MtpLayout("mimo", "model.mtp_layers.0.", _LAYERNORMS, MtpForm(hidden_first=True)),
+    MtpLayout("mimo", "model.mtp_layers.", _LAYERNORMS, MtpForm(hidden_first=True)),
     MtpLayout(
         "mimo_v2",
-        "model.mtp.layers.0.",
+        "model.mtp.layers.",
         Parts("enorm", "hnorm", "eh_proj", "final_layernorm"),
         MtpForm(masks_first=False),
         renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
         slides=True,
     ),
-    MtpLayout("speculators", "mtp_layers.0.", _LAYERNORMS, MtpForm(masks_first=False)),
+    MtpLayout("speculators", "mtp_layers.", _LAYERNORMS, MtpForm(masks_first=False)),
 )
 _OF_FAMILIES = {"qwen3_": "qwen", "qwen2": "mimo", "mimo_v2": "mimo_v2"}
 """Beginning of a family's name to its layout, for the others than DeepSeek's; MiMo-7B is a Qwen2 model."""
@@ -123,20 +137,64 @@ def layout_of(names: Collection[str], target: ModelIdentity, path: str) -> MtpLa
 
 
 def form_of(layout: MtpLayout, target: ModelIdentity) -> MtpForm:
-    """How the layer is fed in the target's family."""
+    """How the layers are fed in the target's family."""
     normed = target.family not in RECYCLES_BEFORE_NORM
     return replace(layout.form, recycles_normed=normed)
 
 
-def load_mtp(
-    tensors: Mapping[str, Tensor], layout: MtpLayout, form: MtpForm, target: CausalLM, path: str
-) -> MtpHead:
-    """The head, ready to draft for `target`: on its device, in its dtype, without gradients.
+def num_mtp_layers(
+    config: Any, names: Collection[str] | None, layout: MtpLayout, target: ModelIdentity
+) -> int:
+    """How many layers a configuration, or what is read of `config.json`, says that there are.
 
-    Raises `ModelError` for tensors that are missing, unknown, or of another target's shape.
+    Where it says nothing, as many as there are among the names of tensors; one where there are no names either.
     """
-    refuse = f"the prediction layer in {path!r}"
-    prefix, places = layout.prefix(target), layout.places(target)
+    counts = [
+        config.get(key) if isinstance(config, Mapping) else getattr(config, key, None) for key in COUNTS
+    ]
+    found = next(filter(None, counts), None)
+    if found is not None and (type(found) is not int or found < 0):
+        raise ConfigError(f"the configuration says that it has {found!r} layers for multi-token prediction")
+    return found or (1 if names is None else layout.num_in(names, target))
+
+
+def load_mtp(
+    tensors: Mapping[str, Tensor],
+    layout: MtpLayout,
+    form: MtpForm,
+    target: CausalLM,
+    path: str,
+    *,
+    number: int = 1,
+    depth: int = 1,
+) -> MtpHead:
+    """The head, ready to draft `depth` tokens for `target`: on its device, in its dtype, without gradients.
+
+    Of the `number` layers in the checkpoint those are read that draft. Raises `ModelError` for tensors that are
+    missing, unknown, or of another target's shape.
+    """
+    used = range(min(number, depth))
+    names = [
+        f"the prediction layer in {path!r}"
+        if number == 1
+        else f"prediction layer {k + 1} of {number} in {path!r}"
+        for k in used
+    ]
+    layers = [_load_layer(tensors, layout, target, k, names[k]) for k in used]
+    head = MtpHead(layers, form, None if form.hidden_is_normed else _target_scale(target), depth)
+    for k in used:
+        layer, places = head.layer(k), layout.places(target, k)
+        _fill(layer.embedding_norm, tensors, f"{places.embedding_norm}.weight", names[k])
+        _fill(layer.hidden_norm, tensors, f"{places.hidden_norm}.weight", names[k])
+        _fill(layer.projection, tensors, f"{places.projection}.weight", names[k])
+    return head.eval().requires_grad_(False)
+
+
+def _load_layer(
+    tensors: Mapping[str, Tensor], layout: MtpLayout, target: CausalLM, number: int, refuse: str
+) -> SingleLayer:
+    """The decoder layer of the prediction layer of this number, and its final norm."""
+    prefix, places = layout.prefix(target, number), layout.places(target, number)
     layer: dict[str, Tensor] = {}
     for name in tensors:
         part = name.removeprefix(prefix)
@@ -151,11 +209,7 @@ def load_mtp(
         layer[FINAL_NORM] = tensors[final_norm]
     made, loaded = single_layer(target, _config(layout, target, layer), layer)
     check_whole(loaded, {LAYER: prefix, "model.norm": places.final_norm}, refuse)
-    head = MtpHead(made, form, None if form.hidden_is_normed else _target_scale(target))
-    _fill(head.embedding_norm, tensors, f"{places.embedding_norm}.weight", refuse)
-    _fill(head.hidden_norm, tensors, f"{places.hidden_norm}.weight", refuse)
-    _fill(head.projection, tensors, f"{places.projection}.weight", refuse)
-    return head.eval().requires_grad_(False)
+    return made
 
 
 def layout_by_config(target: ModelIdentity) -> MtpLayout | None:
@@ -167,9 +221,16 @@ def layout_by_config(target: ModelIdentity) -> MtpLayout | None:
     return next(layout for layout in LAYOUTS if layout.name == name) if expects else None
 
 
-def outline_mtp(names: Collection[str] | None, layout: MtpLayout, target: ModelOutline) -> MtpHead:
+def outline_mtp(
+    names: Collection[str] | None, layout: MtpLayout, target: ModelOutline, *, number: int = 1, depth: int = 1
+) -> MtpHead:
     """The head without weights; `names` are those of the checkpoint's tensors, None where only the target is known."""
-    return MtpHead(single_layer_outline(target, _config(layout, target, names)), layout.form)
+    layers = []
+    for k in range(min(number, depth)):
+        prefix = layout.prefix(target, k)
+        own = None if names is None else [name for name in names if name.startswith(prefix)]
+        layers.append(single_layer_outline(target, _config(layout, target, own)))
+    return MtpHead(layers, layout.form, depth=depth)
 
 
 def save_mtp(
@@ -185,22 +246,26 @@ def save_mtp(
             "the layout of speculators is for layers whose embedding comes first, that read the target's state behind "
             "its final norm and recycle their own behind theirs"
         )
-    places = Parts(*(layout.layer + name for name in layout.parts))
     modules = Parts("embedding_norm", "hidden_norm", "projection", "norm")
-    named = {"decoder.layers.0.": layout.layer}
-    named |= {f"{ours}.": f"{theirs}." for ours, theirs in zip(modules, places, strict=True)}
-    tensors = {
-        named[stem] + name.removeprefix(stem): tensor
-        for name, tensor in head.state_dict().items()
-        for stem in named
-        if name.startswith(stem)
-    }
+    tensors: dict[str, Tensor] = {}
+    for number in range(len(head.layers)):
+        prefix = f"{layout.layer}{number}."
+        named = {"decoder.layers.0.": prefix}
+        named |= {
+            f"{ours}.": f"{prefix}{theirs}." for ours, theirs in zip(modules, layout.parts, strict=True)
+        }
+        tensors |= {
+            named[stem] + name.removeprefix(stem): tensor
+            for name, tensor in head.layer(number).state_dict().items()
+            for stem in named
+            if name.startswith(stem)
+        }
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
     written = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
         "speculators_version": "0.9.0",
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": len(head.layers),
         "transformer_layer_config": config.to_diff_dict() | {"model_type": config.model_type},
         "speculators_config": {
             "algorithm": "mtp",

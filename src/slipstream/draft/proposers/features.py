@@ -46,10 +46,10 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
         return self.executor.draft_chain(rows, self.cache.pool, features, chains)
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
-        committed = feeds[0].nodes is None  # all are, or none is
-        given = torch.cat([self._features(feed) if committed else self._estimates(feed) for feed in feeds])
+        level = feeds[0].nodes[0].depth if feeds[0].nodes else 0  # it is that of all feeds
+        given = torch.cat([self._estimates(feed) if level else self._features(feed) for feed in feeds])
         rows = ForwardBatch([feed.rows for feed in feeds])
-        states, logits = self.executor.forward(rows, self.cache.pool, given, committed)
+        states, logits = self.executor.forward(rows, self.cache.pool, given, level)
         self._remember(feeds, states)
         return logits
 
@@ -60,7 +60,7 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
         return self.target_cache.features(feed.tree.sequence.id, feed.first - 1, end)
 
     def _estimates(self, feed: Feed) -> Tensor:
-        """[rows, hidden]: the head's own states of the token before each of a feed's draft tokens."""
+        """[rows, width]: the head's own states of the token before each of a feed's draft tokens."""
         return torch.stack(feed.tree.states_above())
 
     def _remember(self, feeds: Seq[Feed], states: Tensor) -> None:

@@ -35,15 +35,18 @@ class CachedDrafter(EntriesDrafter):
         context_length: int,
         shapes: Seq[LayerShape],
         like: CausalLM,
+        kept_width: int = 0,
     ) -> None:
-        """Keys and values are computed and held in the types of the model `like`, and where it is."""
+        """Keys and values are computed and held in the types of the model `like`, and where it is. `kept_width` numbers
+        are kept with those of a token."""
         super().__init__(options, context, vocab_size=vocab_size)
         self._shapes, self._dtype, self._device = tuple(shapes), like.dtype, like.device
-        self._cache_dtype = like.cache_dtype
+        self._cache_dtype, self._kept_width = like.cache_dtype, kept_width
         self.traits = replace(
             self.traits,
             context_length=context_length,
-            kv_bytes_per_token=bytes_per_token(self._shapes, self._cache_dtype),
+            kv_bytes_per_token=bytes_per_token(self._shapes, self._cache_dtype)
+            + kept_width * like.dtype.itemsize,
         )
         self._open: dict[int, DraftTree] = self.by_sequence()
         """The last proposal of each sequence, until its verdict has been observed."""
@@ -65,7 +68,9 @@ class CachedDrafter(EntriesDrafter):
 
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         """In the layout that passes read."""
-        pool = KVPool(self._shapes, num_tokens, self._dtype, self._device, cache_dtype=self._cache_dtype)
+        pool = KVPool(
+            self._shapes, num_tokens, self._dtype, self._device, self._kept_width, self._cache_dtype
+        )
         return KVCache(pool, prefix_caching)
 
     def memory_bytes(self) -> int:

@@ -18,8 +18,9 @@ from slipstream.models.batch import ForwardBatch
 class PackedAttention(AttentionPass):
     """Stores the new keys and values behind each sequence's valid entries, and attends to these together."""
 
-    def __init__(self, rows: ForwardBatch, pool: KVPool) -> None:
-        self._rows = rows
+    def __init__(self, rows: ForwardBatch, pool: KVPool, first_layer: int = 0) -> None:
+        """`first_layer` is where in the pool the first layer's entries are."""
+        self._rows, self._first_layer = rows, first_layer
         self._pool = pool
         device = pool.features.device
         self._masks = Masks(rows, device)
@@ -27,7 +28,7 @@ class PackedAttention(AttentionPass):
         self._entries: dict[tuple[int, int], slice | Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        rows = self._rows
+        rows, layer = self._rows, self._first_layer + layer
         self._pool.write(layer, self._new, key[0], value[0])
         repeats = query.shape[1] // key.shape[1]
         outputs: list[Tensor] = []
