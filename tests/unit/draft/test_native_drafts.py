@@ -265,7 +265,7 @@ def test_a_heads_chains_are_those_of_its_levels(kind: str, lm: CausalLM, tmp_pat
         text, begin, given = list(texts[number]), 0, features[number]
         for level in range(length):
             rows = sequence_rows(begin, len(text), number, text[begin:])
-            states, logits = native.forward(ForwardBatch([rows]), pool, given, level == 0)
+            states, logits = native.forward(ForwardBatch([rows]), pool, given, level)
             begin, given = len(text), states[-1:]
             text.append(chosen(logits[0], temperature, number, begin))
         assert chains[number] == text[12:]
