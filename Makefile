@@ -30,9 +30,7 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 demo: $(STAMP)
-	@if $(BIN)/python -m recipes.real_models smollm2; then model=smollm2; \
-	else echo "Without that model the embedded pair answers, which knows little."; model=embedded; fi; \
-	set -x; $(BIN)/slipstream generate --model $$model --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
+	$(BIN)/slipstream generate --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
 
 # Compiled modules are kept: else each process that a test starts would compile them anew.
 test test-long: export PYTHONDONTWRITEBYTECODE =

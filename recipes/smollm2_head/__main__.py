@@ -82,6 +82,7 @@ def _add_stage(stage: argparse.ArgumentParser, name: str) -> None:
         stage.add_argument("--parts", type=int, default=1)
     if name != "answers":
         stage.add_argument("--draft-vocab-size", type=int, default=8192)
+        stage.add_argument("--init", help="a head of this kind to go on from")
         stage.add_argument("--batch-rows", type=int, help="rows of a training step: 1, or 64 on a GPU")
         stage.add_argument("--row-length", type=int, default=512)
         stage.add_argument("--optimizer", choices=OPTIMIZERS, default="muon")
@@ -135,7 +136,7 @@ def _train(options: argparse.Namespace) -> None:
             "muon_learning_rate": options.muon_learning_rate,
             "cache_features": options.cache_features,
         },
-        shape={"draft_vocab_size": options.draft_vocab_size},
+        shape={"draft_vocab_size": options.draft_vocab_size, "init": options.init},
     )
 
 

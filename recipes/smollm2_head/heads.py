@@ -136,7 +136,10 @@ def train_head(
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     # All kinds read the same features, so that one cache serves them.
     layers = ",".join(map(str, default_feature_layers(target.num_layers)))
-    shape = {"feature_layers": layers, **OPTIONS[kind], **shape}
+    if shape.get("init"):  # its shape is kept
+        shape = {**OPTIONS[kind], "init": shape["init"]}
+    else:
+        shape = {"feature_layers": layers, **OPTIONS[kind], **shape}
     student: BlockStudent | EagleStudent
     if kind == "eagle3":
         student = EagleStudent(EagleTrainOptions(**shape), target, documents, 3, plan.seed)

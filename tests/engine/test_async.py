@@ -64,7 +64,7 @@ def test_two_hundred_requests_with_random_aborts(
             survivors += 1
             assert answer == lone[tuple(prompt)][:max_tokens]
     assert 120 < survivors < 200
-    assert grown.pop(torch.Tensor, 0) < 200, "tensors, fewer than one a request"
+    assert grown.pop(torch.Tensor, 0) < 40, "tensors, far fewer than requests"
     assert not grown, "what a request consists of"
 
 
@@ -73,7 +73,7 @@ def kept() -> Counter[type]:
     keeps is not among them."""
     gc.collect()
     types = Counter(map(type, gc.get_objects()))
-    rooms = tuple(f"slipstream.{room}." for room in ("core", "engine", "sampling", "text"))
+    rooms = tuple(f"slipstream.{room}." for room in ("core", "draft", "engine", "sampling", "text", "verify"))
     return Counter(
         {one: n for one, n in types.items() if one is torch.Tensor or one.__module__.startswith(rooms)}
     )

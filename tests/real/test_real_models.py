@@ -36,6 +36,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "lookahead": {"method": "lookahead"},
     "jacobi": {"method": "jacobi"},
     "layer-skip": {"method": "layer_skip", "exit_layer": 10},
+    "own-head": {"method": "eagle3", "model": "smollm2"},
     "auto": {"method": "auto", "drafters": [{"method": "suffix"}, {"method": "ngram"}]},
 }
 SMOLLM2_IDS = {

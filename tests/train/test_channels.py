@@ -6,19 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.draft.heads.dflash_files import read_dflash
 from slipstream.draft.heads.eagle_files import read_eagle
+from slipstream.errors import ConfigError
 from slipstream.train.batches import Cursor, TrainingDocument, make_batch, row_batches
 from slipstream.train.block_options import BlockTrainOptions
 from slipstream.train.channels import channel_scale, scaled, without_scales
 from slipstream.train.dflash import BlockStudent
 from slipstream.train.eagle import EagleStudent, first_norm, output_weight
-from slipstream.train.options import EagleTrainOptions, PEagleTrainOptions
+from slipstream.train.options import EagleTrainOptions, PEagleTrainOptions, TrainOptions
 from slipstream.train.peagle import PEagleStudent
 from slipstream.train.target import FrozenTarget
+from slipstream.train.trainer import Trainer, make_optimizers
 
 SCALE = torch.tensor([1.0, 1500.0, 0.25])
 
@@ -94,3 +97,58 @@ def test_the_first_logits_vary_by_one(target: FrozenTarget) -> None:
     states = nn.functional.rms_norm(torch.randn(200, target.hidden_size), (target.hidden_size,))
     logits = states * first_norm(target) @ output_weight(target).T
     assert 0.8 < float(logits.std()) < 1.2
+
+
+def test_muon_leaves_a_pruned_output_layer_to_adamw_and_nothing_else(
+    target: FrozenTarget, documents: list[TrainingDocument]
+) -> None:
+    shape = EagleTrainOptions(draft_vocab_size=48, intermediate_size=48)
+    made = EagleStudent(shape, target, documents, 3, 0)
+    muon, adamw = make_optimizers(
+        made.module, target.vocab_size, TrainOptions(max_tokens=1, optimizer="muon")
+    )
+    assert any(weight is made.head.lm_head.weight for weight in adamw.param_groups[0]["params"])
+    assert all(weight.ndim == 1 or len(weight) == 48 for weight in adamw.param_groups[0]["params"])
+    assert any(weight is made.head.layer.mlp.up_proj.weight for weight in muon.param_groups[0]["params"])
+
+
+def test_eagle_1_has_no_output_layer_to_keep(target: FrozenTarget, documents: list[TrainingDocument]) -> None:
+    with pytest.raises(ConfigError, match="--freeze-lm-head is for EAGLE-3"):
+        EagleStudent(EagleTrainOptions(freeze_lm_head=True), target, documents, 1, 0)
+
+
+def test_a_checkpoint_of_another_version_is_refused(
+    target: FrozenTarget, documents: list[TrainingDocument], tmp_path: Path
+) -> None:
+    def run() -> None:
+        student = EagleStudent(EagleTrainOptions(), target, documents, 3, 0)
+        options = TrainOptions(max_tokens=200, batch_rows=1, row_length=48)
+        Trainer(student, target, documents, 0, options, tmp_path, {}).run()
+
+    run()
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    del state["module"]["fc.scale"]
+    torch.save(state, tmp_path / "checkpoint.pt")
+    with pytest.raises(ConfigError, match="is of another version of Slipstream; choose another --output"):
+        run()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_head_to_begin_with_is_saved_as_it_was(
+    kind: str,
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: list[TrainingDocument],
+    tmp_path: Path,
+) -> None:
+    def student(init: str | None) -> EagleStudent | BlockStudent:
+        if kind == "eagle3":
+            return EagleStudent(EagleTrainOptions(init=init), target, documents, 3, 0)
+        return BlockStudent(BlockTrainOptions(init=init), target, tokenizer, documents, kind, 0)
+
+    student(None).save(tmp_path / "first")
+    student(str(tmp_path / "first")).save(tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name

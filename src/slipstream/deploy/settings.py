@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.assets import EMBEDDED, EMBEDDED_NAME
 from slipstream.config import check_at_least, reject_unknown
+from slipstream.core.pretrained import path_of
 from slipstream.deploy.config import ROUTER_FIELDS, RouterConfig
 from slipstream.errors import ConfigError
 
@@ -88,14 +89,14 @@ class DeploySettings:
 
     @property
     def target(self) -> str | None:
-        """The model as `AsyncEngine` takes it."""
-        return None if self.model == EMBEDDED else self.model
+        """The model as `AsyncEngine` takes it; one that is known by name is fetched here."""
+        return None if self.model == EMBEDDED else path_of(self.model)
 
     @property
     def served_name(self) -> str:
         """The model's name for clients, as `slipstream serve` would have it."""
         given = self.serve.get("served_model_name")
-        return str(given) if given else EMBEDDED_NAME if self.target is None else self.model
+        return str(given) if given else EMBEDDED_NAME if self.model == EMBEDDED else self.model
 
     @property
     def engine_options(self) -> dict[str, Any]:

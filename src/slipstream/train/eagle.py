@@ -38,6 +38,8 @@ class EagleStudent:
         self.options, self.target, self.version = options, target, version
         self.name = (EAGLE3 if version == 3 else EAGLE).name
         torch.manual_seed(seed)
+        if version != 3 and options.freeze_lm_head:
+            raise ConfigError("--freeze-lm-head is for EAGLE-3; EAGLE-1 has the target's own output layer")
         if options.init is not None:
             self.head = _given(options.init, target, version)
         else:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -43,6 +44,7 @@ from slipstream.train.target import FrozenTarget
 if TYPE_CHECKING:
     from slipstream.train.evaluation import EvaluationFigures
 
+_OF_VOCABULARY = re.compile(r"(^|\.)(lm_head|left_to_right)\.")
 CHECKPOINT, LOG, PROVENANCE = "checkpoint.pt", "log.jsonl", "training.json"
 
 
@@ -323,9 +325,14 @@ class Trainer:
                 f"{str(self.output)!r} holds a run with another {changed[0]}: "
                 f"{state['identity'].get(changed[0])}, not {identity[changed[0]]}; choose another --output"
             )
-        self.student.module.load_state_dict(state["module"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        try:
+            self.student.module.load_state_dict(state["module"])
+            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        except (RuntimeError, ValueError):
+            raise ConfigError(
+                f"the checkpoint {str(file)!r} is of another version of Slipstream; choose another --output"
+            ) from None
         cursor = Cursor(**state["progress"].pop("cursor"))
         progress = Progress(**state["progress"], cursor=cursor)
         if self.processes.is_main:
@@ -369,16 +376,18 @@ class _Window:
 
 
 def make_optimizers(module: nn.Module, vocab_size: int, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """AdamW for all trained weights; with `optimizer` muon, Muon for matrices without a dimension of either vocabulary,
-    the target's or the draft's."""
-    learning = [weight for weight in module.parameters() if weight.requires_grad]
+    """AdamW for all trained weights; with `optimizer` muon, Muon for matrices without a vocabulary dimension."""
+    named = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    learning = list(named.values())
     if not learning:
         raise ConfigError("the student has no weights that learn")
     optimizers: list[torch.optim.Optimizer] = []
     if options.optimizer == "muon":
-        vocabularies = {vocab_size, len(getattr(module, "draft_token_ids", ()))}
+        # A pruned vocabulary may have the size of a layer, so its parts are known by their names.
         matrices = [
-            weight for weight in learning if weight.ndim == 2 and vocabularies.isdisjoint(weight.shape)
+            weight
+            for name, weight in named.items()
+            if weight.ndim == 2 and vocab_size not in weight.shape and not _OF_VOCABULARY.search(name)
         ]
         taken = set(map(id, matrices))
         learning = [weight for weight in learning if id(weight) not in taken]

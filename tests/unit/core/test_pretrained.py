@@ -14,7 +14,7 @@ from slipstream import LLM
 from slipstream.assets.embedded import SMOLLM2_DRAFTERS, portable
 from slipstream.config import SpeculativeConfig
 from slipstream.core import pretrained
-from slipstream.core.pretrained import SMOLLM2, PretrainedModel, fetch, own_drafters
+from slipstream.core.pretrained import SMOLLM2, PretrainedModel, fetch, name_of, own_drafters
 from slipstream.errors import ModelError
 
 CONTENT = b"weights"
@@ -77,6 +77,14 @@ def test_what_is_not_the_file_is_not_kept(
     assert not MODEL.path().exists()
 
 
+def test_a_file_that_is_there_needs_no_lock(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may be read-only."""
+    models.mkdir()
+    MODEL.path().write_bytes(CONTENT)
+    monkeypatch.setattr(pretrained, "FileLock", None)
+    assert fetch(MODEL) == MODEL.path()
+
+
 def test_a_folder_that_cannot_be_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "file" / "models"))
@@ -93,6 +101,9 @@ def test_a_file_is_known_by_its_checksum(smollm2: str, tmp_path: Path) -> None:
         file.truncate(SMOLLM2.num_bytes)
     assert own_drafters(str(same_size)) == {}
     assert own_drafters("some/hub-id") == {}
+    assert own_drafters("smollm2") == own_drafters(smollm2)
+    assert name_of(str(SMOLLM2.path())) == "smollm2"
+    assert name_of(str(other_name)) == str(other_name)
     assert next(iter(own_drafters(None))) == "draft_model"
 
 

@@ -15,6 +15,7 @@ from slipstream.cli.output.console import stderr
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path, describe, models_in
 from slipstream.core.pretrained import own_drafters, path_of
+from slipstream.draft.methods import METHODS
 from slipstream.engine.labels import engine_labels
 from slipstream.sampling.params import SamplingParams
 
@@ -42,7 +43,7 @@ _MODEL_HELP = (
 )
 
 
-def _target(model: str | None) -> str | None:
+def target_path(model: str | None) -> str | None:
     """None is the embedded pair's target. Raises `ModelError` for a path to nothing, and where a model that is known by
     name cannot be fetched."""
     if model is None or model == "embedded":
@@ -53,9 +54,9 @@ def _target(model: str | None) -> str | None:
     return model
 
 
-_MODEL_FLAG = typer.Option("--model", "-m", help=_MODEL_HELP, callback=_target)
+_MODEL_FLAG = typer.Option("--model", "-m", help=_MODEL_HELP, callback=target_path)
 Model = Annotated[str | None, _MODEL_FLAG]
-ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP, callback=_target), _MODEL_FLAG]
+ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP, callback=target_path), _MODEL_FLAG]
 """The model as the verb's argument, or as `--model`."""
 Workload = Annotated[
     str,
@@ -69,9 +70,9 @@ def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeCon
     flags = SpeculationFlags(**speculation)
     own = own_drafters(model)
     if model is not None and own and not speculation.keys() & {"spec", "draft", "speculative_config"}:
+        short = METHODS[next(iter(own))].short_name
         stderr().print(
-            f"speculates with the {next(iter(own))} head that ships with Slipstream for this model; "
-            "--spec off leaves it out",
+            f"a head for this model ships with Slipstream: --spec {short} drafts with it, --spec auto where it gains",
             markup=False,
         )
     if flags.draft is not None:

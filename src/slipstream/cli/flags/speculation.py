@@ -22,6 +22,7 @@ from slipstream.draft.methods import (
     METHODS,
     OFF,
     SUFFIX,
+    MethodSpec,
     full_name,
     spec_of,
 )
@@ -42,9 +43,9 @@ class SpeculationFlags:
     """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
     NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
     from suffix and a draft model (auto:PATH, or the target's own drafter), without one from suffix and, on a CPU, the
-    target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the target's own: the embedded pair
-    and smollm2 have drafters that ship with Slipstream, and speculate with them without any of these flags; another
-    model does not speculate then."""
+    target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own, and
+    `eagle3` alone with smollm2 is the head that ships for it. Without any of these flags the embedded pair speculates
+    with its draft, and another model does not speculate."""
     draft: str | None = None
     """Retired, and accepted for one more release: write --spec draft:PATH, or --spec auto:PATH."""
     speculative_config: str | None = None
@@ -126,7 +127,7 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
         raise ConfigError(f"{' and '.join(given)} both choose a drafter; give one of them")
     if flags.speculative_config is not None:
         return _with_own_model(SpeculativeConfig.from_text(flags.speculative_config), own)
-    spec = flags.spec if flags.spec is not None else METHODS[next(iter(own), OFF.name)].short_name
+    spec = flags.spec if flags.spec is not None else _default(own).short_name
     if flags.draft is not None:
         spec = f"{flags.spec or DRAFT_MODEL.short_name}:{flags.draft}"
     name, _, path = spec.partition(":")
@@ -148,6 +149,12 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
     if name not in names and set(get_close_matches(name, names, n=1)) & ALIASES.keys():
         reject_unknown([name], names, "drafter")
     return SpeculativeConfig.from_short(spec)
+
+
+def _default(own: Mapping[str, str]) -> MethodSpec:
+    """What drafts where no flag chooses: a draft model that ships for the target. Heads that do gain on some machines
+    and texts only, so they must be asked for."""
+    return DRAFT_MODEL if DRAFT_MODEL.name in own else OFF
 
 
 def _search_working_directory() -> None:

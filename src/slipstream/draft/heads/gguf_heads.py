@@ -180,10 +180,12 @@ class _GgufHead:
         own: dict[str, Any] = {
             "mask_token_id": self.file.fields.get("tokenizer.ggml.mask_token_id"),
             "target_layer_ids": [layer - 1 for layer in self._feature_layers()],
-            "sample_from_anchor": bool(keys.get("sample_from_anchor", False)),
             "causal": False,
-            "confidence_head_with_markov": True,
         }
+        if "sample_from_anchor" in keys:
+            own["sample_from_anchor"] = bool(keys.get("sample_from_anchor"))
+        if read := tensors.get("confidence_head.proj.weight"):
+            own["confidence_head_with_markov"] = read.shape[-1] > sizes["hidden_size"]
         for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
             if name in keys:
                 own[name] = keys.size(name)
