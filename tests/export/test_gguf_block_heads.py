@@ -200,3 +200,21 @@ def test_a_file_is_described_as_its_folder_is(tmp_path: Path) -> None:
     its, mine = (HeadOnDisk(path, str(method_of(path))).details() for path in (str(file), folder))
     assert its["layout"] == "gguf"
     assert {**its, "head": folder, "layout": mine["layout"]} == mine
+
+
+def test_what_a_confidence_head_reads_is_seen_by_its_width(tmp_path: Path) -> None:
+    _, file = exported(tmp_path, **HEADS["DSpark"])
+    files = TargetFiles(EMBEDDED_TARGET)
+    markov: dict[str, Any] = {"markov_w1__weight": None, "markov_w2__weight": None}
+    path = changed(file, tmp_path / "wide.gguf", **markov)
+    with pytest.raises(ModelError, match="confidence_head_with_markov but markov_rank 0"):
+        read_dflash(path, files)
+    narrow = np.ones((1, files.hidden_size), np.float32)
+    found = read_dflash(changed(file, tmp_path / "narrow.gguf", **markov, conf_proj__weight=narrow), files)
+    assert (found.config.confidence, found.config.left_to_right) == ("hidden", None)
+
+
+def test_a_dspark_head_drafts_from_its_anchor_where_the_file_does_not_say(tmp_path: Path) -> None:
+    _, file = exported(tmp_path, **HEADS["DSpark"])
+    path = changed(file, tmp_path / "silent.gguf", {"dflash.sample_from_anchor": None})
+    assert read_dflash(path, TargetFiles(EMBEDDED_TARGET)).config.from_anchor

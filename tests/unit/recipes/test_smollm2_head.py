@@ -177,6 +177,16 @@ def test_answers_and_heads_are_made_within_one_budget(file: Path, folder: Path) 
         for name, half in load_file(folder / "half" / "model.safetensors").items():
             whole = load_file(written)[name]
             assert torch.equal(half, whole.half() if whole.is_floating_point() else whole)
+        more = folder / f"more-{kind}"
+        for name in ("target", "answers0.jsonl"):
+            (more / name).parent.mkdir(exist_ok=True)
+            (more / name).symlink_to(folder / name)
+        given = [str(more), *common[1:], "--batch-rows", "4", "--row-length", "64", "--kind", kind]
+        assert main(["train", *given, "--init", str(folder / "half")]) == 0
+        assert (
+            json.loads((more / kind / kind / "training.json").read_text())["made_with"]["shape"]["init"]
+            == "half"
+        )
         assert written.stat().st_size > 1.8 * (folder / "half" / "model.safetensors").stat().st_size
 
 
