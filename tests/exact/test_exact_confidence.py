@@ -63,16 +63,16 @@ class ConfidentDrafter:
             tree.frontier = []
         if self.marginal:
             levels = [(*text, *[0] * level) for level in range(tree.max_depth)]
-            grow_tree(tree, self._logits(levels), [self._said(level) for level in levels])
+            grow_tree(tree, self.logits(levels), [self.said(level) for level in levels])
         while tree.frontier:
             paths = [(*text, *(node.token_ids() if node else [])) for node in tree.frontier]
-            tree.grow(self._logits(paths), likely=[self._said(path) for path in paths])
+            tree.grow(self.logits(paths), likely=[self.said(path) for path in paths])
         return tree.proposal()
 
-    def _logits(self, texts: list[Text]) -> torch.Tensor:
+    def logits(self, texts: list[Text]) -> torch.Tensor:
         return torch.stack([logits_after(text, self.vocab_size) for text in texts])
 
-    def _said(self, text: Text) -> float:
+    def said(self, text: Text) -> float:
         return 1.0 if self.is_sure else said_after(text)
 
 
@@ -119,7 +119,7 @@ def test_a_chain_that_ends_by_its_own_token_is_found(verifier: str, monkeypatch:
         self.nodes = list(kept)
         return honest(self)
 
-    monkeypatch.setattr(DraftTree, "_loses_confidence", late)
+    monkeypatch.setattr(DraftTree, "loses_confidence", late)
     monkeypatch.setattr(DraftTree, "proposal", withheld)
     target = TARGETS["plain"]
     assert exactness_gap(target, ConfidentDrafter(CHAIN, 3), create_verifier(verifier), 3) > BIASED

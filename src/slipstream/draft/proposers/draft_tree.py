@@ -197,7 +197,7 @@ class DraftTree:
         if self.shape.widths is not None:
             children = self._fixed(parents, log_probs, depth)
         elif self.shape.is_chain:
-            if self._loses_confidence(log_probs[0], None if likely is None else likely[0]):
+            if self.loses_confidence(log_probs[0], None if likely is None else likely[0]):
                 self.frontier = []
                 return []
             if self.takes_argmax:
@@ -258,7 +258,7 @@ class DraftTree:
             return [node for node in children if node.ranks in self.shape.widths]
         return list(children[: self.shape.top_k])
 
-    def _loses_confidence(self, log_probs: Tensor, likely: float | None) -> bool:
+    def loses_confidence(self, log_probs: Tensor, likely: float | None) -> bool:
         """True when the chain ends here. Decided before this level is sampled, so that every verifier stays exact."""
         if not self.confidence_threshold:
             return False
