@@ -14,6 +14,7 @@ from slipstream.cli.output.console import results, stderr
 from slipstream.cli.output.loading import say_loading
 from slipstream.cli.output.results import print_json
 from slipstream.core.model_path import check_model_path
+from slipstream.core.pretrained import path_of
 from slipstream.draft.methods import IN_CHECKPOINT
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
@@ -38,7 +39,7 @@ def doctor(flags: DoctorFlags) -> None:
     """Check a draft against its target: files, keys, shapes, tokenizer, vocabulary maps, context, rope, norm flags,
     layer numbering and layouts, and its acceptance on a few prompts. Exits with 2 when it found a fault.
     """
-    target, draft = flags.target, flags.draft
+    target, draft = path_of(flags.target), flags.draft
     for path in (target, draft):
         if path not in ("embedded", *IN_CHECKPOINT):
             check_model_path(path)

@@ -21,7 +21,7 @@ class KnownModel:
     copy_pays: bool
     """Whether the target in int8 can draft for itself."""
     own: str | None = None
-    """The short name of the drafter that ships with Slipstream for it."""
+    """The short name of a draft model that ships with Slipstream for it."""
     draft: str | None = None
     """A draft model with the same vocabulary that the user has."""
     verify_cost: float | None = None

@@ -28,8 +28,8 @@ from slipstream.cli.output.writing import Overwrite
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path
 from slipstream.core.model_path import describe as describe_path
-from slipstream.core.pretrained import own_drafters
-from slipstream.draft.methods import DRAFT_MODEL, METHODS
+from slipstream.core.pretrained import own_drafters, path_of
+from slipstream.draft.methods import DRAFT_MODEL
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.profiling.break_even import round_cost
@@ -72,6 +72,7 @@ class InfoFlags:
             prepare_folder()
         draft = EMBEDDED_DRAFT if self.draft == EMBEDDED else self.draft
         target = EMBEDDED_TARGET if self.draft_for == EMBEDDED else self.draft_for
+        target = None if target is None else path_of(target)
         for path in (draft, target):
             if path is not None:
                 check_model_path(path)
@@ -140,7 +141,7 @@ class _Described:
         copy_pays = not self.about.drafters["self"][1].missing
         draft = self.flags.draft if self.can_draft == "yes" else None
         stored_as = self.about.model.stored_as
-        own = next((METHODS[name].short_name for name in own_drafters(self.flags.model)), None)
+        own = DRAFT_MODEL.short_name if DRAFT_MODEL.name in own_drafters(self.flags.model) else None
         return first_try(KnownModel(stored_as, copy_pays, own, draft, verify, rounds))
 
 

@@ -21,6 +21,7 @@ from slipstream.cli.flags.options import (
 )
 from slipstream.cli.flags.settings import merged
 from slipstream.cli.output.loading import loaded_name
+from slipstream.core.pretrained import name_of
 from slipstream.engine.labels import engine_labels
 from slipstream.errors import LearnError
 from slipstream.serve.config import ServeConfig
@@ -98,7 +99,7 @@ def serve(flags: ServeFlags) -> None:
     retention = _retention_alone(no_learning, requested) if no_learning else None
     served = _engine(model, speculative, settings["engine"], server_config, spawned)
     try:
-        app = create_app(served, server_config, model or EMBEDDED_NAME)
+        app = create_app(served, server_config, EMBEDDED_NAME if model is None else name_of(model))
         DrainingServer(app).run(sockets=[bound])
     finally:
         served.close()

@@ -15,8 +15,7 @@ STORED = KnownModel(stored_as="Q8_0, Q4_1", copy_pays=False)
     ("known", "flags", "why"),
     [
         (KnownModel("", True, "draft"), "--spec draft", "this model's own drafter"),
-        (KnownModel("Q4_1", False, "eagle3"), "--spec eagle3", "this model's own drafter"),
-        (KnownModel("Q4_1", False, "eagle3", None, 5.5), "--spec off", "checking 5 rows costs 5.50 steps"),
+        (KnownModel("", True, "draft", None, 5.5), "--spec off", "checking 5 rows costs 5.50 steps"),
         (KnownModel("", True), "--spec auto", "the target itself in int8"),
         (STORED, "--spec auto", "would read as much as Q8_0, Q4_1"),
         (STORED, "--spec auto", "info --measure says from when on one gains"),

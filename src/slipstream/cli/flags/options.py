@@ -72,7 +72,7 @@ def chosen_speculation(speculation: Values, model: str | None) -> SpeculativeCon
     if model is not None and own and not speculation.keys() & {"spec", "draft", "speculative_config"}:
         short = METHODS[next(iter(own))].short_name
         stderr().print(
-            f"a head for this model ships with Slipstream: --spec {short} drafts with it, --spec auto where it gains",
+            f"a head for this model ships with Slipstream: --spec {short} drafts with it, but not all text gains",
             markup=False,
         )
     if flags.draft is not None:

@@ -42,7 +42,7 @@ class SpeculationFlags:
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
     NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
-    from suffix and a draft model (auto:PATH, or the target's own drafter), without one from suffix and, on a CPU, the
+    from suffix and a draft model (auto:PATH, or the embedded target's own), without one from suffix and, on a CPU, the
     target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own, and
     `eagle3` alone with smollm2 is the head that ships for it. Without any of these flags the embedded pair speculates
     with its draft, and another model does not speculate."""
@@ -132,7 +132,7 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
         spec = f"{flags.spec or DRAFT_MODEL.short_name}:{flags.draft}"
     name, _, path = spec.partition(":")
     if name == AUTO.name:
-        return _auto({DRAFT_MODEL.name: path} if path else own)
+        return _auto(path or own.get(DRAFT_MODEL.name))
     method = full_name(spec)
     if method in own:
         return SpeculativeConfig(method, options={"model": own[method]})
@@ -175,14 +175,12 @@ def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str
     return {**config.options, **limit}
 
 
-def _auto(own: Mapping[str, str]) -> SpeculativeConfig:
-    """The configuration of `--spec auto`: suffix and the first of the target's own drafters, or the defaults without
-    one."""
-    if not own:
+def _auto(draft: str | None) -> SpeculativeConfig:
+    """The configuration of `--spec auto`: suffix and the draft model, or the defaults without one."""
+    if draft is None:
         return SpeculativeConfig(AUTO.name)
-    method = next(iter(own))
-    drafter = {"method": method, "model": own[method], "num_speculative_tokens": AUTO_DEPTH}
-    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, drafter]})
+    own = {"method": DRAFT_MODEL.name, "model": draft, "num_speculative_tokens": AUTO_DEPTH}
+    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, own]})
 
 
 def _with_own_model(config: SpeculativeConfig, own: Mapping[str, str]) -> SpeculativeConfig:

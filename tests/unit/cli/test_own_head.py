@@ -1,0 +1,44 @@
+"""A head that ships for a fetched model is found on the command line, and must be asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.assets.embedded import SMOLLM2_DRAFTERS
+from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
+from slipstream.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("spec", "method"), [(None, "off"), ("off", "off"), ("eagle3", "eagle3"), ("auto", "auto")]
+)
+def test_a_head_must_be_asked_for(spec: str | None, method: str, smollm2: str) -> None:
+    config = speculative_config(SpeculationFlags(spec=spec), smollm2)
+    assert config.method == method
+    assert config.options.get("model") == (SMOLLM2_DRAFTERS["eagle3"] if method == "eagle3" else None)
+
+
+def test_generate_says_that_there_is_a_head_and_drafts_with_it(smollm2: str) -> None:
+    asked = [
+        "generate",
+        "Why is the sky blue?",
+        "--model",
+        smollm2,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "16",
+    ]
+    found = {}
+    for spec in ([], ["--spec", "eagle3"]):
+        result = CliRunner().invoke(app, [*asked, "--json", *spec])
+        assert result.exit_code == 0, result.output
+        assert ("ships with Slipstream: --spec eagle3 drafts with it" in result.stderr) == (not spec)
+        found[bool(spec)] = json.loads(result.stdout)
+    texts = [each["requests"][0]["outputs"][0]["text"] for each in found.values()]
+    assert texts[0] == texts[1]
+    assert found[True]["speculation"]["method"] == "eagle3"
+    assert found[True]["requests"][0]["outputs"][0]["metrics"]["num_accepted_tokens"] > 0
