@@ -26,7 +26,7 @@ from slipstream.serve.config import ServeConfig
 from slipstream.serve.network import body_room, connections
 from slipstream.serve.network.connection import MAX_HEADERS, MAX_PIPELINED
 
-BODY = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4}).encode()
+BODY = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4, "ignore_eos": True}).encode()
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
