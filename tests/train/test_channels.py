@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,21 +62,28 @@ def test_the_scale_is_that_of_the_features(target: FrozenTarget, documents: list
     assert torch.equal(scale.log2(), scale.log2().round())
 
 
+Make = Callable[..., "EagleStudent | PEagleStudent | BlockStudent"]
+
+
+@pytest.fixture
+def make(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, documents: list[TrainingDocument]) -> Make:
+    """A student of a kind, with options of its own."""
+
+    def made(kind: str, **options: Any) -> EagleStudent | PEagleStudent | BlockStudent:
+        if kind == "eagle3":
+            return EagleStudent(EagleTrainOptions(**options), target, documents, 3, 0)
+        if kind == "peagle":
+            return PEagleStudent(PEagleTrainOptions(**options), target, tokenizer, documents, 0)
+        return BlockStudent(BlockTrainOptions(**options), target, tokenizer, documents, kind, 0)
+
+    return made
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
 def test_what_is_saved_is_the_head_that_learned(
-    kind: str,
-    target: FrozenTarget,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: list[TrainingDocument],
-    tmp_path: Path,
+    kind: str, make: Make, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    made: EagleStudent | PEagleStudent | BlockStudent
-    if kind == "eagle3":
-        made = EagleStudent(EagleTrainOptions(), target, documents, 3, 0)
-    elif kind == "peagle":
-        made = PEagleStudent(PEagleTrainOptions(), target, tokenizer, documents, 0)
-    else:
-        made = BlockStudent(BlockTrainOptions(feature_layers="1,2"), target, tokenizer, documents, kind, 0)
+    made = make(kind)
     features = torch.randn(2, 5, len(made.feature_layers) * target.hidden_size)
     assert type(made.head.fc) is not nn.Linear
     made.save(tmp_path)
@@ -133,21 +142,10 @@ def test_a_checkpoint_of_another_version_is_refused(
         run()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_a_head_to_begin_with_is_saved_as_it_was(
-    kind: str,
-    target: FrozenTarget,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: list[TrainingDocument],
-    tmp_path: Path,
-) -> None:
-    def student(init: str | None) -> EagleStudent | BlockStudent:
-        if kind == "eagle3":
-            return EagleStudent(EagleTrainOptions(init=init), target, documents, 3, 0)
-        return BlockStudent(BlockTrainOptions(init=init), target, tokenizer, documents, kind, 0)
-
-    student(None).save(tmp_path / "first")
-    student(str(tmp_path / "first")).save(tmp_path / "second")
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+def test_a_head_to_begin_with_is_saved_as_it_was(kind: str, make: Make, tmp_path: Path) -> None:
+    make(kind).save(tmp_path / "first")
+    make(kind, init=str(tmp_path / "first")).save(tmp_path / "second")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
     assert first.keys() == second.keys()
     for name, weight in first.items():

@@ -35,7 +35,7 @@ def method_of(path: str) -> str | None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # whoever reads it as a model says what is wrong
+        return None  # reading it as a model fails with an error that says why
     kind = kind_of_checkpoint(config) if isinstance(config, dict) else None
     return kind if kind in HEADS else None
 
