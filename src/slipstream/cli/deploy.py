@@ -19,7 +19,7 @@ from slipstream.cli.flags.options import EngineValues, ModelArgument, Speculatio
 from slipstream.cli.flags.settings import read_file
 from slipstream.cli.output.console import stderr
 from slipstream.core.model_path import model_id
-from slipstream.core.pretrained import name_of, own_drafters
+from slipstream.core.pretrained import name_of
 from slipstream.deploy import cluster
 from slipstream.deploy.cluster import HOST, PORT
 from slipstream.deploy.room import shortage
@@ -89,9 +89,9 @@ class DeployFlags:
         values["engine"] = {**values.get("engine", {}), **self.engine}
         if not isinstance(values["model"], str):
             raise ConfigError(f"model in {self.config} must be a folder or hub id, got {values['model']!r}")
-        model = None if values["model"] == EMBEDDED else values["model"]
-        if self.speculation or (own_drafters(model) and "speculative_config" not in values):
-            chosen = chosen_speculation(self.speculation, model)
+        is_embedded = values["model"] == EMBEDDED
+        if self.speculation or (is_embedded and "speculative_config" not in values):
+            chosen = chosen_speculation(self.speculation, None if is_embedded else values["model"])
             values["speculative_config"] = portable(chosen.as_mapping())
         return DeploySettings.from_mapping(values)
 

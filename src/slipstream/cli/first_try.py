@@ -16,12 +16,12 @@ HEAD_COST = 0.06
 class KnownModel:
     """What decides."""
 
+    is_embedded: bool
+    """The target of the package, which has a draft model of its own."""
     stored_as: str
     """How a file holds its weights, quantised; empty where it does not."""
     copy_pays: bool
     """Whether the target in int8 can draft for itself."""
-    own: str | None = None
-    """The short name of a draft model that ships with Slipstream for it."""
     draft: str | None = None
     """A draft model with the same vocabulary that the user has."""
     verify_cost: float | None = None
@@ -38,8 +38,8 @@ def first_try(known: KnownModel) -> str:
             f"--spec off: checking {CHAIN + 1} rows costs {v:.2f} steps of one row here, more than {CHAIN} draft "
             "tokens can save"
         )
-    if known.own is not None:
-        return f"--spec {known.own}: this model's own drafter, which ships with Slipstream"
+    if known.is_embedded:
+        return "--spec draft: the embedded target's own draft model, which runs by default"
     if known.draft is not None:
         return _with_draft(known.draft, known.round_cost)
     if known.copy_pays:

@@ -141,8 +141,7 @@ class _Described:
         copy_pays = not self.about.drafters["self"][1].missing
         draft = self.flags.draft if self.can_draft == "yes" else None
         stored_as = self.about.model.stored_as
-        own = DRAFT_MODEL.short_name if DRAFT_MODEL.name in own_drafters(self.flags.model) else None
-        return first_try(KnownModel(stored_as, copy_pays, own, draft, verify, rounds))
+        return first_try(KnownModel(self.flags.model is None, stored_as, copy_pays, draft, verify, rounds))
 
 
 @with_flags

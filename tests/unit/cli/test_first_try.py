@@ -8,26 +8,25 @@ from slipstream.cli.first_try import KnownModel, first_try
 
 SMOLLM2_V5 = 1.58
 """Measured: five rows over one."""
-STORED = KnownModel(stored_as="Q8_0, Q4_1", copy_pays=False)
+STORED = KnownModel(is_embedded=False, stored_as="Q8_0, Q4_1", copy_pays=False)
 
 
 @pytest.mark.parametrize(
     ("known", "flags", "why"),
     [
-        (KnownModel("", True, "draft"), "--spec draft", "this model's own drafter"),
-        (KnownModel("", True, "draft", None, 5.5), "--spec off", "checking 5 rows costs 5.50 steps"),
-        (KnownModel("", True), "--spec auto", "the target itself in int8"),
+        (KnownModel(True, "", True), "--spec draft", "the embedded target's own draft model"),
+        (KnownModel(False, "", True), "--spec auto", "the target itself in int8"),
         (STORED, "--spec auto", "would read as much as Q8_0, Q4_1"),
         (STORED, "--spec auto", "info --measure says from when on one gains"),
         (
-            KnownModel("Q4_K", False, None, None, SMOLLM2_V5),
+            KnownModel(False, "Q4_K", False, None, SMOLLM2_V5),
             "--spec auto",
             "gains from 1.82 tokens a pass on",
         ),
-        (KnownModel("Q4_K", False, None, None, 5.5), "--spec off", "checking 5 rows costs 5.50 steps"),
-        (KnownModel("", False, None, "small", 1.2), "--spec auto:small", "`bench` says what"),
-        (KnownModel("", True, None, "small", 1.2, 2.0), "--spec auto:small", "rate of 0.52 on"),
-        (KnownModel("", True, None, "small", 1.2, 5.0), "--spec auto", "costs 5.00 steps, more than"),
+        (KnownModel(False, "Q4_K", False, None, 5.5), "--spec off", "checking 5 rows costs 5.50 steps"),
+        (KnownModel(False, "", False, "small", 1.2), "--spec auto:small", "`bench` says what"),
+        (KnownModel(False, "", True, "small", 1.2, 2.0), "--spec auto:small", "rate of 0.52 on"),
+        (KnownModel(False, "", True, "small", 1.2, 5.0), "--spec auto", "costs 5.00 steps, more than"),
     ],
 )
 def test_the_line_follows_from_what_is_known(known: KnownModel, flags: str, why: str) -> None:

@@ -152,8 +152,8 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
 
 
 def _default(own: Mapping[str, str]) -> MethodSpec:
-    """What drafts where no flag chooses: a draft model that ships for the target. Heads that do gain on some machines
-    and texts only, so they must be asked for."""
+    """What drafts where no flag chooses: a draft model that ships for the target. A head that ships gains on some
+    machines and texts only, so it must be asked for."""
     return DRAFT_MODEL if DRAFT_MODEL.name in own else OFF
 
 
