@@ -19,7 +19,6 @@ from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
-from slipstream.models.linear.formats import UNCHANGED, WeightFormat, checked_format
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
 
@@ -183,14 +182,6 @@ class CausalLM(ModelIdentity):
             trial = ForwardBatch([RowGroup(slots, 0, token_ids, range(len(token_ids)))])
             self.executor.check_layers(trial, pool)
             self._runs_layers = True
-
-    def head_format(self, quantization: str | None) -> WeightFormat:
-        """The weight format of a head that runs with this model; None takes this model's.
-
-        Raises `ConfigError` where the format cannot be used.
-        """
-        own = None if self.weight_format.name == UNCHANGED else self.weight_format.name
-        return checked_format(quantization or own, self.device, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: the embeddings, as the model itself reads them."""

@@ -10,8 +10,12 @@ import torch
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.cpu.native import instructions
-from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat
+from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
 from slipstream.models.support import text_config
+
+BESIDE_STORED = "int8"
+"""The format of a head whose target's file holds its matrices quantised. No format of ours is what such a target has;
+in float32 a small head would read more than half as much as the target does."""
 
 
 class ModelIdentity(ABC):
@@ -92,6 +96,17 @@ class ModelIdentity(ABC):
     def packs(self) -> bool:
         """Whether the linear layers have a weight format of ours: float32 rows on a device that has it."""
         return self.device.type in self.weight_format.devices and self.dtype == torch.float32
+
+    def head_format(self, quantization: str | None) -> WeightFormat:
+        """The weight format of a head that runs with this model. None takes this model's, or 8 bits where a file holds
+        this model's matrices quantised and our kernels read them.
+
+        Raises `ConfigError` where the format cannot be used.
+        """
+        own = None if self.weight_format.name == UNCHANGED else self.weight_format.name
+        if own is None and self.stored_as and self.is_native:
+            own = BESIDE_STORED
+        return checked_format(quantization or own, self.device, self.dtype)
 
     @property
     def weight_type(self) -> str:

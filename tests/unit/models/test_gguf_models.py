@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.config import EngineConfig, SpeculativeConfig
+from slipstream.draft.heads.checkpoints import held_bytes
 from slipstream.engine.description import describe
 from slipstream.errors import ModelError
 from slipstream.models import load_config, load_model, load_tokenizer
@@ -21,6 +22,8 @@ from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import ARCHITECTURES, read_config
 from slipstream.models.files.gguf_rope import llama3_factors
+from slipstream.models.linear.formats import weight_format
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import outline_model
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from tests.kit.gguf_files import QUANTISED, write, write_model
@@ -203,6 +206,24 @@ def test_a_format_that_is_asked_for_beside_quantised_layers_is_told_alike(
     described = describe(config, SpeculativeConfig())
     assert [line for line in caplog.messages if "is for all others" in line] == [loaded]
     assert described.model.weight_type == "Q4_0"
+
+
+@needs_kernels
+def test_heads_beside_quantised_layers_have_eight_bits(tmp_path: Path) -> None:
+    """In float32 a small head would read more than half as much as its target does."""
+    file, _ = quantised({"": "Q4_0"}, tmp_path)
+    weights = {"weight": torch.empty(8, 64), "norm": torch.empty(64)}
+    for options, expected in (
+        ({}, "int8"),
+        ({"quantization": "bfloat16"}, "bfloat16"),
+        ({"cpu_kernels": "torch"}, "float32"),
+    ):
+        lm = load_model(str(file), **options)
+        outline = outline_model(str(file), LoadOptions(**options))
+        assert lm.head_format(None).name == outline.head_format(None).name == expected
+        assert lm.head_format("float32").name == "float32"
+        held = weight_format(expected).num_bytes(8 * 64, 8) + 4 * 64
+        assert held_bytes(weights, outline, None) == held
 
 
 @needs_kernels

@@ -213,7 +213,7 @@ def planned_bytes(config: DFlashConfig, target: ModelOutline, quantization: str 
 
 
 def block_executor(head: DFlashHead, target: CausalLM, quantization: str | None) -> BlockExecutor:
-    """The executor of a head that drafts blocks for `target`, in this weight format; None takes the target's.
+    """The executor of a head that drafts blocks for `target`, in this weight format; None: see `head_format`.
 
     Raises `ConfigError` where the format cannot be used.
     """

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from slipstream.core.model_path import names_gguf
 from slipstream.draft.heads.gguf_heads import read_gguf_head
 from slipstream.errors import ModelError
-from slipstream.models.linear.formats import checked_format
 from slipstream.models.outline import ModelOutline
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -118,9 +117,7 @@ def write_checkpoint(
 
 def held_bytes(tensors: Mapping[str, Tensor], target: ModelOutline, quantization: str | None) -> int:
     """Bytes of a head's floating-point tensors once it is packed for `target`; see `head_executor.pack_head`."""
-    fmt = target.weight_format
-    if quantization is not None:
-        fmt = checked_format(quantization, target.device, target.dtype)
+    fmt = target.head_format(quantization)
     weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     if not target.packs:
         return sum(weight.numel() * target.dtype.itemsize for weight in weights)

@@ -199,7 +199,7 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
 
 
 def eagle_executor(head: EagleHead, target: CausalLM, quantization: str | None) -> EagleExecutor:
-    """The executor of an EAGLE head that drafts for `target`, in this weight format; None takes the target's.
+    """The executor of an EAGLE head that drafts for `target`, in this weight format; None: see `head_format`.
 
     Raises `ConfigError` where the format cannot be used.
     """
