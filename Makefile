@@ -1,4 +1,4 @@
-# make demo    a real answer with and without speculation, compared; installs what the engine needs to run, no more
+# make demo    real answers with and without speculation, compared; installs what the engine needs to run, no more
 # make test    the test suite
 # make test-long  what takes longer: fuzzing, sanitizers, many random histories
 # make check   ruff, mypy, import rules
@@ -30,7 +30,7 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/slipstream generate --compare --temperature 0 --max-tokens 96 --file docs/start/demo.jsonl
+	$(BIN)/python -m recipes.demo
 
 # Compiled modules are kept: else each process that a test starts would compile them anew.
 test test-long: export PYTHONDONTWRITEBYTECODE =

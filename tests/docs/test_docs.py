@@ -17,6 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import slipstream
+from recipes import demo
 from slipstream import errors, vllm_names
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
@@ -87,8 +88,8 @@ def test_commands_run(
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
-    if REAL_MODEL in words:
-        words[words.index(REAL_MODEL)] = request.getfixturevalue("smollm2")
+    for name in {REAL_MODEL, "smollm2"}.intersection(words):
+        words[words.index(name)] = request.getfixturevalue("smollm2")
     if words[0] == "train":  # leaves nothing in the checkout, and finds nothing of an earlier test
         words[words.index("--output") + 1] = str(tmp_path / "output")
     if words[0] == "quantize":
@@ -100,17 +101,16 @@ def test_commands_run(
 def _less_work(command: str) -> list[str]:
     if command.startswith("info --measure") and "--quick" not in command:
         return ["--quick"]
-    return ["--max-tokens", "16"] if command.startswith("generate") and "--max-tokens" not in command else []
+    fewer = ["--repeats", "1"] if "--compare" in command and "--repeats" not in command else []
+    if command.startswith("generate") and "--max-tokens" not in command:
+        fewer += ["--max-tokens", "16"]
+    return fewer
 
 
-def test_the_demo_is_the_makefiles(shared_engines: None) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    demo = re.search(
-        r"^demo:.*\n\t\$\(BIN\)/slipstream (generate --compare .*)$", makefile, flags=re.MULTILINE
-    )
-    assert demo is not None
-    assert (ROOT / demo[1].split("--file ")[1].split()[0]).is_file()
-    assert "texts identical      yes" in (ROOT / "docs/start/quickstart.md").read_text()
+@pytest.mark.parametrize("command", [demo.REAL, demo.EMBEDDED])
+def test_the_demo_is_what_the_quickstart_shows(command: str) -> None:
+    assert (ROOT / command.split("--file ")[1]).is_file()
+    assert f"$ slipstream {command}" in (ROOT / "docs/start/quickstart.md").read_text()
 
 
 def test_the_readme_is_short_and_opens_with_the_two_commands_and_one_picture() -> None:

@@ -21,6 +21,8 @@ SMOLLM2_NAME = "smollm2"
 """SmolLM2-135M-Instruct, which is fetched, or its own drafter, where a model is named."""
 SMOLLM2_DRAFTERS = {"eagle3": str(_PAIR.parent / "smollm2" / "eagle3")}
 """Method to SmolLM2-135M-Instruct's own drafter, the best first."""
+SMOLLM2_SHAPE = {"num_speculative_tokens": 2, "tree_top_k": 1, "num_draft_nodes": None}
+"""What its head drafts unless a configuration says otherwise: on a CPU its first two tokens gain and others cost."""
 _FOLDERS = {
     EMBEDDED: {**dict.fromkeys(("cascade", "slem", "tli"), EMBEDDED_DRAFT), **EMBEDDED_DRAFTERS},
     SMOLLM2_NAME: SMOLLM2_DRAFTERS,

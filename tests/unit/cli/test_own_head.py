@@ -18,7 +18,13 @@ from slipstream.cli.main import app
 def test_a_head_must_be_asked_for(spec: str | None, method: str, smollm2: str) -> None:
     config = speculative_config(SpeculationFlags(spec=spec), smollm2)
     assert config.method == method
-    assert config.options.get("model") == (SMOLLM2_DRAFTERS["eagle3"] if method == "eagle3" else None)
+    own = {
+        "model": SMOLLM2_DRAFTERS["eagle3"],
+        "num_speculative_tokens": 2,
+        "tree_top_k": 1,
+        "num_draft_nodes": None,
+    }
+    assert config.options == (own if method == "eagle3" else {})
 
 
 def test_generate_says_that_there_is_a_head_and_drafts_with_it(smollm2: str) -> None:

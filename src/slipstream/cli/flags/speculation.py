@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.assets import EMBEDDED_DRAFTERS
+from slipstream.assets.embedded import SMOLLM2_NAME, SMOLLM2_SHAPE
 from slipstream.cli.flags.flags import parse_json
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown, renamed
 from slipstream.core.model_path import check_model_path, models_in
@@ -135,7 +136,8 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
         return _auto(path or own.get(DRAFT_MODEL.name))
     method = full_name(spec)
     if method in own:
-        return SpeculativeConfig(method, options={"model": own[method]})
+        shape = SMOLLM2_SHAPE if own[method] == SMOLLM2_NAME else {}
+        return SpeculativeConfig(method, options={"model": own[method], **shape})
     if method in EMBEDDED_DRAFTERS:
         what = METHODS[method].weights.value
         raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
