@@ -28,6 +28,8 @@ class KnownModel:
     """v of `CHAIN + 1` rows, where the machine was measured."""
     round_cost: float | None = None
     """γ·c + v of a chain with that draft model, where both were measured."""
+    head: str | None = None
+    """The method of a head that ships for it."""
 
 
 def first_try(known: KnownModel) -> str:
@@ -42,6 +44,8 @@ def first_try(known: KnownModel) -> str:
         return "--spec draft: the embedded target's own draft model, which runs by default"
     if known.draft is not None:
         return _with_draft(known.draft, known.round_cost)
+    if known.head is not None:
+        return f"--spec auto: suffix and the {known.head} head that ships for this model, each where it gains"
     if known.copy_pays:
         return "--spec auto: suffix for text that repeats, and the target itself in int8, each where it gains"
     held = f"the target in int8 would read as much as {known.stored_as}" if known.stored_as else "no model"

@@ -141,7 +141,9 @@ class _Described:
         copy_pays = not self.about.drafters["self"][1].missing
         draft = self.flags.draft if self.can_draft == "yes" else None
         stored_as = self.about.model.stored_as
-        return first_try(KnownModel(self.flags.model is None, stored_as, copy_pays, draft, verify, rounds))
+        is_embedded = self.flags.model is None
+        head = None if is_embedded else next(iter(own_drafters(self.flags.model)), None)
+        return first_try(KnownModel(is_embedded, stored_as, copy_pays, draft, verify, rounds, head))
 
 
 @with_flags

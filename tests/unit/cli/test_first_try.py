@@ -23,6 +23,7 @@ STORED = KnownModel(is_embedded=False, stored_as="Q8_0, Q4_1", copy_pays=False)
             "--spec auto",
             "gains from 1.82 tokens a pass on",
         ),
+        (KnownModel(False, "Q4_1", False, head="eagle3"), "--spec auto", "the eagle3 head that ships"),
         (KnownModel(False, "Q4_K", False, None, 5.5), "--spec off", "checking 5 rows costs 5.50 steps"),
         (KnownModel(False, "", False, "small", 1.2), "--spec auto:small", "`bench` says what"),
         (KnownModel(False, "", True, "small", 1.2, 2.0), "--spec auto:small", "rate of 0.52 on"),

@@ -24,7 +24,8 @@ def test_a_head_must_be_asked_for(spec: str | None, method: str, smollm2: str) -
         "tree_top_k": 1,
         "num_draft_nodes": None,
     }
-    assert config.options == (own if method == "eagle3" else {})
+    both = {"drafters": [{"method": "suffix"}, {"method": "eagle3", **own}]}
+    assert config.options == {"eagle3": own, "auto": both}.get(method, {})
 
 
 def test_generate_says_that_there_is_a_head_and_drafts_with_it(smollm2: str) -> None:

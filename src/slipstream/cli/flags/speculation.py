@@ -133,11 +133,10 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
         spec = f"{flags.spec or DRAFT_MODEL.short_name}:{flags.draft}"
     name, _, path = spec.partition(":")
     if name == AUTO.name:
-        return _auto(path or own.get(DRAFT_MODEL.name))
+        return _auto(path, own)
     method = full_name(spec)
     if method in own:
-        shape = SMOLLM2_SHAPE if own[method] == SMOLLM2_NAME else {}
-        return SpeculativeConfig(method, options={"model": own[method], **shape})
+        return SpeculativeConfig(method, options=_own_options(own, method))
     if method in EMBEDDED_DRAFTERS:
         what = METHODS[method].weights.value
         raise ConfigError(f"--spec {spec} needs the {what}'s folder or hub id: --spec {spec}:PATH")
@@ -177,12 +176,22 @@ def _limited(config: SpeculativeConfig, num_speculative_tokens: int) -> dict[str
     return {**config.options, **limit}
 
 
-def _auto(draft: str | None) -> SpeculativeConfig:
-    """The configuration of `--spec auto`: suffix and the draft model, or the defaults without one."""
-    if draft is None:
+def _own_options(own: Mapping[str, str], method: str) -> dict[str, Any]:
+    shape = SMOLLM2_SHAPE if own[method] == SMOLLM2_NAME else {}
+    return {"model": own[method], **shape}
+
+
+def _auto(draft: str, own: Mapping[str, str]) -> SpeculativeConfig:
+    """The configuration of `--spec auto`: suffix and a draft model, or else what ships for the target, or the defaults
+    where nothing does."""
+    if draft:
+        member = {"method": DRAFT_MODEL.name, "model": draft, "num_speculative_tokens": AUTO_DEPTH}
+    elif own:
+        method = next(iter(own))
+        member = {"method": method, "num_speculative_tokens": AUTO_DEPTH, **_own_options(own, method)}
+    else:
         return SpeculativeConfig(AUTO.name)
-    own = {"method": DRAFT_MODEL.name, "model": draft, "num_speculative_tokens": AUTO_DEPTH}
-    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, own]})
+    return SpeculativeConfig(AUTO.name, options={"drafters": [{"method": SUFFIX.name}, member]})
 
 
 def _with_own_model(config: SpeculativeConfig, own: Mapping[str, str]) -> SpeculativeConfig:
