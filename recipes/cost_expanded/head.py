@@ -4,8 +4,8 @@
 
 SOURCE is the target that the head was trained for, EXPANDED what `target` made of it. A state of
 the enlarged model is the source's state and zeros behind it, behind the final norm too, whose weights are scaled so
-that the first part keeps its values. The head gets the enlarged model's width, and an EAGLE head's layer its number of
-attention heads and its intermediate size. As there, what is added computes on real numbers and adds zero: new rows of
+that the first part keeps its values. The head gets the enlarged model's width, and the layers of EAGLE and block
+heads its number of attention heads and its intermediate size. As there, what is added computes on real numbers and adds zero: new rows of
 a matrix that makes a state see only what is zero in the state before it, new heads and new intermediate units have a
 zero column behind them. Where several states are read side by side, each one's columns are placed apart.
 """
@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,14 +33,17 @@ from recipes.cost_expanded.target import (
     share,
     source_layer,
 )
-from slipstream.draft.heads import eagle_files, hydra, medusa
+from slipstream.draft.heads import dflash_files, dflash_layouts, eagle_files, hydra, medusa
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES, check_fits, read_checkpoint
-from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
+from slipstream.draft.heads.dflash_head import DFlashHead
+from slipstream.draft.heads.eagle_head import EagleHead
+from slipstream.draft.heads.head_config import HeadConfig
 from slipstream.draft.heads.residual import ResidualBlock
-from slipstream.draft.methods import EAGLE, EAGLE3, HYDRA, MEDUSA, kind_of_checkpoint
+from slipstream.draft.methods import DFLASH, EAGLE, EAGLE3, HYDRA, MEDUSA, kind_of_checkpoint
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import CausalLM, load_model
 
+Config = TypeVar("Config", bound=HeadConfig)
 ALL_WEIGHT_FILES = tuple(dict.fromkeys((*WEIGHT_FILES, *medusa.WEIGHT_FILES, *hydra.WEIGHT_FILES)))
 
 
@@ -72,9 +75,9 @@ def expand_head(
 ) -> int:
     """Write the head of `target` as one of `expanded` to the folder `output`; returns its parameter count.
 
-    EAGLE heads keep their layout, Medusa and Hydra heads the name of their weights' file; weights are float32. Raises
-    `ModelError` for a head of another target, an enlarged model of another one, or an output that is not empty, and
-    `ConfigError` for a head that is larger than the enlarged model allows.
+    EAGLE and block heads keep their layout, Medusa and Hydra heads the name of their weights' file; all is float32.
+    Raises `ModelError` for a head of another target, an enlarged model of another one, or an output that is not empty,
+    and `ConfigError` for a head that is larger than the enlarged model allows or has parts that cannot be enlarged.
     """
     head, output = Path(head), Path(output)
     check_new(output)
@@ -89,6 +92,8 @@ def expand_head(
             num_parameters = _expand_hydra(head, pair, output)
         elif kind == MEDUSA.name:
             num_parameters = _expand_medusa(head, pair, output, tensors)
+        elif kind == DFLASH.name:
+            num_parameters = _expand_block(head, pair, output, raw)
         else:
             num_parameters = _expand_eagle(head, pair, output, raw)
     _label(output, {"from": head.resolve().name, "parameters": num_parameters})
@@ -135,7 +140,7 @@ def _holds(expanded: Path, config: Any, source: CausalLM) -> bool:
 
 def _expand_eagle(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str, Any]) -> int:
     old = eagle_files.read_eagle(str(path), pair.source)
-    new = EagleHead(_eagle_config(old.config, pair))
+    new = EagleHead(_enlarged(old.config, pair))
     _randomise(new)
     _fill_eagle(new, old)
     layout = (EAGLE if old.config.version == 1 else EAGLE3).name
@@ -152,7 +157,7 @@ def _expand_eagle(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str
     return new.num_parameters()
 
 
-def _eagle_config(old: EagleConfig, pair: EnlargedPair) -> EagleConfig:
+def _enlarged(old: Config, pair: EnlargedPair) -> Config:
     """The sizes of the enlarged model's layer, in heads of the old width; none below the head's own."""
     large = ModelShape.of(pair.config)
     if old.hidden_size > large.hidden_size:
@@ -187,18 +192,74 @@ def _fill_eagle(new: EagleHead, old: EagleHead) -> None:
     _place_into_state(new.fc, old.fc, len(old.config.feature_layers) if fuses else 2)
     new_layer: Any = new.layer
     old_layer: Any = old.layer
-    for name in ("q_proj", "k_proj", "v_proj"):
-        states = 2 if fuses else 1
-        _place_linear(getattr(new_layer.self_attn, name), getattr(old_layer.self_attn, name), states)
-    for name in ("gate_proj", "up_proj"):
-        _place_linear(getattr(new_layer.mlp, name), getattr(old_layer.mlp, name))
-    _place_output(new_layer.self_attn.o_proj, old_layer.self_attn.o_proj)
-    _place_output(new_layer.mlp.down_proj, old_layer.mlp.down_proj)
-    place_norm(new_layer.post_attention_layernorm, old_layer.post_attention_layernorm)
+    _fill_layer(new_layer, old_layer, 2 if fuses else 1)
     if fuses:
         place_norm(new_layer.hidden_norm, old_layer.hidden_norm)
         place_norm(new_layer.input_layernorm, old_layer.input_layernorm)
         place_norm(new.norm, old.norm)
+        _place_linear(new.lm_head, old.lm_head)
+    new.draft_token_ids = old.draft_token_ids
+    if old.embedding is not None:
+        new.embedding = _widened(old.embedding, new.config.hidden_size)
+
+
+def _fill_layer(new: Any, old: Any, states: int) -> None:
+    """A layer whose attention reads so many states side by side, but for the norm before it."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        _place_linear(getattr(new.self_attn, name), getattr(old.self_attn, name), states)
+    for name in ("gate_proj", "up_proj"):
+        _place_linear(getattr(new.mlp, name), getattr(old.mlp, name))
+    _place_output(new.self_attn.o_proj, old.self_attn.o_proj)
+    _place_output(new.mlp.down_proj, old.mlp.down_proj)
+    place_norm(new.post_attention_layernorm, old.post_attention_layernorm)
+
+
+def _expand_block(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str, Any]) -> int:
+    old = dflash_files.read_dflash(str(path), pair.source)
+    new = DFlashHead(_enlarged(old.config, pair))
+    if old.lm_head is not None:
+        new.lm_head = nn.Linear(new.config.hidden_size, old.lm_head.out_features, bias=False)
+    _randomise(new)
+    _fill_block_head(new, old, str(path))
+    layout = dflash_layouts.layout_of(raw)
+    assert layout is not None, "it was read"
+    dflash_files.save_dflash(new, output, target=pair.path, layout=layout)
+    return _num_parameters(new)
+
+
+def _fill_block_head(new: DFlashHead, old: DFlashHead, path: str) -> None:
+    """Raises `ConfigError` for parts that mix channels or read states in another way than a linear layer."""
+    if old.config.convolution_taps:
+        raise ConfigError(f"{path!r} has convolutions, which cannot be enlarged")
+    _place_into_state(new.fc, old.fc, len(old.config.feature_layers))
+    place_norm(new.hidden_norm, old.hidden_norm)
+    place_norm(new.norm, old.norm)
+    for new_layer, old_layer in zip(new.layers, old.layers, strict=True):
+        _fill_layer(new_layer, old_layer, 1)
+        place_norm(new_layer.input_layernorm, old_layer.input_layernorm)
+        for name in ("q_norm", "k_norm"):  # of one attention head each, whose width stays
+            getattr(new_layer.self_attn, name).load_state_dict(
+                getattr(old_layer.self_attn, name).state_dict()
+            )
+    if old.left_to_right is not None:
+        assert new.left_to_right is not None
+        for name, weight in old.left_to_right.named_parameters():
+            own = new.left_to_right.get_parameter(name)
+            if own.shape != weight.shape:
+                kind = old.config.left_to_right and old.config.left_to_right.kind
+                raise ConfigError(
+                    f"{path!r} corrects its draft by {kind}, which reads hidden states and cannot be enlarged"
+                )
+            own.copy_(weight)
+    if old.confidence_head is not None:
+        assert new.confidence_head is not None
+        weights, width = old.confidence_head.weight, old.config.hidden_size
+        nn.init.zeros_(new.confidence_head.weight)
+        new.confidence_head.weight[:, :width].copy_(weights[:, :width])
+        new.confidence_head.weight[:, new.config.hidden_size :].copy_(weights[:, width:])
+        new.confidence_head.bias.copy_(old.confidence_head.bias)
+    if old.lm_head is not None:
+        assert new.lm_head is not None
         _place_linear(new.lm_head, old.lm_head)
     new.draft_token_ids = old.draft_token_ids
     if old.embedding is not None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError
-from slipstream.models import load_config, load_model
+from slipstream.models import load_config, load_model, load_tokenizer
 from slipstream.models.files.lora import has_adapter
 
 IDEAL_LAYERS = 24
@@ -150,8 +150,8 @@ def check_new(folder: Path) -> None:
 
 def check_source(source: Path) -> Any:
     """The configuration of a model that can be enlarged; raises `ModelError` for any other."""
-    if not source.is_dir():
-        raise ModelError(f"{str(source)!r} is not a folder")
+    if not source.is_dir() and (source.suffix != ".gguf" or not source.is_file()):
+        raise ModelError(f"{str(source)!r} is neither a folder nor a GGUF file")
     config = load_config(str(source))
     if config.model_type != "llama":
         raise ModelError(f"{str(source)!r} holds a {config.model_type} model; only llama can be enlarged")
@@ -251,7 +251,11 @@ def place_norm(new: Any, old: Any) -> None:
 
 
 def copy_other_files(source: Path, target: Path) -> None:
-    """The tokenizer's files, the generation settings, and whatever else is not weights or configuration."""
+    """The tokenizer's files, the generation settings, and whatever else is not weights or configuration. Out of a GGUF
+    file only the tokenizer is written."""
+    if source.is_file():
+        load_tokenizer(str(source)).save_pretrained(target)
+        return
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name != "config.json":

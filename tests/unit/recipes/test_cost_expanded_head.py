@@ -21,13 +21,17 @@ from recipes.cost_expanded.head import expand_head
 from recipes.cost_expanded.target import expand
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.draft.heads.dflash_files import load_dflash, save_dflash
+from slipstream.draft.heads.dflash_head import DFlashConfig, DFlashHead
 from slipstream.draft.heads.eagle_files import load_eagle, save_eagle
 from slipstream.draft.heads.eagle_head import EagleConfig, EagleHead
 from slipstream.draft.heads.hydra import HydraConfig, HydraHeads, load_hydra, save_hydra
+from slipstream.draft.heads.left_to_right import LeftToRightConfig
 from slipstream.draft.heads.medusa import PICKLED, MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model, load_tokenizer
+from tests.kit.dflash_heads import attend_over
 from tests.kit.small_llama import sizes
 
 VOCAB, HIDDEN, LAYERS, EPS = 4096, 24, 3, 1e-2
@@ -47,7 +51,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"num_layers": 2},
     "hydra-shared": {"shares_lm_head": True},
 }
-KINDS = (*EAGLE, *HEADS)
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {"causal": (True, True)},
+    "dflash-dspark": {
+        "left_to_right": LeftToRightConfig(kind="vanilla", rank=6),
+        "confidence": "hidden+token",
+        "draft_vocab_size": 3600,
+    },
+}
+KINDS = (*EAGLE, *HEADS, *BLOCKS)
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +119,8 @@ def save_head(kind: str, target: Path, folder: Path, **changes: Any) -> Path:
             disturb(hydra, 0.1)
             save_hydra(hydra, folder)
         return folder
+    if kind in BLOCKS:
+        return save_block_head(BLOCKS[kind] | changes, output_layer, folder)
     options: dict[str, Any] = {
         "version": 3,
         "hidden_size": HIDDEN,
@@ -132,6 +146,37 @@ def save_head(kind: str, target: Path, folder: Path, **changes: Any) -> Path:
         head.embedding = torch.randn(VOCAB, HIDDEN)
     layout = kind if kind in ("eagle", "speculators") else "eagle3"
     save_eagle(head, folder, target="tiny", layout=layout, num_speculative_tokens=6)
+    return folder
+
+
+def save_block_head(changes: dict[str, Any], output_layer: nn.Linear, folder: Path) -> Path:
+    config: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "intermediate_size": 40,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "feature_layers": (1, 2, 3),
+        "rms_norm_eps": 1e-6,  # the enlarged one is that of queries and keys too, whose width does not grow
+        "max_position_embeddings": 128,
+        "block_size": 4,
+        "mask_token_id": VOCAB - 1,
+        "from_anchor": True,
+        "causal": (False, False),
+        "windows": (None, None),
+    }
+    head = DFlashHead(DFlashConfig(**{**config, **changes}))
+    if head.config.draft_vocab_size < VOCAB:
+        head.draft_token_ids = torch.randperm(VOCAB)[: head.config.draft_vocab_size].sort().values
+        head.lm_head = nn.Linear(HIDDEN, head.config.draft_vocab_size, bias=False)
+        with torch.no_grad():
+            head.lm_head.weight.copy_(output_layer.weight[head.draft_token_ids])
+    disturb(head, 0.05)
+    save_dflash(head, folder, target="tiny")
     return folder
 
 
@@ -174,6 +219,14 @@ def logits_of(kind: str, head: Path, target_path: Path) -> Tensor:
         if kind.startswith("medusa"):
             return load_medusa(str(head), target.project)(states)
         return load_hydra(str(head), target.project)(states[None], embeds[None])
+    if kind in BLOCKS:
+        block = load_dflash(str(head), target)
+        features = features_of(target, token_ids[:20], block.config.feature_layers)
+        masked = target.embed(torch.tensor([[token_ids[20], *[VOCAB - 1] * 3]]))
+        hidden = block(masked, torch.arange(20, 24)[None], attend_over(block, features))
+        sure = block.confidence(hidden, torch.tensor([token_ids[20:24]]))
+        logits = block.logits(hidden, target.project)
+        return logits if sure is None else torch.cat([logits, sure[..., None]], dim=-1)
     eagle = load_eagle(str(head), target)
     state = eagle.encode(features_of(target, token_ids, eagle.config.feature_layers))[None, :-1]
     said = []
@@ -369,8 +422,14 @@ def refusals(models: Models, folder: Path) -> dict[str, tuple[type[Exception], s
     save_medusa(MedusaHeads(MedusaConfig(**sizes)), folder / "medusa")
     save_hydra(HydraHeads(HydraConfig(**sizes)), folder / "hydra")
     save_head("eagle3", models.small, folder / "eagle", target_hidden_size=32)
+    output_layer = load_model(str(models.small), pack=False, canary=False).model.lm_head
+    save_block_head({"convolution_taps": 2, "convolution_group": 8}, output_layer, folder / "convolutions")
+    gated = {"left_to_right": LeftToRightConfig(kind="gated", rank=6)}
+    save_block_head(gated, output_layer, folder / "gated")
     small, large = models.small, models.wide
     return {
+        "convolutions": (ConfigError, "has convolutions", [folder / "convolutions", small, large, output]),
+        "gated": (ConfigError, "gated, which reads hidden states", [folder / "gated", small, large, output]),
         "no head": (ModelError, "is not a folder", [folder / "none", small, large, output]),
         "not a head": (ModelError, "not an EAGLE head", [small, small, large, output]),
         "eagle": (ModelError, "target with a hidden size of 32", [folder / "eagle", small, large, output]),

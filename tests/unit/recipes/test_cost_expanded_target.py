@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from recipes.cost_expanded.__main__ import main
 from recipes.cost_expanded.target import ModelShape, expand, parse_count, shape_for
+from slipstream.assets import EMBEDDED_TARGET
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, ModelError
-from slipstream.models import load_model
+from slipstream.models import load_config, load_model, load_tokenizer
+from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
 from tests.kit.small_llama import sizes
 
 IDS = torch.tensor([[(13 * i * i + 7 * i) % 96 for i in range(24)]])
@@ -99,6 +101,20 @@ def test_the_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert not is_cost_expanded(load_model(str(source)))
 
 
+def test_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the extra `export` is not installed")
+    file, target = tmp_path / "source.gguf", tmp_path / "target"
+    finish(model_writer(EMBEDDED_TARGET, file))
+    num_layers = load_config(str(file)).num_hidden_layers
+    expand(file, target, num_layers=num_layers + 2)
+    ids = load_tokenizer(EMBEDDED_TARGET)("Show me the command tar.").input_ids
+    assert load_tokenizer(str(target))("Show me the command tar.").input_ids == ids
+    with torch.inference_mode():
+        small, large = (stock_model(path)(torch.tensor([ids])).logits for path in (EMBEDDED_TARGET, target))
+    assert float((large - small).abs().max()) <= 1e-2 * float(small.std())
+    assert json.loads((target / "config.json").read_text())["cost_expanded"]["from"] == "source.gguf"
+
+
 def test_bfloat16(tmp_path: Path) -> None:
     expand(save_llama(tmp_path / "source"), tmp_path / "target", hidden_size=48, dtype="bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
@@ -126,7 +142,7 @@ def test_sizes_that_cannot_be_reached(tmp_path: Path, sizes: dict[str, Any], mes
 
 def test_folders_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save_llama(tmp_path / "source")
-    with pytest.raises(ModelError, match="is not a folder"):
+    with pytest.raises(ModelError, match="is neither a folder nor a GGUF file"):
         expand(tmp_path / "nothing", tmp_path / "target")
     with pytest.raises(ModelError, match="is not empty"):
         expand(source, source)
