@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from benchmarks.peers import machine
 from benchmarks.peers.environments import process_environment
 from benchmarks.real_models_page import draw, page
 from recipes.real_models import GEMMA3, SMOLLM2, fetch
-from slipstream.assets.embedded import SMOLLM2_DRAFTERS, SMOLLM2_NAME
+from slipstream.assets.embedded import SMOLLM2_DRAFTERS, SMOLLM2_NAME, SMOLLM2_SHAPE
 from slipstream.errors import SlipstreamError
 from slipstream.models import load_tokenizer
 from slipstream.models.cpu.native import instructions
@@ -259,7 +259,10 @@ def also(text: str) -> Way:
 def ways_of(name: str, options: argparse.Namespace) -> list[Way]:
     ways = [way for way in WAYS if way.peer == "slipstream" or way.peer in options.environments]
     if name == SMOLLM2_NAME:
-        ways += [slipstream(method, model=SMOLLM2_NAME) for method in SMOLLM2_DRAFTERS]
+        heads = {method: {"model": SMOLLM2_NAME, **SMOLLM2_SHAPE} for method in SMOLLM2_DRAFTERS}
+        ways += [slipstream(method, **keys) for method, keys in heads.items()]
+        both = [{"method": "suffix"}, *({"method": method, **keys} for method, keys in heads.items())]
+        ways.append(replace(slipstream("auto", drafters=both), name="auto with heads"))
         ways += options.also
     if options.ways:
         ways = [way for way in ways if way.key in options.ways.split(",")]
