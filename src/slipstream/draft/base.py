@@ -149,6 +149,12 @@ class Drafter(ABC):
         depth: int | None = getattr(options, "num_speculative_tokens", None)
         return depth
 
+    @classmethod
+    def made(cls, options: Any, context: DraftContext) -> Drafter:
+        """The drafter with these options. A class whose options may name weights of another kind, which another class
+        runs, makes that one; the traits of both classes are the same."""
+        return cls(options, context)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raises `TypeError` for a class that declares a trait, or what it holds, in a way that nothing reads."""
         super().__init_subclass__(**kwargs)

@@ -428,6 +428,9 @@ def names_from(engine: str) -> dict[str, str]:
 MUSE_ASSISTANT = "muse_glimmer_assistant"
 """Muse Glimmer's drafter, in Transformers too: a DFlash head with its settings beside its sizes."""
 
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Model types of Gemma 4's drafters, which read their target's keys and values."""
+
 
 def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
     """The method that runs the draft with this `config.json`; a plain language model is one of `draft_model`."""
@@ -436,7 +439,7 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
         return HYDRA.name
     if "medusa_num_heads" in config or config.get("model_type") == MEDUSA.name:
         return MEDUSA.name
-    if config.get("speculators_model_type") == MTP.name:
+    if config.get("speculators_model_type") == MTP.name or config.get("model_type") in ASSISTANTS:
         return MTP.name
     said = f"{config.get('speculators_model_type')} {architectures}".lower()
     if config.get("model_type") == MUSE_ASSISTANT or "dflash_config" in config:

@@ -85,7 +85,7 @@ def make_drafter(
     if spec is not None and spec.reads_unused_tensors and target is not None:
         context = dataclasses.replace(context, unused_tensors=target.unused_tensors)
     try:
-        return cls(options, context)
+        return cls.made(options, context)
     except (SlipstreamError, MemoryError):
         raise
     except Exception as error:

@@ -56,8 +56,21 @@ def outline_checkpoint(
     return config, _tensors(file, "meta")
 
 
+def head_configuration(path: str, revision: str | None) -> dict[str, Any]:
+    """`config.json` of a folder or hub id, empty for a GGUF file; raises `ModelError`."""
+    return {} if names_gguf(path) else _configuration(_folder(path, revision, ()), path)
+
+
 def _opened(folder: Path, path: str, weight_files: tuple[str, ...]) -> tuple[dict[str, Any], Path]:
     """The configuration in a folder, and its file with weights."""
+    config = _configuration(folder, path)
+    file = next((folder / name for name in weight_files if (folder / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"{path!r} has no weights: none of {', '.join(weight_files)}")
+    return config, file
+
+
+def _configuration(folder: Path, path: str) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -66,10 +79,7 @@ def _opened(folder: Path, path: str, weight_files: tuple[str, ...]) -> tuple[dic
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read the configuration of {path!r}: {error}") from None
-    file = next((folder / name for name in weight_files if (folder / name).is_file()), None)
-    if file is None:
-        raise ModelError(f"{path!r} has no weights: none of {', '.join(weight_files)}")
-    return _object(config, path), file
+    return _object(config, path)
 
 
 def _tensors(file: Path, device: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Multi-token prediction: drafts with the layers for it that the target's own checkpoint brings."""
+"""Multi-token prediction: drafts with the layers for it that the target's own checkpoint brings, or with an assistant."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any, ClassVar
 
 from slipstream.config import reject_unknown
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext
+from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.footprint import Footprint
-from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, read_checkpoint
+from slipstream.draft.heads.checkpoints import (
+    head_configuration,
+    held_bytes,
+    outline_checkpoint,
+    read_checkpoint,
+)
 from slipstream.draft.heads.head_executor import mtp_executor
 from slipstream.draft.heads.mtp_files import (
     form_of,
@@ -21,6 +26,7 @@ from slipstream.draft.heads.mtp_files import (
     outline_mtp,
 )
 from slipstream.draft.heads.mtp_head import MtpForm
+from slipstream.draft.methods import ASSISTANTS
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
 from slipstream.draft.proposers.features import FeatureDrafter
 from slipstream.draft.proposers.parallel import HeadOptions, target_of
@@ -45,7 +51,8 @@ class MtpOptions(CorrectedOptions, HeadOptions):
 
     method: ClassVar[str] = "mtp"
     model: str = ""
-    """A folder or hub id with layers in the layout of the speculators library. Empty: the target's own checkpoint."""
+    """A folder or hub id with layers in the layout of the speculators library, or with an assistant of Gemma 4's.
+    Empty: the target's own checkpoint."""
     num_speculative_tokens: int = 3
     """Depth: draft tokens in a chain, levels in a tree."""
     hidden: str = AUTO
@@ -101,8 +108,16 @@ class MtpDrafter(FeatureDrafter):
         return len(sequence.token_ids) > len(self.head.layers) and super()._has_room(sequence)
 
     @classmethod
+    def made(cls, options: Any, context: DraftContext) -> Drafter:
+        """Of an assistant, the drafter that runs it."""
+        assistant = _assistant(options)
+        return cls(options, context) if assistant is None else assistant(options, context)
+
+    @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         """Return the weights of the layers, which the target's own configuration describes, and their entries."""
+        if (assistant := _assistant(options)) is not None:
+            return assistant.footprint(options, context)
         target = context.target_outline
         if target is None:
             raise ConfigError("mtp drafts from a target's features; give the target with it")
@@ -137,3 +152,19 @@ class MtpDrafter(FeatureDrafter):
             * target.dtype.itemsize,
             logit_rows=shape.logit_rows,
         )
+
+
+def _assistant(options: MtpOptions) -> type[Drafter] | None:
+    """The class that runs what `model` names, where that is an assistant; raises `ConfigError` for what it cannot use.
+
+    Its file imports Gemma 4's code, which no other target needs.
+    """
+    config = head_configuration(options.model, options.revision) if options.model else {}
+    if config.get("model_type") not in ASSISTANTS:
+        return None
+    for name in (*_CHOICES, "correction"):
+        if getattr(options, name) not in (AUTO, None):
+            raise ConfigError(f"mtp {name} is not for an assistant, as {options.model!r} is one; omit it")
+    from slipstream.draft.heads.assistant import AssistantDrafter
+
+    return AssistantDrafter
