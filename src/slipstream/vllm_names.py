@@ -409,11 +409,15 @@ def _method_of(given: Mapping[str, Any]) -> str:
     for mark, method in _NAME_MARKS.items():
         if mark in name:
             return method
-    return methods.DRAFT_MODEL.name
+    is_assistant = name.startswith("gemma-4-") and name.endswith("-assistant")
+    return methods.MTP.name if is_assistant else methods.DRAFT_MODEL.name
 
 
 _BLOCKS = dict.fromkeys((methods.DFLASH.name, *methods.DFLASH.aliases), methods.DFLASH.name)
-_MARKS = {mark: mark for mark in sorted((*methods.HEADS, "mlp_speculator"), key=len, reverse=True)} | _BLOCKS
+_MARKS = {mark: mark for mark in sorted((*methods.HEADS, "mlp_speculator"), key=len, reverse=True)} | {
+    **_BLOCKS,
+    **dict.fromkeys(methods.ASSISTANTS, methods.MTP.name),
+}
 """Substring of a configuration's model type to method, longer ones first."""
 _NAME_MARKS = {
     f"{methods.EAGLE.name}-": methods.EAGLE.name,

@@ -47,6 +47,8 @@ def _randomise(model: Any, seed: int) -> None:
         weight.data = weight + 0.3 * noise if weight.ndim == 1 else noise * weight.shape[-1] ** -0.5
         if "embed_tokens." in name:
             weight.data *= 2
+        elif name.endswith("q_norm.weight"):  # else attention is so sharp that it makes rounding large
+            weight.data /= 2
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("layer_scalar"):
             buffer.fill_(0.3 + float(torch.rand((), generator=generator)))
@@ -67,7 +69,7 @@ def gemma4(shared: int = 2) -> Assistant:
         attn_implementation="eager",
     )
     model = tf.Gemma4ForCausalLM(config).eval().requires_grad_(False)
-    _randomise(model, seed=1)
+    _randomise(model, seed=4)
     folder = str(kept_folder())
     model.save_pretrained(folder)
     byte_level(VOCAB).save_pretrained(folder)
@@ -98,11 +100,13 @@ def assistant(kind: str = "tied") -> Assistant:
     plain = {} if kind == "unified" else {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
     cap = CAP if kind == "capped" else None
     types = {"layer_types": [SLIDING, SLIDING, FULL], "final_logit_softcapping": cap}
-    config = family(text_config=text(**shape, **_SHAPE, **plain, **types), backbone_hidden_size=HIDDEN, **KINDS[kind])
+    config = family(
+        text_config=text(**shape, **_SHAPE, **plain, **types), backbone_hidden_size=HIDDEN, **KINDS[kind]
+    )
     config._attn_implementation = "eager"
     with whole_sharing():
         model = tf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    _randomise(model, seed=2)
+    _randomise(model, seed=4)
     if model.masked_embedding is not None:
         order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
         model.masked_embedding.token_ordering.copy_(order)

@@ -21,6 +21,7 @@ from slipstream.config import SpeculativeConfig
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.assistant import AssistantDrafter
+from slipstream.draft.heads.description import HeadOnDisk, method_of
 from slipstream.draft.heads.mtp import MtpDrafter
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.registry import create_drafter
@@ -30,7 +31,8 @@ from slipstream.models.outline import outline_model
 from slipstream.testing.conformance import check_drafter
 from slipstream.testing.enumeration import Distribution, total_variation
 from slipstream.testing.stub_drafters import draft_context
-from tests.kit.assistants import CAP, KINDS, VOCAB, WINDOW, Reference, assistant, gemma4
+from slipstream.tools.export.checkpoints.target_files import TargetFiles
+from tests.kit.assistants import CAP, HIDDEN, KINDS, READ, VOCAB, WINDOW, Reference, assistant, gemma4
 from tests.kit.engine_enumeration import engine_distribution
 
 TEXT = [(37 * place + 11) % VOCAB for place in range(14)]
@@ -116,6 +118,7 @@ def test_chains_have_the_logits_of_transformers(
 ) -> None:
     """Behind the text and each draft token, for texts of several lengths at once."""
     drafter = make(kind, shared, num_speculative_tokens=4)
+    assert drafter.layers == READ[shared]
     for text, rows in zip(TEXTS, proposed(drafter, 4, monkeypatch), strict=True):
         path = max(rows, key=len)
         expected = Reference(kind, text, shared).logits(list(path))
@@ -156,9 +159,19 @@ def texts_without(**options: Any) -> list[list[int]]:
     return texts(LLM(gemma4().folder, **options))
 
 
-@pytest.mark.parametrize("engine", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
-@pytest.mark.parametrize("options", [{}, TREE, FIXED, {"num_speculative_tokens": 1}], ids=str)
-@pytest.mark.parametrize("kind", ["tied", "ordered"])
+@pytest.mark.parametrize(
+    ("kind", "options", "engine"),
+    [
+        ("tied", {}, {}),
+        ("tied", TREE, {}),
+        ("ordered", FIXED, {}),
+        ("ordered", {"num_speculative_tokens": 1}, {}),
+        ("ordered", TREE, {"kv_cache_dtype": "int8"}),
+        ("tied", {}, {"quantization": "int8"}),
+        ("ordered", {}, {"quantization": "int8"}),
+    ],
+    ids=str,
+)
 def test_texts_are_those_without_it(kind: str, options: dict[str, Any], engine: dict[str, Any]) -> None:
     """In a batch, in chunks, and with prefixes of earlier requests."""
     spec = {"method": "mtp", "model": assistant(kind).folder, **options}
@@ -176,6 +189,17 @@ def test_texts_are_those_without_it(kind: str, options: dict[str, Any], engine: 
 def test_greedy_texts_with_the_other_verifiers(kind: str, verifier: str) -> None:
     spec = {"method": "mtp", "model": assistant(kind).folder, "verifier": verifier}
     assert texts(LLM(gemma4().folder, speculative_config=spec))[:2] == texts_without()[:2]
+
+
+def test_it_drafts_beside_a_lookup() -> None:
+    spec = {"method": "mtp", "model": assistant().folder}
+    members = {"method": "ensemble", "mode": "first", "members": [{"method": "ngram"}, spec]}
+    llm = LLM(gemma4().folder, speculative_config=members)
+    num_drafted: list[int] = []
+    llm.engine.on_observe = lambda seen: num_drafted.extend(len(one.proposal) for one in seen)
+    assert texts(llm) == texts_without()
+    assert llm.engine.stats().num_draft_failures == 0
+    assert sum(num_drafted) > 50
 
 
 def test_texts_after_preemption() -> None:
@@ -250,12 +274,16 @@ def test_it_conforms(kind: str, options: dict[str, Any], verifier: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_knows_what_it_holds(kind: str) -> None:
     drafter = make(kind)
-    outlined = dataclasses.replace(drafter.context, target=None, target_outline=outline_model(gemma4().folder))
+    outlined = dataclasses.replace(
+        drafter.context, target=None, target_outline=outline_model(gemma4().folder)
+    )
     planned = MtpDrafter.footprint(drafter.options, outlined)
     assert planned.traits == drafter.traits
     assert planned.traits.kv_bytes_per_token == 0
     number = sum(weight.numel() for weight in assistant(kind).model.parameters())
-    assert number * 4 <= planned.head_bytes <= drafter.memory_bytes()  # whose panels are as wide as 64 outputs
+    assert (
+        number * 4 <= planned.head_bytes <= drafter.memory_bytes()
+    )  # whose panels are as wide as 64 outputs
 
 
 def changed(tmp_path: Path, change: Any, kind: str = "tied") -> str:
@@ -281,11 +309,27 @@ ORDER = "masked_embedding.token_ordering"
         ("tied", lambda t, c: t.pop("model.layers.2.layer_scalar"), r"lacks the tensor .*layer_scalar"),
         ("tied", lambda t, c: t.pop("model.embed_tokens.weight"), r"lacks the tensor model\.embed_tokens"),
         ("tied", lambda t, c: t.update(odd=torch.ones(2)), r"has an unknown tensor: odd"),
-        ("tied", lambda t, c: t.update({QUERY: torch.ones(8, 24)}), r"q_proj\.weight of shape \[8, 24\], not \[32"),
-        ("tied", lambda t, c: c.update(backbone_hidden_size=48), r"for a target of hidden size 48 and 320 tokens"),
+        (
+            "tied",
+            lambda t, c: t.update({QUERY: torch.ones(8, 24)}),
+            r"q_proj\.weight of shape \[8, 24\], not \[32",
+        ),
+        (
+            "tied",
+            lambda t, c: c.update(backbone_hidden_size=48),
+            r"for a target of hidden size 48 and 320 tokens",
+        ),
         ("tied", lambda t, c: c["text_config"].update(vocab_size=64), r"hidden size 32 and 64 tokens"),
-        ("ordered", lambda t, c: c.update(num_centroids=7), r"has 7 centroids for 320 tokens and scores 3"),
-        ("ordered", lambda t, c: c.update(centroid_intermediate_top_k=17), r"16 centroids .* scores 17"),
+        (
+            "ordered",
+            lambda t, c: c.update(num_centroids=7),
+            r"has 7 centroids for 320 tokens and scores those of 3",
+        ),
+        (
+            "ordered",
+            lambda t, c: c.update(centroid_intermediate_top_k=17),
+            r"16 centroids .* scores those of 17",
+        ),
         ("ordered", lambda t, c: t[ORDER].fill_(3), r"token_ordering that does not hold each token once"),
         ("ordered", lambda t, c: t.pop(ORDER), r"lacks the tensor masked_embedding\.token_ordering"),
     ],
@@ -299,6 +343,19 @@ def test_what_is_missing_or_does_not_fit_is_told_by_name(
     assert "\n" not in str(refused.value)
 
 
+def test_it_is_described_with_the_targets_that_it_fits() -> None:
+    assert method_of(assistant("ordered").folder) == "mtp"
+    head = HeadOnDisk(assistant("ordered").folder, "mtp")
+    details = head.details()
+    found = {name: details[name] for name in ("target_hidden_size", "vocab_size", "num_layers")}
+    assert found == {"target_hidden_size": HIDDEN, "vocab_size": VOCAB, "num_layers": 3}
+    assert head.drafts_for(TargetFiles(gemma4().folder)) == "yes"
+    assert "for a target of hidden size 32" in head.drafts_for(TargetFiles(EMBEDDED_TARGET))
+    same_sizes = TargetFiles(gemma4().folder)
+    same_sizes.config.layer_types = ["full_attention"] * 6
+    assert "of type sliding_attention" in head.drafts_for(same_sizes)
+
+
 def test_a_target_of_another_family_is_refused(tmp_path: Path) -> None:
     lm = load_model(EMBEDDED_TARGET)
 
@@ -306,13 +363,16 @@ def test_a_target_of_another_family_is_refused(tmp_path: Path) -> None:
         config["backbone_hidden_size"], config["text_config"]["vocab_size"] = lm.hidden_size, lm.vocab_size
 
     spec = SpeculativeConfig("mtp", options={"model": changed(tmp_path, fit)})
-    with pytest.raises(ModelError, match="keys and values of a layer of type sliding_attention, and .* has none"):
+    with pytest.raises(
+        ModelError, match=r"keys and values of a layer of type sliding_attention, and .* has none"
+    ):
         create_drafter(spec, context(lm))
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"hidden": "pre"}, "hidden"), ({"recycled": "y"}, "recycled"), ({"order": "he"}, "order")]
+    ("option", "value"),
+    [("hidden", "pre"), ("recycled", "y"), ("order", "he"), ("correction", "a.safetensors")],
 )
-def test_options_of_prediction_layers_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"mtp {told} is not for an assistant"):
-        make("tied", **options)
+def test_options_of_prediction_layers_are_refused(option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"mtp {option} is not for an assistant"):
+        make("tied", **{option: value})

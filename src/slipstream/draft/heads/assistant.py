@@ -12,12 +12,14 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
-from slipstream.draft.heads.assistant_head import assistant_config, load_assistant
+from slipstream.draft.heads.assistant_config import read_layers
+from slipstream.draft.heads.assistant_head import load_assistant
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
 from slipstream.draft.proposers.parallel import HeadOptions, StateDrafter, target_of
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError
+from slipstream.models import load_config
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import attend
@@ -34,13 +36,15 @@ class AssistantDrafter(StateDrafter):
     def __init__(self, options: HeadOptions, context: DraftContext) -> None:
         target = target_of(options, context)
         path, revision = options.model, options.revision
-        config, self._layers = assistant_config(path, target, revision)
-        shapes = {kind: target.shapes[layer] for kind, layer in self._layers.items()}
+        config = load_config(path, revision=revision)
+        self.layers = read_layers(config, target, path)
+        """By type of the assistant's layers the target's layer whose keys and values they read."""
+        shapes = {kind: target.shapes[layer] for kind, layer in self.layers.items()}
         self.head = load_assistant(path, config, shapes, revision)
         super().__init__(options, context)
         self.take(self.head)
         text = config.text_config
-        self._rotary: Any = Gemma4TextRotaryEmbedding(text, device=target.device)  # type: ignore[no-untyped-call]
+        self._rotary: Any = Gemma4TextRotaryEmbedding(text, device=target.device)
         self._sliding_window: int = text.sliding_window
 
     @classmethod
@@ -49,10 +53,14 @@ class AssistantDrafter(StateDrafter):
         target = context.target_outline
         if target is None:
             raise ConfigError("an assistant reads the target's keys and values; give the target with it")
-        config, _ = assistant_config(options.model, target, options.revision)
+        config = load_config(options.model, revision=options.revision)
+        read_layers(config, target, options.model)
         _, tensors = outline_checkpoint(options.model, revision=options.revision)
         text = config.text_config
         width = 2 * config.backbone_hidden_size + 3 * text.intermediate_size + 6 * text.hidden_size
+        if config.use_ordered_embeddings:  # the vectors of all tokens that are scored
+            scored = config.centroid_intermediate_top_k * text.vocab_size // config.num_centroids
+            width += scored * (text.hidden_size + 2)
         return Footprint(
             traits=replace(cls.configured(options, context), feature_layers=(target.num_layers,)),
             head_bytes=held_bytes(tensors, target, options.quantization),
@@ -82,7 +90,7 @@ class AssistantDrafter(StateDrafter):
         embeds = self.target.embed(torch.tensor(tokens, device=device))
         positions = torch.tensor([places], device=device)
         rotary = {
-            kind: tuple(part[0] for part in self._rotary(above, positions, kind)) for kind in self._layers
+            kind: tuple(part[0] for part in self._rotary(above, positions, kind)) for kind in self.layers
         }
         with without_cudnn(device):
             found: tuple[Tensor, Tensor] = self.head(
@@ -93,9 +101,10 @@ class AssistantDrafter(StateDrafter):
     def _attend(self, trees: Seq[DraftTree], kind: str, query: Tensor) -> Tensor:
         """query [rows, heads, dim] over what the target has computed of each row's text -> [rows, heads, dim]."""
         assert self.target_cache is not None, "attach() comes before the first proposal"
-        cache, layer = self.target_cache, self._layers[kind]
+        cache, layer = self.target_cache, self.layers[kind]
         outputs: list[Tensor] = []
-        for tree, rows in zip(trees, query.split([len(tree.frontier) for tree in trees]), strict=True):
+        sizes = [len(tree.frontier) for tree in trees]
+        for tree, rows in zip(trees, query.split_with_sizes(sizes), strict=True):
             end = tree.sequence.num_computed
             first = max(end - self._sliding_window - 1, 0) if kind == SLIDING else 0
             slots = cache.accounting.slots(tree.sequence.id)[first:end]

@@ -20,12 +20,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, apply_rotary_pos_emb
 
-from slipstream.draft.heads.checkpoints import WEIGHT_FILES, HeadCheckpoint, check_fits
+from slipstream.draft.heads.checkpoints import WEIGHT_FILES, HeadCheckpoint
 from slipstream.errors import ModelError
 from slipstream.kv.pool import LayerShape
-from slipstream.models import load_config
-from slipstream.models.identity import ModelIdentity
-from slipstream.models.support import text_config
 
 AttendTo = Callable[[str, Tensor], Tensor]
 """type of the layer, query [N, heads, key_dim] -> [N, heads, value_dim]"""
@@ -44,7 +41,7 @@ class AssistantLayer(nn.Module):
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(hidden, heads * shape.key_dim, bias=bias),
-                "q_norm": Gemma4RMSNorm(shape.key_dim, eps),  # type: ignore[no-untyped-call]
+                "q_norm": Gemma4RMSNorm(shape.key_dim, eps),
                 "o_proj": nn.Linear(heads * shape.value_dim, hidden, bias=bias),
             }
         )
@@ -57,10 +54,10 @@ class AssistantLayer(nn.Module):
         )
         self.activation: Callable[[Tensor], Tensor] = ACT2FN[text.hidden_activation]
         self.key_dim = shape.key_dim
-        self.input_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)  # type: ignore[no-untyped-call]
-        self.post_attention_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)  # type: ignore[no-untyped-call]
-        self.pre_feedforward_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)  # type: ignore[no-untyped-call]
-        self.post_feedforward_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)  # type: ignore[no-untyped-call]
+        self.input_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)
+        self.post_attention_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)
+        self.pre_feedforward_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)
+        self.post_feedforward_layernorm: nn.Module = Gemma4RMSNorm(hidden, eps)
         self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
@@ -74,7 +71,7 @@ class AssistantLayer(nn.Module):
         state = state + self.post_attention_layernorm(attended)
         inputs = self.pre_feedforward_layernorm(state)
         inner = mlp["down_proj"](self.activation(mlp["gate_proj"](inputs)) * mlp["up_proj"](inputs))
-        return (state + self.post_feedforward_layernorm(inner)) * self.layer_scalar  # type: ignore[no-any-return, operator]
+        return (state + self.post_feedforward_layernorm(inner)) * self.layer_scalar  # type: ignore[no-any-return]
 
 
 class CentroidLogits(nn.Module):
@@ -108,7 +105,7 @@ class AssistantHead(nn.Module):
         self.kinds: list[str] = list(text.layer_types)
         self.pre_projection = nn.Linear(2 * wide, text.hidden_size, bias=False)
         self.layers = nn.ModuleList(AssistantLayer(text, shapes[kind]) for kind in self.kinds)
-        self.norm: nn.Module = Gemma4RMSNorm(text.hidden_size, text.rms_norm_eps)  # type: ignore[no-untyped-call]
+        self.norm: nn.Module = Gemma4RMSNorm(text.hidden_size, text.rms_norm_eps)
         self.post_projection = nn.Linear(text.hidden_size, wide, bias=False)
         self.ordered = CentroidLogits(config) if config.use_ordered_embeddings else None
         self.lm_head: nn.Module | None = None
@@ -143,43 +140,18 @@ class AssistantHead(nn.Module):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
-def assistant_config(path: str, target: ModelIdentity, revision: str | None) -> tuple[Any, dict[str, int]]:
-    """The configuration of the assistant in a folder or on the hub, and by type the target's layer that it reads.
-
-    That is the last layer of the type among those with keys and values of their own. Raises `ModelError` where the
-    assistant was not made for the target.
-    """
-    config = load_config(path, revision=revision)
-    text, own = config.text_config, text_config(target.config)
-    check_fits(path, config.backbone_hidden_size, text.vocab_size, target)
-    types = list(getattr(own, "layer_types", None) or ())
-    types = types[: len(types) - (getattr(own, "num_kv_shared_layers", None) or 0)]
-    last = {kind: number for number, kind in enumerate(types)}
-    for kind in dict.fromkeys(text.layer_types):
-        if kind not in last:
-            raise ModelError(
-                f"{path!r} reads the keys and values of a layer of type {kind}, and {target.path!r} has none; use an "
-                "assistant that was made for this target"
-            )
-        heads, kept = text.num_attention_heads, target.shapes[last[kind]].num_kv_heads
-        if heads % kept:
-            raise ModelError(
-                f"{path!r} has {heads} heads, which the {kept} key heads of the target's {kind} cannot serve; use an "
-                "assistant that was made for this target"
-            )
-    if config.use_ordered_embeddings:
-        number, chosen = config.num_centroids, config.centroid_intermediate_top_k
-        if number < 1 or text.vocab_size % number or not 0 < chosen <= number:
-            raise ModelError(
-                f"{path!r} has {number} centroids for {text.vocab_size} tokens and scores {chosen} of them: centroids "
-                "have as many tokens each, and no more are scored than there are"
-            )
-    return config, {kind: last[kind] for kind in text.layer_types}
-
-
-def load_assistant(path: str, config: Any, shapes: Mapping[str, LayerShape], revision: str | None) -> AssistantHead:
+def load_assistant(
+    path: str, config: Any, shapes: Mapping[str, LayerShape], revision: str | None
+) -> AssistantHead:
     """The assistant with its weights, in float32; raises `ModelError` for tensors that are missing, unknown or of
     another shape."""
+    heads: int = config.text_config.num_attention_heads
+    for kind, shape in shapes.items():
+        if heads % shape.num_kv_heads:
+            raise ModelError(
+                f"{path!r} has {heads} heads, among which the {shape.num_kv_heads} key heads of the target's {kind} "
+                "cannot be shared out; use an assistant that was made for this target"
+            )
     head = AssistantHead(config, shapes)
     checkpoint = HeadCheckpoint(path, WEIGHT_FILES, revision)
     table = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.core.model_path import names_gguf
+from slipstream.draft.heads.assistant_config import ReadTarget, read_layers
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES, TargetSizes, check_fits, outline_checkpoint
 from slipstream.draft.heads.dflash_files import check_dflash, dflash_config
 from slipstream.draft.heads.dflash_head import DFlashConfig
@@ -21,8 +22,9 @@ from slipstream.draft.heads.gguf_heads import gguf_head_kind
 from slipstream.draft.heads.head_config import HeadConfig
 from slipstream.draft.heads.hydra import WEIGHT_FILES as HYDRA_FILES
 from slipstream.draft.heads.medusa import WEIGHT_FILES as MEDUSA_FILES
-from slipstream.draft.methods import DFLASH, HEADS, HYDRA, MEDUSA, MTP, kind_of_checkpoint
+from slipstream.draft.methods import ASSISTANTS, DFLASH, HEADS, HYDRA, MEDUSA, MTP, kind_of_checkpoint
 from slipstream.errors import ModelError
+from slipstream.models import load_config
 
 _FILES = {MEDUSA.name: MEDUSA_FILES, HYDRA.name: HYDRA_FILES}
 
@@ -58,12 +60,15 @@ class HeadOnDisk:
         self.path, self.method = path, method
         files = _FILES.get(method, WEIGHT_FILES)
         self.raw, self.tensors = outline_checkpoint(path, weight_files=files)
-        layer = self.raw.get("transformer_layer_config") or self.raw
-        hidden = self.raw.get("target_hidden_size") or layer.get("hidden_size") or 0
+        self.is_assistant = self.raw.get("model_type") in ASSISTANTS
+        inside = "text_config" if self.is_assistant else "transformer_layer_config"
+        layer = self.raw.get(inside) or self.raw
+        wide = self.raw.get("backbone_hidden_size" if self.is_assistant else "target_hidden_size")
+        hidden = wide or layer.get("hidden_size") or 0
         own = _OwnSizes(hidden_size=hidden, vocab_size=layer.get("vocab_size") or 0)
         self.sizes: HeadConfig | _OwnSizes = own if method in (*_FILES, MTP.name) else self._config(own)
 
-    def drafts_for(self, target: TargetSizes) -> str:
+    def drafts_for(self, target: ReadTarget) -> str:
         """`yes`, or why it cannot draft for a target of these sizes."""
         try:
             if isinstance(self.sizes, HeadConfig):
@@ -74,6 +79,8 @@ class HeadOnDisk:
                 sizes = self.sizes
                 hidden, vocab = sizes.hidden_size, sizes.vocab_size
                 check_fits(self.path, hidden or target.hidden_size, vocab or target.vocab_size, target)
+            if self.is_assistant:
+                read_layers(load_config(self.path), target, self.path)
         except ModelError as error:
             return f"no: {error}"
         return "yes"
@@ -90,6 +97,8 @@ class HeadOnDisk:
         }
         if not isinstance(config, HeadConfig):
             count = next((self.raw[key] for key in _COUNTS if key in self.raw), None)
+            if self.is_assistant:
+                count = self.raw["text_config"].get("num_hidden_layers")
             return found | {"num_heads" if self.method in _FILES else "num_layers": count}
         found |= {
             "target_hidden_size": config.target_hidden_size,

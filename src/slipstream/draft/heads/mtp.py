@@ -1,4 +1,4 @@
-"""Multi-token prediction: drafts with the layers for it that the target's own checkpoint brings, or with an assistant."""
+"""Multi-token prediction: drafts with the layers for it that the target's own checkpoint brings, or an assistant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """From the target's last hidden state: drafters without keys and values, and heads that draft a level each.
 
 They read only the state of the token that the target computed last, so there is nothing to catch up with and nothing
-to roll back.
+to roll back. What attends over the target's keys and values without writing any, as Gemma 4's assistant does, is of
+this kind too.
 """
 
 from __future__ import annotations
