@@ -23,6 +23,7 @@ PAGES = {
     "examples/README.md": "project/examples.md",
     "benchmarks/peers/README.md": "project/peers.md",
     "src/slipstream/assets/pair/README.md": "project/model-card.md",
+    "src/slipstream/assets/smollm2/README.md": "project/smollm2-head.md",
 }
 """Files of the repository that become pages, and where."""
 STATIC = {

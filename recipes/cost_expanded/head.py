@@ -2,12 +2,12 @@
 
     python -m recipes.cost_expanded head HEAD SOURCE EXPANDED OUTPUT
 
-SOURCE is the target that the head was trained for, EXPANDED what `target` made of it. A state of
-the enlarged model is the source's state and zeros behind it, behind the final norm too, whose weights are scaled so
-that the first part keeps its values. The head gets the enlarged model's width, and the layers of EAGLE and block
-heads its number of attention heads and its intermediate size. As there, what is added computes on real numbers and adds zero: new rows of
-a matrix that makes a state see only what is zero in the state before it, new heads and new intermediate units have a
-zero column behind them. Where several states are read side by side, each one's columns are placed apart.
+SOURCE is the target that the head was trained for, EXPANDED what `target` made of it. A state of the enlarged model is
+the source's state and zeros behind it, behind the final norm too, whose weights are scaled so that the first part keeps
+its values. The head gets the enlarged model's width, and the layers of EAGLE and block heads its number of attention
+heads and its intermediate size. As there, what is added computes on real numbers and adds zero: new rows of a matrix
+that makes a state see only what is zero in the state before it, new heads and new intermediate units have a zero column
+behind them. Where several states are read side by side, each one's columns are placed apart.
 """
 
 from __future__ import annotations
