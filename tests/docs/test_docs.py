@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from recipes import demo
 from slipstream import errors, vllm_names
 from slipstream.cli.main import app
 from slipstream.engine.llm import LLM
+from slipstream.train.options import MaskOptions
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")])
@@ -138,6 +140,10 @@ def test_the_command_line_pages_print_a_shared_flag_once_and_lose_nothing() -> N
     pages = [(ROOT / f"docs/reference/{name}.md").read_text() for name in ("cli", "cli-train")]
     assert len(pages[0].encode()) <= 50_000
     assert len(pages[1].encode()) <= 17_000
+    for field in fields(MaskOptions):
+        assert pages[1].count(f"\n| `--{field.name.replace('_', '-')}` |") == 1, (
+            "one table has the flags of masks"
+        )
     sections: dict[str, str] = {}
     groups: dict[str, str] = {}
     for page in pages:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +36,7 @@ from slipstream.train.options import (
     EagleTrainOptions,
     EvaluationOptions,
     HeadTrainOptions,
+    MaskOptions,
     PardTrainOptions,
     PEagleTrainOptions,
     RegenerateOptions,
@@ -129,6 +130,10 @@ def regenerate(flags: RegenerateFlags) -> None:
     stderr().print(f"written: {output}", markup=False)
 
 
+MASK_PANELS = {field.name: "Masks" for field in fields(MaskOptions)}
+"""The heading of flags that several kinds of drafters have, so that one table describes them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags:
     """A training run, whatever the method."""
@@ -168,7 +173,7 @@ class EagleTrainFlags(TrainFlags):
 class PEagleTrainFlags(TrainFlags):
     """The training of a P-EAGLE head."""
 
-    own: Annotated[Values, FlagSet(PEagleTrainOptions, "P-EAGLE head")]
+    own: Annotated[Values, FlagSet(PEagleTrainOptions, "P-EAGLE head", panels=MASK_PANELS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +182,12 @@ class PardTrainFlags(TrainFlags):
 
     own: Annotated[
         Values,
-        FlagSet(PardTrainOptions, "Draft model", skip=frozenset({"on_policy", "on_policy_tokens"})),
+        FlagSet(
+            PardTrainOptions,
+            "Draft model",
+            skip=frozenset({"on_policy", "on_policy_tokens"}),
+            panels=MASK_PANELS,
+        ),
     ]
 
 
@@ -185,7 +195,7 @@ class PardTrainFlags(TrainFlags):
 class BlockTrainFlags(TrainFlags):
     """The training of a block drafter."""
 
-    own: Annotated[Values, FlagSet(BlockTrainOptions, "Block head")]
+    own: Annotated[Values, FlagSet(BlockTrainOptions, "Block head", panels=MASK_PANELS)]
 
 
 @dataclass(frozen=True, kw_only=True)

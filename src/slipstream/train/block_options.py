@@ -62,8 +62,8 @@ class BlockTrainOptions:
     draft_vocab_size: int | None = None
     """Size of the draft vocabulary, the most frequent tokens of the data's answers. All by default."""
     mask_token: str | None = None
-    """Text or id of the token that stands for what is not drafted yet. By default a special token that the data do not
-    use, else an id without text; which one is said."""
+    """Text or id of the token that stands for a mask; by default the tokenizer's own mask token, or else one that the
+    data do not use."""
     feature_layers: str | None = None
     """The hidden states that the head reads, as in 2,9,16,23,28 (0 is the embedding, i the output of layer i). By
     default five, evenly from a low to a high one."""

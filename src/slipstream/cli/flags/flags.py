@@ -84,13 +84,14 @@ def field_help(cls: type) -> dict[str, str]:
 class FlagSet:
     """The flags of one dataclass: `skip` names the fields without a flag, `panel` is their heading in the help.
 
-    `defaults` replace the fields' own defaults.
+    `defaults` replace the fields' own defaults, `panels` name the headings of fields that have another one.
     """
 
     cls: type
     panel: str
     skip: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    panels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def fields(self) -> list[dataclasses.Field[Any]]:
         """The fields with a flag."""
@@ -132,7 +133,7 @@ class FlagSet:
             help=" ".join(filter(None, [help_, _EXAMPLES.get(field.name) or _SYNTAX.get(kind)])),
             metavar=_METAVARS.get(kind),
             show_default=(default.lower() if kind is bool else default) if default else False,
-            rich_help_panel=self.panel,
+            rich_help_panel=self.panels.get(field.name, self.panel),
         )
         shape = {"ids": str, "json": str, "bytes": str, "strings": list[str]}.get(kind, kind)
         return _keyword(field.name, Annotated[shape | None, option])
