@@ -315,10 +315,9 @@ def pard(
     Begins with a checkpoint, best a trained draft model, with fresh weights or some layers of the target. Ctrl-C saves;
     the same command continues.
     """
-    from slipstream.train.distillation import make_draft
     from slipstream.train.pard import PardStudent
 
-    return PardStudent(make_draft(wanted, target, seed), tokenizer, wanted, documents, seed)
+    return PardStudent(wanted, target, tokenizer, documents, seed)
 
 
 @_method(BlockTrainFlags, BlockTrainOptions)

@@ -25,6 +25,7 @@ from slipstream.train.batches import TrainingDocument
 from slipstream.train.block_options import CORRECTIONS, PRESETS, BlockTrainOptions
 from slipstream.train.eagle import first_norm, most_used, output_weight, rope_of
 from slipstream.train.mask_tokens import mask_token
+from slipstream.train.options import parse_layers
 from slipstream.train.target import FrozenTarget
 
 _MOST_LAYERS, _LAYERS_OF_TARGET = 5, 15
@@ -165,10 +166,7 @@ def _correction(base: DFlashConfig, options: BlockTrainOptions) -> LeftToRightCo
 
 
 def _layers(text: str, num_layers: int) -> tuple[int, ...]:
-    try:
-        layers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--feature-layers takes numbers separated by commas, got {text!r}") from None
+    layers = parse_layers(text)
     if sorted(set(layers)) != list(layers) or not 1 <= layers[0] <= layers[-1] < num_layers:
         raise ConfigError(
             f"--feature-layers takes ascending numbers from 1 to {num_layers - 1}, got {text!r}"

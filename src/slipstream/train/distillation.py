@@ -134,9 +134,12 @@ class DraftStudent:
 
 
 def distillation_loss(
-    draft: Tensor, target: Tensor, labels: Tensor, weights: Mapping[str, float]
+    draft: Tensor, target: Tensor, labels: Tensor, weights: Mapping[str, float], counts: Tensor | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """(weighted mean loss in nats, metrics to log) for logits [n, vocab] of both and the text's tokens `labels` [n]."""
+    """(weighted mean loss in nats, metrics to log) for logits [n, vocab] of both and the text's tokens `labels` [n].
+
+    `counts` [n] says how much each token counts in the mean; all count the same by default.
+    """
     log_q = F.log_softmax(draft, dim=-1)
     log_p = F.log_softmax(target, dim=-1)
     p = log_p.exp()
@@ -150,7 +153,7 @@ def distillation_loss(
             one = (p - log_q.exp()).abs().sum(-1) / 2
         else:
             one = F.nll_loss(log_q, labels, reduction="none")
-        loss = loss + weight * one.mean()
+        loss = loss + weight * (one.mean() if counts is None else (counts * one).sum() / counts.sum())
     with torch.no_grad():
         some = slice(None, None, 8)  # a sample is enough for the log
         alpha = torch.minimum(p[some], log_q[some].exp()).sum(-1).mean()

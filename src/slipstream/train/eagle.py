@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument, TrainingRows
 from slipstream.train.channels import channel_scale, scaled, without_scales
 from slipstream.train.eagle_loss import TargetText, training_time_test
-from slipstream.train.options import EagleTrainOptions, PEagleTrainOptions
+from slipstream.train.options import EagleTrainOptions, PEagleTrainOptions, parse_layers
 from slipstream.train.progress import about_loss
 from slipstream.train.target import FrozenTarget
 
@@ -173,10 +173,7 @@ def fresh_config(
 def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
     if text is None:
         return default_feature_layers(num_layers)
-    try:
-        layers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--feature-layers takes numbers separated by commas, got {text!r}") from None
+    layers = parse_layers(text)
     if len(layers) != 3 or any(not 0 <= layer < num_layers for layer in layers):
         raise ConfigError(f"--feature-layers takes three numbers from 0 to {num_layers - 1}, got {text!r}")
     return layers

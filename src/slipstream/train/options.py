@@ -268,13 +268,23 @@ class MaskOptions:
 class PardTrainOptions(MaskOptions, DistillOptions):
     """The draft model that learns to read masks, and its loss."""
 
-    loss: str = "hard"
-    """hard (cross-entropy on the text, as PARD), forward_kl, reverse_kl, total_variation, or a weighted sum as in
-    hard=0.1,forward_kl=1."""
+    feature_layers: str | None = None
+    """PARD-2: the hidden states of the target that the draft model reads too, as in -1,-8,-16,-24 (0 is the embedding,
+    i the output of layer i, -1 the last one). A PARD-2 model to begin with keeps its own."""
+    loss: str = ""
+    """hard (cross-entropy on the text) by default, for PARD-2 hard=0.1,forward_kl=1; or forward_kl, reverse_kl,
+    total_variation, or another weighted sum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_masks(PARD.name)
+        if self.feature_layers is not None:
+            parse_layers(self.feature_layers)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Loss to weight; empty where the kind of model decides."""
+        return super().losses if self.loss else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +372,14 @@ def parse_weights(text: str, flag: str) -> dict[str, float]:
     ):
         raise ConfigError(f"{flag} needs weights of at least 0, one of them above 0, got {text!r}")
     return weights
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """`-1,-8` to the numbers of hidden states; raises `ConfigError` for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--feature-layers takes numbers separated by commas, got {text!r}") from None
 
 
 def parse_numbers(text: str, flag: str) -> list[float]:

@@ -7,8 +7,10 @@ token's row none, and masks repeat those of the last token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.draft.heads.checkpoints import TargetSizes, read_checkpoint
@@ -60,23 +62,36 @@ class ProjectionConfig:
         return item_bytes * self.hidden_size * (self.width + self.bias)
 
 
+def read_projection(config: ProjectionConfig, path: str, revision: str | None = None) -> nn.Linear:
+    """The layer of the draft model at `path`; raises `ModelError` for a missing or wrong file."""
+    _, tensors = read_checkpoint(path, revision=revision, weight_files=(FILE,))
+    layer = nn.Linear(config.width, config.hidden_size, bias=config.bias)
+    for name, parameter in layer.named_parameters():
+        stored = tensors.get(f"target_proj.{name}")
+        if stored is None or stored.shape != parameter.shape:
+            found = "is missing" if stored is None else f"is {list(stored.shape)}"
+            raise ModelError(
+                f"{path!r}: the tensor target_proj.{name} of {FILE} {found}; it must be {list(parameter.shape)}"
+            )
+        parameter.data.copy_(stored)
+    return layer
+
+
+def save_projection(layer: nn.Linear, folder: Path) -> None:
+    """Write the file of which `read_projection` makes the `layer`."""
+    tensors = {f"target_proj.{name}": tensor.cpu() for name, tensor in layer.state_dict().items()}
+    torch.save(tensors, folder / FILE)
+
+
 class TargetProjection:
     """The projection of a loaded draft model."""
 
     def __init__(self, config: ProjectionConfig, like: CausalLM, path: str, revision: str | None) -> None:
         """In the type of the draft model `like`, and where it is; raises `ModelError` for a missing or wrong file."""
-        _, tensors = read_checkpoint(path, revision=revision, weight_files=(FILE,))
         self.config = config
-        self._layer = nn.Linear(config.width, config.hidden_size, bias=config.bias)
-        for name, parameter in self._layer.named_parameters():
-            stored = tensors.get(f"target_proj.{name}")
-            if stored is None or stored.shape != parameter.shape:
-                found = "is missing" if stored is None else f"is {list(stored.shape)}"
-                raise ModelError(
-                    f"{path!r}: the tensor target_proj.{name} of {FILE} {found}; it must be {list(parameter.shape)}"
-                )
-            parameter.data.copy_(stored)
-        self._layer.requires_grad_(False).to(like.device, like.dtype)
+        self._layer = (
+            read_projection(config, path, revision).requires_grad_(False).to(like.device, like.dtype)
+        )
 
     @property
     def num_bytes(self) -> int:
