@@ -32,10 +32,10 @@ LOST_SHARE = 0.2
 class TargetStates(nn.Module):
     """The projection of a PARD-2 model, of states that are divided by their channels' size while it learns."""
 
-    def __init__(self, config: ProjectionConfig, layer: nn.Linear, scale: Tensor) -> None:
+    def __init__(self, config: ProjectionConfig, layer: nn.Linear, channels: Tensor) -> None:
         super().__init__()
         self.config = config
-        self.layer = scaled(layer, scale, is_fresh=False)
+        self.layer = scaled(layer, channels, is_fresh=False)
 
     def forward(self, batch: TrainingBatch, rows: ChainRows, seed: Seq[int]) -> Tensor:
         """[n, hidden]: what is added to the rows' embeddings.
