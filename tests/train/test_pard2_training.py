@@ -249,6 +249,7 @@ def test_what_it_learns_is_accepted(
     losses = [row["loss"] for row in logged if "loss" in row]
     after = evaluator.evaluate(made.speculative_config(tmp_path / "run" / "pard"))
     assert losses[-1] < 0.8 * losses[0]
+    assert made.module.state_dict()["states.layer.weight"].any()
     assert after.greedy.tau > before.greedy.tau + 0.2
     assert after.sampled.tau > before.sampled.tau + 0.2
 

@@ -312,8 +312,8 @@ def pard(
 ) -> Student:
     """Teach a draft model to draft in one pass behind masks (PARD); use OUTPUT/pard with --spec pard:PATH or vLLM.
 
-    Begins with a checkpoint, best a trained draft model, with fresh weights or some layers of the target. Ctrl-C saves;
-    the same command continues.
+    Begins with a checkpoint, best a trained draft model, with fresh weights or some layers of the target. With
+    --feature-layers it also reads the target's hidden states (PARD-2). Ctrl-C saves; the same command continues.
     """
     from slipstream.train.pard import PardStudent
 
