@@ -17,10 +17,11 @@ from slipstream.draft.model.pard import PardDrafter
 from slipstream.errors import ConfigError, ModelError, VocabularyMismatchError
 from slipstream.train import pard, target_states
 from slipstream.train.batches import Cursor, TrainingBatch, TrainingDocument, make_batch, pack, row_batches
+from slipstream.train.distillation import make_draft
 from slipstream.train.evaluation import Evaluator
 from slipstream.train.features import FeatureCache
 from slipstream.train.mask_chains import ChainRows, mask_chains
-from slipstream.train.options import PardTrainOptions, TrainOptions
+from slipstream.train.options import DistillOptions, PardTrainOptions, TrainOptions
 from slipstream.train.pard import PardStudent, gold_log_probabilities
 from slipstream.train.target import FrozenTarget
 from slipstream.train.trainer import Trainer
@@ -284,6 +285,8 @@ def test_models_that_do_not_fit_are_refused(
     init = str(tmp_path / "pard2")
     with pytest.raises(ConfigError, match=r"is a PARD-2 model and keeps .* omit --feature-layers"):
         student(target, tokenizer, documents, init=init, feature_layers="-1")
+    with pytest.raises(ConfigError, match=r"is a PARD-2 model, .* go on from it with `train pard`"):
+        make_draft(DistillOptions(init=init), target, 0)
     file = tmp_path / "pard2" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"pard2_target_layers": [-1, -9]}))

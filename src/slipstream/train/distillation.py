@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
 from slipstream.draft.methods import DRAFT_MODEL
+from slipstream.draft.model.pard import reads_target
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.models.huggingface import AutoModelForCausalLM
 from slipstream.train.attention import ATTENTION
@@ -161,10 +162,20 @@ def distillation_loss(
     return loss, {"alpha": float(alpha), "agreement": float(agreement)}
 
 
-def make_draft(options: DistillOptions, target: FrozenTarget, seed: int) -> Any:
-    """The initial draft model that `options` describe; raises `ConfigError` or `ModelError`."""
+def make_draft(
+    options: DistillOptions, target: FrozenTarget, seed: int, *, may_read_target: bool = False
+) -> Any:
+    """The initial draft model that `options` describe; raises `ConfigError` or `ModelError`.
+
+    One that reads the target's hidden states is refused unless `may_read_target`.
+    """
     if options.init is not None:
         model = load_model(options.init, target.device)
+        if reads_target(model.config) and not may_read_target:
+            raise ConfigError(
+                f"{options.init!r} is a PARD-2 model, which reads the target's hidden states; go on from it with "
+                "`train pard`"
+            )
         if model.config.vocab_size != target.vocab_size:
             raise VocabularyMismatchError(
                 f"{options.init!r} has {model.config.vocab_size} tokens, the target {target.vocab_size}"

@@ -42,7 +42,7 @@ class PardStudent(DraftStudent):
         seed: int,
     ) -> None:
         """A model to begin with that names its mask token keeps it. Raises `ConfigError` and `ModelError`."""
-        model = make_draft(options, target, seed)
+        model = make_draft(options, target, seed, may_read_target=True)
         self._states = target_states(model, options, target, documents)
         is_pard2 = self._states is not None
         self.options = replace(options, loss=options.loss or (PARD2_LOSS if is_pard2 else LOSS))
