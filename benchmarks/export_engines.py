@@ -30,6 +30,7 @@ from benchmarks.harness.kept import Kept
 from benchmarks.harness.processes import Server, answer_of
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, sample_prompts
+from slipstream.draft.methods import HEADS
 from slipstream.text.prompts import encode_chat
 from slipstream.tools.export import ENGINES, SpeculativeRecord
 from slipstream.tools.export.contract import ExportedSetting
@@ -103,9 +104,14 @@ def earlier(settings: dict[str, Any], measured: list[str]) -> list[dict[str, Any
 
 def asked(num_prompts: int, max_tokens: int) -> Request:
     """Prompts of every task, answered by our target without speculation."""
-    llm = _target()
+    llm = alone(EMBEDDED_TARGET)
     rows = sample_prompts()[:num_prompts]
     prompts = [list(encode_chat(llm.engine.tokenizer, row["messages"])) for row in rows]
+    return answered(llm, prompts, max_tokens)
+
+
+def answered(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Request:
+    """The prompts with the answers of `llm`; those with no more than one token are left out."""
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
     ends = llm.engine.tokenizer.eos_token_id
     texts = [[token for token in output.outputs[0].token_ids if token != ends] for output in outputs]
@@ -120,9 +126,10 @@ def asked(num_prompts: int, max_tokens: int) -> Request:
 def ours(record: SpeculativeRecord, request: Request, begun: list[int]) -> Answers:
     """A chain, as the other engines run it, request by request, behind the first `begun` tokens of each answer."""
     config = {"method": record.method, "model": record.model, "num_speculative_tokens": record.depth}
-    chain = {"tree_top_k": 1} | ({"num_draft_nodes": None} if record.method == "eagle3" else {})
-    llm, answers = LLM(speculative_config=config | chain, kv_cache_dtype="float32"), []
-    drafts_for_prompts = record.method != "eagle3"  # a head drafts from the target's hidden states
+    chain = {"tree_top_k": 1, "num_draft_nodes": None}
+    llm = LLM(model=record.target, speculative_config=config | chain, kv_cache_dtype="float32")
+    answers = []
+    drafts_for_prompts = record.method not in HEADS  # a head drafts from the target's hidden states
     for prompt, text, num in zip(request["prompts"], request["texts"], begun, strict=True):
         given = text[:num] if drafts_for_prompts else text[: num - 1]
         tokens, passes = _answer(llm, prompt + given, len(text) - len(given))
@@ -154,7 +161,9 @@ def theirs(engine: str, program: str, run: Engine, record: SpeculativeRecord, re
             return {"failed": str(error)[-600:].replace(scratch, "SCRATCH")}
 
 
-def compared(here: Answers, there: Answers, request: Request) -> dict[str, Any]:
+def compared(
+    here: Answers, there: Answers, request: Request, target: str = EMBEDDED_TARGET
+) -> dict[str, Any]:
     """How many texts are the target's, where the others part from it, and what a pass accepts where they are."""
     parted, passes, num_tokens = [], {"ours": 0, "theirs": 0}, 0
     rows = zip(request["prompts"], request["texts"], here["answers"], there["answers"], strict=True)
@@ -163,7 +172,7 @@ def compared(here: Answers, there: Answers, request: Request) -> dict[str, Any]:
             raise RuntimeError(f"prompt {number}: our own text with drafts is another than without")
         tokens, begun, their_passes = other
         if tokens != expected:
-            parted.append({"prompt": number, **difference(prompt, expected, tokens)})
+            parted.append({"prompt": number, **difference(target, prompt, expected, tokens)})
             continue
         passes["ours"] += mine[2]
         passes["theirs"] += their_passes
@@ -181,14 +190,14 @@ def compared(here: Answers, there: Answers, request: Request) -> dict[str, Any]:
     }
 
 
-def difference(prompt: list[int], expected: list[int], tokens: list[int]) -> dict[str, Any]:
+def difference(target: str, prompt: list[int], expected: list[int], tokens: list[int]) -> dict[str, Any]:
     """Where two texts part first, and by how many nats our target prefers its own token there."""
     pairs = zip(expected, tokens, strict=False)
     position = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
     if position == min(len(expected), len(tokens)):
         return {"position": position, "lengths": [len(expected), len(tokens)]}
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
-    [output] = _target().generate([prompt + expected[:position]], params)
+    [output] = alone(target).generate([prompt + expected[:position]], params)
     [logprobs] = output.outputs[0].logprobs or [{}]
     mine, other = (logprobs.get(side[position]) for side in (expected, tokens))
     margin = None if mine is None or other is None else mine.logprob - other.logprob
@@ -196,14 +205,15 @@ def difference(prompt: list[int], expected: list[int], tokens: list[int]) -> dic
 
 
 @cache
-def _target() -> LLM:
-    return LLM(kv_cache_dtype="float32")
+def alone(target: str) -> LLM:
+    """The target without drafts."""
+    return LLM(model=target, speculative_config={"method": "off"}, kv_cache_dtype="float32")
 
 
 def vllm(python: str, setting: ExportedSetting, place: Path, request: Request) -> Answers:
     _, _, target, _, config = setting.argv
     given = {"target": target, "speculative_config": json.loads(config)}
-    return _worker(python, "vllm", given | request)
+    return answers_in(python, "vllm", given | request)
 
 
 def openvino(python: str, setting: ExportedSetting, place: Path, request: Request) -> Answers:
@@ -212,7 +222,7 @@ def openvino(python: str, setting: ExportedSetting, place: Path, request: Reques
     script.write_text(exact)
     path = f"{Path(python).parent}:/usr/bin:/bin"
     subprocess.run(["sh", script], env={**os.environ, "PATH": path}, check=True, capture_output=True)
-    return _worker(python, "openvino", {"values": _values(setting)} | request)
+    return answers_in(python, "openvino", {"values": _values(setting)} | request)
 
 
 def transformers(python: str, setting: ExportedSetting, place: Path, request: Request) -> Answers:
@@ -220,7 +230,7 @@ def transformers(python: str, setting: ExportedSetting, place: Path, request: Re
     prompts = [prompt + text[:1] for prompt, text in zip(request["prompts"], request["texts"], strict=True)]
     lengths = [length - 1 for length in request["lengths"]]
     given = {"values": _values(setting), "prompts": prompts, "lengths": lengths}
-    found = _worker(python, "transformers", given)
+    found = answers_in(python, "transformers", given)
     firsts = [text[:1] for text in request["texts"]]
     answers = zip(firsts, found["answers"], strict=True)
     return {**found, "answers": [[first + tokens, 1, passes] for first, (tokens, passes) in answers]}
@@ -231,7 +241,8 @@ def _values(setting: ExportedSetting) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _worker(python: str, engine: str, request: Request) -> Answers:
+def answers_in(python: str, engine: str, request: Request) -> Answers:
+    """What the engine's program in `export_workers` says, run by another environment's Python."""
     script = HERE / "export_workers" / f"{engine}_generate.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return answer_of([python, script], request, environment=environment)

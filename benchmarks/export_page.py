@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.command import DOCS
 from benchmarks.harness.page import table
+
+HEADS_RESULT = DOCS / "export_heads.json"
+"""Of `benchmarks.export_heads`, which is a section of the page."""
 
 NAMES = {
     "llama-cpp": "llama.cpp",
@@ -21,8 +27,18 @@ TOLERANCE = 0.02
 """Acceptance there may differ from ours by this share."""
 
 
+HEADS_TOLERANCE = 0.05
+"""The same of `benchmarks.export_heads`, whose texts are fewer."""
+
+
+def write_page(result: Path) -> None:
+    """Write the page beside the result of `benchmarks.export_engines`."""
+    text = page(json.loads(result.read_text(encoding="utf-8")))
+    result.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
 def page(result: dict[str, Any]) -> str:
-    """Markdown from the result of `benchmarks.export_engines`."""
+    """Markdown from the result of `benchmarks.export_engines`, and from `HEADS_RESULT` where that is there."""
     ran = [cell for cell in result["cells"] if "passes" in cell]
     commits = ", ".join(sorted({cell["commit"][:7] for cell in result["cells"]}))
     lines = [
@@ -55,7 +71,43 @@ def page(result: dict[str, Any]) -> str:
         f"Run {machine['date']} at commit {commits}. Nothing here is timed.",
         "Whether the engines' own parsers take every setting is [another result](export.json).",
     ]
+    if HEADS_RESULT.exists():
+        lines += ["", *_heads(json.loads(HEADS_RESULT.read_text(encoding="utf-8")))]
     return "\n".join(lines) + "\n"
+
+
+def _heads(result: dict[str, Any]) -> list[str]:
+    """The section of the heads that `benchmarks.export_heads` ran in llama.cpp."""
+    cells, machine = result["cells"], result["provenance"]
+    missed = [cell["name"] for cell in cells if abs(cell["theirs_over_ours"] - 1) > HEADS_TOLERANCE]
+    rows = [
+        [
+            *(cell["name"], f"{cell['same_texts']} of {cell['num_prompts']}", f"{cell['num_tokens']:,}"),
+            *(f"{cell['passes'][side]:,}" for side in ("ours", "theirs")),
+            *(f"{cell['accepted_per_pass'][side]:.3f}" for side in ("ours", "theirs")),
+            f"{cell['theirs_over_ours']:.3f}",
+        ]
+        for cell in cells
+    ]
+    return [
+        "## Our heads in a ready-made llama.cpp",
+        "",
+        "`python -m benchmarks.export_heads` ([raw result](export_heads.json)): llama.cpp "
+        f"{cells[0]['version']}, whose wheels read",
+        f"EAGLE-3, DFlash and DSpark heads. Answers of up to {result['max_tokens']} tokens, a chain of "
+        f"{result['depth']}. SmolLM2's head is the one that",
+        "ships here, asked questions of MT-bench. The block drafters were trained for two minutes, to have something to",
+        "compare, and are asked prompts of all tasks.",
+        "",
+        *table(("target and head", HEAD[2], "tokens in them", *HEAD[3:]), rows),
+        "",
+        "With weights in Q4_1 llama.cpp also rounds what a layer reads, in its own way, and its texts part from ours where",
+        "two tokens are nearly as likely. As above, acceptance is counted over the texts that are the same.",
+        f"The bar is a difference of {HEADS_TOLERANCE:.0%}: "
+        f"{'missed by ' + ' and '.join(missed) if missed else f'met by all {len(cells)}'}. "
+        f"Run {machine['date']} at commit",
+        f"{machine['commit'][:7]}.",
+    ]
 
 
 def met(cell: dict[str, Any]) -> bool:

@@ -101,7 +101,7 @@ def _block_folder(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoin
 
 
 def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
-    """The target too: llama.cpp reads GGUF files only. Nothing is written where either cannot be."""
+    """The target too, unless it is a GGUF file: llama.cpp reads no other. Nothing is written where either cannot be."""
     if record.method in (MEDUSA.name, HYDRA.name, EAGLE.name, PEAGLE.name):
         raise ExportError(f"llama.cpp runs no {record.method} heads; {NEAREST_TO_HEADS}")
     if record.method == MTP.name:
@@ -112,9 +112,11 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
     draft = None
     if record.method in (*DRAFT_MODELS, EAGLE3.name, DFLASH.name):
         draft = folder / f"{'draft' if record.method in DRAFT_MODELS else record.method}.gguf"
-    target = folder / "target.gguf"
+    target = None if names_gguf(target_of(record).path) else folder / "target.gguf"
     writers = []
     notes = ["16-bit and 32-bit weights are written as they are; llama-quantize makes smaller files of them"]
+    if target is None:
+        notes.append("the target is loaded as it is")
     if draft is not None and record.method == EAGLE3.name:
         files, model = target_of(record), model_of(record)
         head = read_head(model, files, record.revision)
@@ -128,14 +130,15 @@ def _llama_cpp(record: SpeculativeRecord, folder: Path) -> ConvertedCheckpoint:
         writers.append(dflash_writer(files, load_tokenizer(files.path), draft, model, record.revision))
     elif draft is not None:
         writers.append(model_writer(model_of(record), draft))
-    writers.append(model_writer(target_of(record).path, target))
+    if target is not None:
+        writers.append(model_writer(target_of(record).path, target))
     folder.mkdir(parents=True, exist_ok=True)
     for writer in writers:
         finish(writer)
     return ConvertedCheckpoint(
         target=target,
         draft=draft,
-        files=(target,) if draft is None else (target, draft),
+        files=tuple(file for file in (target, draft) if file is not None),
         notes=tuple(notes),
     )
 
