@@ -23,6 +23,8 @@ SMOLLM2_DRAFTERS = {"eagle3": str(_PAIR.parent / "smollm2" / "eagle3")}
 """Method to SmolLM2-135M-Instruct's own drafter, the best first."""
 SMOLLM2_SHAPE = {"num_speculative_tokens": 2, "tree_top_k": 1, "num_draft_nodes": None}
 """What its head drafts unless a configuration says otherwise: on a CPU its first two tokens gain and others cost."""
+OWN_DRAFTERS = {EMBEDDED: EMBEDDED_DRAFTERS, SMOLLM2_NAME: SMOLLM2_DRAFTERS}
+"""Name of a target, to method, to the folder of its own drafter."""
 _FOLDERS = {
     EMBEDDED: {**dict.fromkeys(("cascade", "slem", "tli"), EMBEDDED_DRAFT), **EMBEDDED_DRAFTERS},
     SMOLLM2_NAME: SMOLLM2_DRAFTERS,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from slipstream.assets.embedded import EMBEDDED, OWN_DRAFTERS
 from slipstream.errors import ModelError
 
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 """`REPO:FILE.gguf`, a file of the hub."""
+_BARE_IDS = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|openai-gpt")
+"""The decoders among the hub's ids of its first years, which have no owner; it gives out no more of these."""
+_RIGHT = "a checkpoint folder, a .gguf file or a hub id (owner/name)"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[^/]+$")
 
@@ -21,7 +26,10 @@ def names_gguf(path: str) -> bool:
 
 
 def check_model_path(path: str) -> None:
-    """Raise `ModelError` where a name can only be a path and nothing lies there; a hub id passes."""
+    """Raise `ModelError` where a name can only be a path and nothing lies there, and for a name that is none.
+
+    A hub id passes; so does one without an owner that is in the hub's cache, or among the few that the hub has.
+    """
     if names_gguf(path):
         if not Path(path).is_file() and HUB_FILE.fullmatch(path) is None:
             raise ModelError(f"there is no file {path!r}; a file of the hub is REPO:FILE.gguf")
@@ -30,6 +38,34 @@ def check_model_path(path: str) -> None:
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if folder.is_file() or (looks_local and not folder.is_dir()):
         raise ModelError(f"{path!r} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
+    if "/" not in path and not folder.is_dir():
+        _check_bare_name(path)
+
+
+def _check_bare_name(name: str) -> None:
+    """Raise `ModelError` unless the hub has, or had, a model of this name without an owner.
+
+    Asking the hub would take half a minute where it cannot be reached.
+    """
+    if name in OWN_DRAFTERS:
+        own = " and ".join(OWN_DRAFTERS[name])
+        raise ModelError(
+            f"{name!r} can be a target, or its own drafter with {own}, but not this; give {_RIGHT}"
+        )
+    if _BARE_IDS.fullmatch(name) or _in_hub_cache(name):
+        return
+    near = get_close_matches(name.lower(), OWN_DRAFTERS, n=1)
+    meant = f"; did you mean {near[0]!r}? Give" if near else "; give"
+    named = ", ".join(each for each in OWN_DRAFTERS if each != EMBEDDED)
+    raise ModelError(
+        f"there is no model {name!r}{meant} {_RIGHT}, or the name of a target: {EMBEDDED}, {named}"
+    )
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (Path(HF_HUB_CACHE) / f"models--{name}").is_dir()
 
 
 def models_in(options: object) -> Iterator[str]:

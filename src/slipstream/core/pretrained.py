@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from slipstream.assets.embedded import EMBEDDED, EMBEDDED_DRAFTERS, SMOLLM2_DRAFTERS, SMOLLM2_NAME
 from slipstream.config import cache_folder
+from slipstream.draft.methods import DRAFT_MODELS, full_name
 from slipstream.errors import ModelError
 from slipstream.rpc.children import child_environment, module_command
 
@@ -98,6 +100,26 @@ def path_of(model: str, on_start: Callable[[PretrainedModel], None] = lambda mod
     if named is None or Path(model).exists():
         return model
     return str(fetch(named, lambda: on_start(named)))
+
+
+def with_fetched_drafts(
+    options: Any, method: str = "", on_start: Callable[[PretrainedModel], None] = lambda model: None
+) -> Any:
+    """Return a drafter's keys with the file's path where a draft model is one of `NAMED`, as `path_of` does.
+
+    So are those of drafters inside it. `method` is the drafter's where the keys do not name it.
+    """
+    if isinstance(options, list):
+        return [with_fetched_drafts(each, on_start=on_start) for each in options]
+    if not isinstance(options, Mapping):
+        return options
+    is_model = full_name(str(options.get("method", method))) in DRAFT_MODELS
+    return {
+        key: path_of(value, on_start)
+        if is_model and key == "model" and isinstance(value, str)
+        else with_fetched_drafts(value, on_start=on_start)
+        for key, value in options.items()
+    }
 
 
 def name_of(path: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.garbage import uncollected
-from slipstream.core.pretrained import path_of
+from slipstream.core.pretrained import path_of, with_fetched_drafts
 from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.registry import make_drafter
 from slipstream.engine.control import create_policy
@@ -54,6 +54,9 @@ def make_engine(
     config = EngineConfig.from_options(model, engine_options)
     if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)
+    if speculative_config is not None:
+        options = with_fetched_drafts(speculative_config.options, speculative_config.method)
+        speculative_config = replace(speculative_config, options=options)
     with uncollected():
         return create_engine(config, speculative_config, like=like)
 

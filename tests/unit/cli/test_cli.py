@@ -100,8 +100,8 @@ REFUSALS = {
     "unknown verifier": (["hi", "--verifier", "couple"], "did you mean 'coupled'?"),
     "tokens without drafter": (["hi", "--spec", "off", "--num-speculative-tokens", "3"], "needs a drafter"),
     "no draft tokens": (["hi", "--num-speculative-tokens", "0"], "must be a whole number of at least 1"),
-    "draft of another target": (["hi", "--model", "x", "--spec", "draft"], "--spec draft:PATH"),
-    "head of another target": (["hi", "--model", "x", "--spec", "eagle3"], "--spec eagle3:PATH"),
+    "draft of another target": (["hi", "--model", "no/x", "--spec", "draft"], "--spec draft:PATH"),
+    "head of another target": (["hi", "--model", "no/x", "--spec", "eagle3"], "--spec eagle3:PATH"),
     "nothing to compare": (["hi", "--spec", "off", "--compare"], "needs speculation to compare with"),
     "empty prompt": ([""], "the prompt is empty"),
     "blank prompt": (["  \n"], "the prompt is empty"),
@@ -432,7 +432,7 @@ def test_a_tree_of_the_embedded_targets_own_drafter(method: str, full: str, mode
     speculation = json.loads(result.stdout)["speculation"]
     assert (speculation["method"], speculation["model"]) == (full, model)
     assert speculation["tree_top_k"] == 3
-    elsewhere = run("generate", "hi", "--model", "x", "--speculative-config", config)
+    elsewhere = run("generate", "hi", "--model", "no/x", "--speculative-config", config)
     assert elsewhere.exit_code == 2
     assert f"{full} needs 'model'" in elsewhere.stderr
 

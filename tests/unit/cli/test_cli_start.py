@@ -169,8 +169,8 @@ def test_a_name_that_leads_nowhere_here_is_said_to_be_one_of_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     hub = "(no file or folder here, so looked for on the hub)"
-    draft = CliRunner().invoke(app, ["generate", "hi", "--draft", "nope", "--max-tokens", "2"])
-    assert f"with the draft nope {hub}\n" in draft.stderr
+    draft = CliRunner().invoke(app, ["generate", "hi", "--draft", "no/draft", "--max-tokens", "2"])
+    assert f"with the draft no/draft {hub}\n" in draft.stderr
     model = CliRunner().invoke(app, ["generate", "hi", "--model", "no/pe", "--max-tokens", "2"])
     assert f"loading no/pe {hub}\n" in model.stderr
     assert draft.exit_code == model.exit_code == 2
@@ -203,7 +203,7 @@ def test_a_terminal_has_a_spinner_that_leaves_no_trace(monkeypatch: pytest.Monke
 def test_names_that_lead_nowhere_are_told_from_ids_of_the_hub(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(bytes(3 * 2**20))
-    for good in (str(file), str(tmp_path), "org/model", "org/repo:file.gguf", "model"):
+    for good in (str(file), str(tmp_path), "org/model", "org/repo:file.gguf"):
         check_model_path(good)
     for bad in (f"{tmp_path}/other.gguf", f"{tmp_path}/other", "./other", "~/other", "a/b/c"):
         with pytest.raises(ModelError, match=r"other|a/b/c"):
@@ -213,6 +213,28 @@ def test_names_that_lead_nowhere_are_told_from_ids_of_the_hub(tmp_path: Path) ->
         check_model_path(str(tmp_path / "plain.txt"))
     assert describe(str(file)) == f"{file} (3 MiB)"
     assert describe("org/model") == "org/model (no file or folder here, so looked for on the hub)"
+
+
+def test_names_without_an_owner_are_refused_unless_the_hub_has_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models--cached").mkdir()
+    (tmp_path / "folder").mkdir()
+    for good in ("gpt2", "gpt2-medium", "distilgpt2", "cached", "folder"):
+        check_model_path(good)
+    right = r"a checkpoint folder, a \.gguf file or a hub id \(owner/name\)"
+    with pytest.raises(
+        ModelError, match=rf"'smollm3'; did you mean 'smollm2'\? Give {right}, or .*: embedded, smollm2"
+    ):
+        check_model_path("smollm3")
+    with pytest.raises(ModelError, match=rf"there is no model 'gpt2-mine'; give {right}"):
+        check_model_path("gpt2-mine")
+    with pytest.raises(
+        ModelError, match=rf"'smollm2' can be .* its own drafter with eagle3, but not this; give {right}"
+    ):
+        check_model_path("smollm2")
 
 
 def test_models_of_inner_drafters_are_found() -> None:

@@ -35,12 +35,12 @@ def test_a_model_is_an_argument_or_a_flag(verb: list[str]) -> None:
     """What is refused behind the model is refused alike, and two models are one too many."""
     said = {
         run(*verb, *way).output
-        for way in (["there"], ["--model", "there"], ["-m", "there"], ["there", "-m", "there"])
+        for way in (["a/there"], ["--model", "a/there"], ["-m", "a/there"], ["a/there", "-m", "a/there"])
     }
     assert len(said) == 1
-    two = run(verb[0], "here", "--model", "there")
+    two = run(verb[0], "a/here", "--model", "a/there")
     assert two.exit_code == 2
-    assert "two models are given: 'here' and --model 'there'; omit one of them" in two.output
+    assert "two models are given: 'a/here' and --model 'a/there'; omit one of them" in two.output
 
 
 def test_chat_without_a_template_says_raw(tmp_path: Path) -> None:

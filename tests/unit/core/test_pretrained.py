@@ -14,8 +14,15 @@ from slipstream import LLM
 from slipstream.assets.embedded import SMOLLM2_DRAFTERS, portable
 from slipstream.config import SpeculativeConfig
 from slipstream.core import pretrained
-from slipstream.core.pretrained import SMOLLM2, PretrainedModel, fetch, name_of, own_drafters
-from slipstream.errors import ModelError
+from slipstream.core.pretrained import (
+    SMOLLM2,
+    PretrainedModel,
+    fetch,
+    name_of,
+    own_drafters,
+    with_fetched_drafts,
+)
+from slipstream.errors import ModelError, VocabularyMismatchError
 
 CONTENT = b"weights"
 MODEL = PretrainedModel(
@@ -118,3 +125,29 @@ def test_a_drafter_is_named_like_its_target(method: str) -> None:
 def test_a_model_is_loaded_by_its_name(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "fetch", lambda model, on_start: Path(smollm2))
     assert LLM("smollm2", max_num_seqs=1, max_model_len=128).engine.config.model == smollm2
+
+
+def test_a_draft_model_is_named_too(models: Path) -> None:
+    """Also inside another drafter; a head of that name stays, and is refused where it is looked for."""
+    models.mkdir()
+    SMOLLM2.path().touch()
+    draft = {"method": "draft", "model": "smollm2"}
+    inner = {
+        "drafters": [{"method": "suffix"}, draft],
+        "other": {"a": {"method": "medusa", "model": "smollm2"}},
+    }
+    path = str(SMOLLM2.path())
+    assert with_fetched_drafts({"model": "smollm2", "depth": 2}, "tli") == {"model": path, "depth": 2}
+    assert with_fetched_drafts(inner, "auto") == {
+        "drafters": [{"method": "suffix"}, {**draft, "model": path}],
+        "other": inner["other"],
+    }
+
+
+def test_a_named_draft_is_loaded(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "fetch", lambda model, on_start: Path(smollm2))
+    with pytest.raises(VocabularyMismatchError, match=r"SmolLM2.* has another vocabulary"):
+        LLM(speculative_config={"method": "draft_model", "model": "smollm2"})
+    for config in ({"method": "medusa", "model": "smollm2"}, {"method": "eagle3", "model": "smollm3"}):
+        with pytest.raises(ModelError, match=r"'smollm\d'"):
+            LLM(speculative_config=config)

@@ -91,10 +91,8 @@ def test_a_name_that_is_no_folder_is_said_to_be_taken_as_a_hub_id(
 
     monkeypatch.setattr("slipstream.models.configuration.AutoConfig.from_pretrained", fail)
     monkeypatch.setattr("slipstream.models.tokenizer.AutoTokenizer.from_pretrained", fail)
-    with pytest.raises(
-        ModelError, match=r"'no-such-folder' \(no folder of that name, so taken as a hub id\)"
-    ):
-        load("no-such-folder")
+    with pytest.raises(ModelError, match=r"'no/such-model' \(no folder of that name, so taken as a hub id\)"):
+        load("no/such-model")
 
 
 def test_no_weights(checkpoint: Path) -> None:

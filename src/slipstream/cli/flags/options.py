@@ -11,7 +11,7 @@ import typer
 
 from slipstream.cli.flags.flags import FlagSet, Values
 from slipstream.cli.flags.speculation import SpeculationFlags, speculative_config
-from slipstream.cli.output.console import stderr
+from slipstream.cli.output.console import say_fetching, stderr
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path, describe, models_in
 from slipstream.core.pretrained import own_drafters, path_of
@@ -48,7 +48,7 @@ def target_path(model: str | None) -> str | None:
     name cannot be fetched."""
     if model is None or model == "embedded":
         return None
-    model = path_of(model, lambda named: stderr().print(f"fetching {named} …", markup=False))
+    model = path_of(model, say_fetching)
     if not (model.endswith(".json") and Path(model).is_file()):  # `plan` reads a configuration alone
         check_model_path(model)
     return model

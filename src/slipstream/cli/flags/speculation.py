@@ -13,9 +13,10 @@ from typing import Any
 from slipstream.assets import EMBEDDED_DRAFTERS
 from slipstream.assets.embedded import SMOLLM2_NAME, SMOLLM2_SHAPE
 from slipstream.cli.flags.flags import parse_json
+from slipstream.cli.output.console import say_fetching
 from slipstream.config import SpeculativeConfig, check_types, reject_unknown, renamed
 from slipstream.core.model_path import check_model_path, models_in
-from slipstream.core.pretrained import own_drafters
+from slipstream.core.pretrained import own_drafters, with_fetched_drafts
 from slipstream.draft.methods import (
     ALIASES,
     AUTO,
@@ -73,6 +74,7 @@ def speculative_config(flags: SpeculationFlags, model: str | None) -> Speculativ
     Raises `ConfigError` for contradictions, and for all errors that show without loading a model.
     """
     config = _chosen(flags, own_drafters(model))
+    config = replace(config, options=with_fetched_drafts(config.options, config.method, say_fetching))
     if flags.reasoning_draft is not None:
         config = replace(config, reasoning=_reasoning(flags.reasoning_draft, config))
     if flags.num_speculative_tokens is not None:

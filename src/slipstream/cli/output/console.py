@@ -29,6 +29,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
+def say_fetching(model: object) -> None:
+    """Say on standard error that a model is downloaded."""
+    stderr().print(f"fetching {model} …", markup=False)
+
+
 def results() -> Console:
     """Standard output, for reports that are results. Answers are written by `Painter`, character by character."""
     return Console(highlight=False, soft_wrap=True, emoji=False)

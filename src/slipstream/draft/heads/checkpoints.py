@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slipstream.core.model_path import names_gguf
+from slipstream.core.model_path import check_model_path, names_gguf
 from slipstream.draft.heads.gguf_heads import read_gguf_head
 from slipstream.errors import ModelError
 from slipstream.models.outline import ModelOutline
@@ -200,6 +200,7 @@ def _folder(path: str, revision: str | None, weight_files: tuple[str, ...]) -> P
         return Path(path)
     if path.startswith((".", "/", "~")):
         raise ModelError(f"there is no folder {path!r}")
+    check_model_path(path)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json", *weight_files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -212,6 +213,7 @@ def _shaped(shape: Seq[int], kind: str) -> Tensor:
 
 
 def _outline_of_hub(path: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    check_model_path(path)
     try:
         config = json.loads(Path(hf_hub_download(path, "config.json", revision=revision)).read_text())
         found = get_safetensors_metadata(path, revision=revision)
