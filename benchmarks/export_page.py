@@ -96,13 +96,13 @@ def _heads(result: dict[str, Any]) -> list[str]:
         f"{cells[0]['version']}, whose wheels read",
         f"EAGLE-3, DFlash and DSpark heads. Answers of up to {result['max_tokens']} tokens, a chain of "
         f"{result['depth']}. SmolLM2's head is the one that",
-        "ships here, asked questions of MT-bench. The block drafters were trained for two minutes, to have something to",
-        "compare, and are asked prompts of all tasks.",
+        "ships here, asked questions of MT-bench. The block drafters were trained for two minutes, to have something",
+        "to compare, and are asked prompts of all tasks.",
         "",
         *table(("target and head", HEAD[2], "tokens in them", *HEAD[3:]), rows),
         "",
-        "With weights in Q4_1 llama.cpp also rounds what a layer reads, in its own way, and its texts part from ours where",
-        "two tokens are nearly as likely. As above, acceptance is counted over the texts that are the same.",
+        "With weights in Q4_1 llama.cpp also rounds what a layer reads, in its own way, and its texts part from ours",
+        "where two tokens are nearly as likely. As above, acceptance is counted over the texts that are the same.",
         f"The bar is a difference of {HEADS_TOLERANCE:.0%}: "
         f"{'missed by ' + ' and '.join(missed) if missed else f'met by all {len(cells)}'}. "
         f"Run {machine['date']} at commit",

@@ -101,6 +101,17 @@ def test_the_files_say_what_llama_cpp_reads(embedded: ConvertedCheckpoint) -> No
     assert all(entry.tensor_type.name == "F32" for entry in tensors.values() if len(entry.shape) == 1)
 
 
+def test_a_target_that_is_a_gguf_file_stays_as_it_is(embedded: ConvertedCheckpoint, tmp_path: Path) -> None:
+    made = convert(record(target=str(embedded.target)), "llama_cpp", tmp_path)
+    assert (made.target, made.files) == (None, (made.draft,))
+    assert "the target is loaded as it is" in made.notes
+    assert list(tmp_path.iterdir()) == [made.draft]
+    (keys, mine), (others, theirs) = contents_of(made.draft), contents_of(embedded.draft)
+    assert keys == others
+    assert mine.keys() == theirs.keys()
+    assert all((entry.data == theirs[name].data).all() for name, entry in mine.items())
+
+
 @pytest.mark.parametrize("more", [{}, {"own_embedding": True, "norm_before_residual": True}])
 def test_a_pruned_head_has_absolute_ids_and_is_read_as_it_is(
     more: dict[str, Any], small: str, tmp_path: Path
