@@ -57,14 +57,19 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, required=True, help="MT-bench's questions")
     parser.add_argument("--trained", type=Path, help="a folder with a training run's output a block drafter")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--only", default="", help="cells whose name contains this; others stay as they were")
     options = parser.parse_args()
     kept = Kept(HEADS_RESULT, vars(options))
     kept.origin["command"] = "python -m benchmarks.export_heads"
+    before = {}
+    if options.only and HEADS_RESULT.exists():
+        before = {cell["name"]: cell for cell in json.loads(HEADS_RESULT.read_text())["cells"]}
     with tempfile.TemporaryDirectory() as scratch:
-        cells = [
-            kept.cell(name, partial(measured, name, record, request, options))
-            for name, record, request in cases(options, Path(scratch))
-        ]
+        for name, record, request in cases(options, Path(scratch)):
+            if options.only in name:
+                found = kept.cell(name, partial(measured, name, record, request, options))
+                before[name] = {**found, "commit": kept.origin["commit"]}
+    cells = list(before.values())
     for cell in cells:
         print(json.dumps(cell), flush=True)
     kept.finish({"max_tokens": options.max_tokens, "depth": NUM_TOKENS, "cells": cells})
@@ -78,10 +83,8 @@ def cases(
     file = fetch(SMOLLM2)
     texts = [text for _, text in questions(options.questions, PER_CATEGORY)]
     head = SMOLLM2_DRAFTERS[EAGLE3.name]
-    for name, target in (
-        ("SmolLM2, float32", widened(file, scratch / "smollm2")),
-        ("SmolLM2, Q4_1", str(file)),
-    ):
+    wide = widened(file, scratch / "smollm2")
+    for name, target in (("SmolLM2, float32", wide), ("SmolLM2, Q4_1", str(file))):
         record = SpeculativeRecord(method=EAGLE3.name, target=target, model=head, depth=NUM_TOKENS)
         yield f"{name}, EAGLE-3", record, partial(of_questions, target, file, texts, options.max_tokens)
     for kind, name in ((DFLASH.name, "DFlash"), (DSPARK, "DSpark")):

@@ -105,8 +105,8 @@ def _heads(result: dict[str, Any]) -> list[str]:
         "where two tokens are nearly as likely. As above, acceptance is counted over the texts that are the same.",
         f"The bar is a difference of {HEADS_TOLERANCE:.0%}: "
         f"{'missed by ' + ' and '.join(missed) if missed else f'met by all {len(cells)}'}. "
-        f"Run {machine['date']} at commit",
-        f"{machine['commit'][:7]}.",
+        f"Run {machine['date']} at",
+        f"commit {', '.join(dict.fromkeys(cell['commit'][:7] for cell in cells))}.",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
+from slipstream.config import SpeculativeConfig
 from slipstream.draft.heads.checkpoints import outline_checkpoint, read_checkpoint
 from slipstream.draft.heads.description import HeadOnDisk, method_of
 from slipstream.draft.heads.dflash_files import read_dflash, save_dflash
@@ -21,10 +23,12 @@ from slipstream.errors import ModelError
 from slipstream.models import load_tokenizer
 from slipstream.models.files.gguf import open_gguf
 from slipstream.tools.doctor.examination import kind_of
+from slipstream.tools.export import SpeculativeRecord, from_own, settings_format
 from slipstream.tools.export.checkpoints import convert
 from slipstream.tools.export.checkpoints.gguf_dflash import dflash_writer
 from slipstream.tools.export.checkpoints.gguf_models import finish
 from slipstream.tools.export.checkpoints.target_files import TargetFiles
+from slipstream.tools.export.converting import converted
 from tests.export.test_checkpoint_dflash import saved
 from tests.export.test_checkpoint_eagle import record
 from tests.kit.dflash_heads import attend_over
@@ -218,3 +222,28 @@ def test_a_dspark_head_drafts_from_its_anchor_where_the_file_does_not_say(tmp_pa
     _, file = exported(tmp_path, **HEADS["DSpark"])
     path = changed(file, tmp_path / "silent.gguf", {"dflash.sample_from_anchor": None})
     assert read_dflash(path, TargetFiles(EMBEDDED_TARGET)).config.from_anchor
+
+
+@pytest.mark.parametrize(
+    ("engine", "plain", "dspark"),
+    [
+        ("llama-cpp", "draft-dflash", "draft-dspark"),
+        ("vllm", "dflash", "dspark"),
+        ("sglang", "DFLASH", "DSPARK"),
+    ],
+)
+def test_engines_with_a_method_of_its_own_for_dspark_get_that(
+    engine: str, plain: str, dspark: str, tmp_path: Path
+) -> None:
+    """Run as a DFlash head, one of DSpark's loses what its anchor's row drafts, without an error."""
+    for name, method in (("plain", plain), ("DSpark", dspark)):
+        for path in exported(tmp_path / name, **HEADS[name]):
+            config = SpeculativeConfig(DFLASH.name, options={"model": str(path)})
+            setting = settings_format(engine).to_engine(from_own(config, EMBEDDED_TARGET)[0])
+            words = re.findall(r"[\w-]+", " ".join(setting.argv))
+            assert method in words
+            assert (dspark in words) == (name == "DSpark")
+            assert SpeculativeRecord.from_mapping(setting.record.to_mapping()) == setting.record
+    made, _ = converted(from_own(config, EMBEDDED_TARGET)[0], engine, tmp_path / "made")
+    assert made.head is not None
+    assert made.head.method == DFLASH.name

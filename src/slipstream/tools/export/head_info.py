@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from slipstream.config import reject_unknown
+from slipstream.core.model_path import names_gguf
 from slipstream.draft.methods import (
     DFLASH,
     EAGLE,
@@ -80,6 +81,8 @@ CONVENTIONS = ("before_layer", "after_layer")
 that wrote it, one less (SpecForge, TensorRT-LLM, and SGLang's explicit ids)."""
 SPECULATORS = "speculators"
 """The layout of that library, whose heads are EAGLE-3's."""
+DSPARK = "dspark"
+"""DFlash heads of which the last committed token's row drafts too: other engines have a method of its own for them."""
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 
 
@@ -127,10 +130,10 @@ class HeadNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInfo:
-    """A head of EAGLE, Medusa or Hydra, or a layer for multi-token prediction."""
+    """A head of EAGLE, Medusa, Hydra or DSpark, or a layer for multi-token prediction."""
 
     layout: str
-    """`eagle`, `eagle3`, `speculators`, `medusa`, `hydra` or `mtp`."""
+    """`eagle`, `eagle3`, `speculators`, `medusa`, `hydra`, `dspark` or `mtp`."""
     version: int = 0
     """Version of EAGLE, 1 or 3; 0 for others."""
     num_layers: int = 1
@@ -155,7 +158,7 @@ class HeadInfo:
         """The method that runs it."""
         if self.reads_masks:
             return PEAGLE.name
-        return EAGLE3.name if self.layout == SPECULATORS else self.layout
+        return {SPECULATORS: EAGLE3.name, DSPARK: DFLASH.name}.get(self.layout, self.layout)
 
 
 def read_config(folder: str | Path) -> dict[str, Any] | None:
@@ -180,7 +183,12 @@ def context_length(folder: str | None) -> int | None:
 
 
 def head_info(folder: str | Path) -> HeadInfo | None:
-    """The info of the head in a local folder; None for anything else. Raises `ModelError` for a damaged checkpoint."""
+    """The info of the head in a local folder; None for anything else, but for DSpark's heads in a GGUF file.
+
+    Raises `ModelError` for a damaged checkpoint.
+    """
+    if names_gguf(str(folder)):
+        return HeadInfo(layout=DSPARK) if _is_dspark_file(Path(folder)) else None
     config = read_config(folder) if Path(folder).is_dir() else None
     if config is None:
         return None
@@ -189,6 +197,8 @@ def head_info(folder: str | Path) -> HeadInfo | None:
         return None
     if layout in (MEDUSA.name, HYDRA.name):
         return HeadInfo(layout=layout, num_heads=config.get(f"{layout}_num_heads") or config.get("num_heads"))
+    if layout == DSPARK:
+        return HeadInfo(layout=layout)
     if layout == MTP.name:
         return HeadInfo(layout=layout, num_layers=config.get("num_nextn_predict_layers", 1))
     return _eagle_info(layout, config, _Tensors(Path(folder)))
@@ -196,11 +206,29 @@ def head_info(folder: str | Path) -> HeadInfo | None:
 
 def _layout(config: Mapping[str, Any]) -> str | None:
     kind = kind_of_checkpoint(config)
-    if kind == DFLASH.name:
-        return None  # each engine reads these heads as they are, or not at all
+    if kind == DFLASH.name:  # each engine reads these heads as they are, or not at all
+        return DSPARK if _is_dspark(config) else None
     if kind in (EAGLE3.name, PEAGLE.name):
         return SPECULATORS if "speculators_model_type" in config else EAGLE3.name
     return kind if kind in HEADS else None
+
+
+def _is_dspark(config: Mapping[str, Any]) -> bool:
+    """Whether a DFlash head is DSpark's, as `draft.heads.dflash_layouts` tells them, and its anchor's row drafts."""
+    own = {**config, **(config.get("dflash_config") or {})}
+    named = "".join(map(str, config.get("architectures") or ()))
+    is_so = "DSpark" in named or DSPARK in (own.get("projector_type"), config.get("speculators_model_type"))
+    return is_so and own.get("sample_from_anchor") is not False
+
+
+def _is_dspark_file(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    from slipstream.models.files.gguf import open_gguf
+
+    opened = open_gguf(str(file))
+    from_anchor = opened.fields.get(f"{DFLASH.name}.sample_from_anchor", True)
+    return opened.architecture == DFLASH.name and "markov_w1.weight" in opened.tensors and bool(from_anchor)
 
 
 def _eagle_info(layout: str, config: Mapping[str, Any], tensors: _Tensors) -> HeadInfo:

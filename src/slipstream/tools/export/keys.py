@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.config import reject_unknown
 from slipstream.draft.methods import METHODS, NGRAM
+from slipstream.tools.export.head_info import DSPARK
 from slipstream.tools.export.reading import whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord, SuffixLimits, TreeShape
 
@@ -81,6 +82,18 @@ def written(record: SpeculativeRecord, keys: Iterable[Key]) -> dict[str, Any]:
     """The engine's keys and values that say a record, in the order of the table."""
     values = {key.name: key.written(record) for key in keys if record.method in key.methods}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def named_by_head(given: SpeculativeRecord, key: str, engine: str) -> dict[str, Any]:
+    """`key` with the engine's own name of the method for DSpark's heads; empty for all others.
+
+    `given` is the record as it came, with its head.
+    """
+    if given.head is None or given.head.layout != DSPARK:
+        return {}
+    names = METHODS[given.method].elsewhere.get(engine, ())
+    own = next((name for name in names if DSPARK in name.lower()), None)
+    return {} if own is None else {key: own}
 
 
 def fields_found(

@@ -33,7 +33,16 @@ from slipstream.tools.export.contract import (
     changes_the_text,
     no_counterpart,
 )
-from slipstream.tools.export.keys import SAMPLINGS, Key, check_keys, fields_found, left_out, names_of, written
+from slipstream.tools.export.keys import (
+    SAMPLINGS,
+    Key,
+    check_keys,
+    fields_found,
+    left_out,
+    named_by_head,
+    names_of,
+    written,
+)
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, SpeculativeRecord
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
@@ -156,7 +165,7 @@ class LlamaCppSettings(SettingsFormat):
             losses.change("ngram", NgramLookup(length, length), why)
 
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
-        words = _words(record, version != WITHOUT_SAMPLED_DRAFTS)
+        words = _words(record, given, version != WITHOUT_SAMPLED_DRAFTS)
         return ("llama-server", *_model_words(given.target), *words), ()
 
     def notes(self, record: SpeculativeRecord, given: SpeculativeRecord) -> list[str]:
@@ -242,8 +251,8 @@ def _adapt_verification(record: SpeculativeRecord, losses: Losses, samples_draft
         losses.change("draft_sampling", None, "llama.cpp drafts the most probable tokens here")
 
 
-def _words(record: SpeculativeRecord, samples_drafts: bool) -> list[str]:
-    values = written(record, TABLE)
+def _words(record: SpeculativeRecord, given: SpeculativeRecord, samples_drafts: bool) -> list[str]:
+    values = written(record, TABLE) | named_by_head(given, "--spec-type", LLAMA_CPP)
     if not samples_drafts:
         values.pop(SAMPLING, None)
     words = [word for flag, value in values.items() for word in (flag, str(value))]

@@ -34,7 +34,15 @@ from slipstream.tools.export.contract import (
     changes_the_text,
     no_counterpart,
 )
-from slipstream.tools.export.keys import Key, check_keys, fields_found, left_out, names_of, written
+from slipstream.tools.export.keys import (
+    Key,
+    check_keys,
+    fields_found,
+    left_out,
+    named_by_head,
+    names_of,
+    written,
+)
 from slipstream.tools.export.reading import (
     PythonCall,
     SettingSource,
@@ -131,7 +139,7 @@ class SglangSettings(SettingsFormat):
         _adapt_schedule(losses)
 
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
-        words, files = _words(record)
+        words, files = _words(record, given)
         server = ("python", "-m", "sglang.launch_server", "--model-path", given.target or "MODEL")
         return [*server, *words, *_token_map(given)], files
 
@@ -186,7 +194,7 @@ class SglangSettings(SettingsFormat):
         algorithm = str(algorithm).upper()
         if algorithm in ELSEWHERE:
             raise no_counterpart(f"SGLang's algorithm {algorithm}", ELSEWHERE[algorithm])
-        reject_unknown([algorithm], ALGORITHMS.values(), "algorithm of SGLang")
+        reject_unknown([algorithm], names_from(SGLANG), "algorithm of SGLang")
         _check_thresholds(given)
         notes = left_out(given, USED_FLAGS, "it sets loading or speed of SGLang's own parts")
         return _record(names_from(SGLANG)[algorithm], given, target, source, notes), notes
@@ -228,8 +236,8 @@ def _adapt_schedule(losses: Losses) -> None:
     losses.change("depth", deepest, "SGLang's steps are the schedule's deepest")
 
 
-def _words(record: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ...]]:
-    values = written(record, TABLE)
+def _words(record: SpeculativeRecord, given: SpeculativeRecord) -> tuple[list[str], tuple[ExportedFile, ...]]:
+    values = written(record, TABLE) | named_by_head(given, _PREFIX + "algorithm", SGLANG)
     if record.tree is not None:
         top_k, num_nodes = record.tree.top_k, record.tree.num_nodes
         values |= {_PREFIX + "eagle-topk": top_k, _PREFIX + "num-draft-tokens": num_nodes + 1}
@@ -301,8 +309,8 @@ def _shape(given: Mapping[str, Any], method: str, notes: list[str]) -> tuple[int
         for name in _NUMBERS
         if _PREFIX + name in given
     }
-    if not number and _PREFIX + "adaptive" in given:  # a chain, as deep as its configuration says
-        return None, None
+    if not number and (_PREFIX + "adaptive" in given or method not in _DEFAULT_SHAPES):
+        return None, None  # a chain, as deep as its configuration or the head's says
     if not number:
         number = dict(zip(_NUMBERS, _DEFAULT_SHAPES[method], strict=True))
         if method in (EAGLE.name, EAGLE3.name):

@@ -35,7 +35,16 @@ from slipstream.tools.export.contract import (
     changes_the_text,
     no_counterpart,
 )
-from slipstream.tools.export.keys import SAMPLINGS, Key, check_keys, fields_found, left_out, names_of, written
+from slipstream.tools.export.keys import (
+    SAMPLINGS,
+    Key,
+    check_keys,
+    fields_found,
+    left_out,
+    named_by_head,
+    names_of,
+    written,
+)
 from slipstream.tools.export.reading import SettingSource, command_flags, real_number, whole_number
 from slipstream.tools.export.record import NgramLookup, ScheduleRange, SpeculativeRecord, SuffixLimits
 from slipstream.tools.export.refusals import refuse_method, refuse_tree
@@ -171,7 +180,7 @@ class VllmSettings(SettingsFormat):
             )
 
     def form(self, record: SpeculativeRecord, given: SpeculativeRecord, version: str) -> Form:
-        config = written(record, TABLE)
+        config = written(record, TABLE) | named_by_head(given, "method", VLLM)
         command = ["vllm", "serve", record.target or "MODEL"]
         if not config:
             return command, ()
