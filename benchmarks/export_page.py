@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import DOCS
-from benchmarks.harness.page import table
+from benchmarks.harness.page import table, wrapped
 
 HEADS_RESULT = DOCS / "export_heads.json"
 """Of `benchmarks.export_heads`, which is a section of the page."""
@@ -89,25 +89,22 @@ def _heads(result: dict[str, Any]) -> list[str]:
         ]
         for cell in cells
     ]
-    return [
-        "## Our heads in a ready-made llama.cpp",
-        "",
-        "`python -m benchmarks.export_heads` ([raw result](export_heads.json)): llama.cpp "
-        f"{cells[0]['version']}, whose wheels read",
-        f"EAGLE-3, DFlash and DSpark heads. Answers of up to {result['max_tokens']} tokens, a chain of "
-        f"{result['depth']}. SmolLM2's head is the one that",
-        "ships here, asked questions of MT-bench. The block drafters were trained for two minutes, to have something",
-        "to compare, and are asked prompts of all tasks.",
-        "",
-        *table(("target and head", HEAD[2], "tokens in them", *HEAD[3:]), rows),
-        "",
-        "With weights in Q4_1 llama.cpp also rounds what a layer reads, in its own way, and its texts part from ours",
-        "where two tokens are nearly as likely. As above, acceptance is counted over the texts that are the same.",
-        f"The bar is a difference of {HEADS_TOLERANCE:.0%}: "
-        f"{'missed by ' + ' and '.join(missed) if missed else f'met by all {len(cells)}'}. "
-        f"Run {machine['date']} at",
-        f"commit {', '.join(dict.fromkeys(cell['commit'][:7] for cell in cells))}.",
-    ]
+    verdict = f"missed by {' and '.join(missed)}" if missed else f"met by all {len(cells)}"
+    commits = ", ".join(dict.fromkeys(cell["commit"][:7] for cell in cells))
+    about = (
+        f"Written by `python -m benchmarks.export_heads` ([raw result](export_heads.json)): llama.cpp "
+        f"{cells[0]['version']}, whose wheels read EAGLE-3, DFlash and DSpark heads. Answers of up to "
+        f"{result['max_tokens']} tokens, a chain of {result['depth']}. SmolLM2's head is the one that ships here, "
+        "asked questions of MT-bench. The block drafters were trained for two minutes, to have something to compare, "
+        "and are asked prompts of all tasks."
+    )
+    behind = (
+        "With weights in Q4_1 llama.cpp also rounds what a layer reads, in its own way, and its texts part from ours "
+        "where two tokens are nearly as likely. As above, acceptance is counted over the texts that are the same. The "
+        f"bar is a difference of {HEADS_TOLERANCE:.0%}: {verdict}. Run {machine['date']}, commits {commits}."
+    )
+    lines = table(("target and head", HEAD[2], "tokens in them", *HEAD[3:]), rows)
+    return ["## Our heads in a ready-made llama.cpp", "", wrapped(about), "", *lines, "", wrapped(behind)]
 
 
 def met(cell: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.export_engines import NUM_TOKENS, RESULT, compared, ours
-from benchmarks.export_page import METHODS, NAMES, met, page
+from benchmarks.export_page import HEADS_RESULT, HEADS_TOLERANCE, METHODS, NAMES, met, page
 from slipstream.tools.export import SpeculativeRecord
 
 NEAR_TIE = 0.01
@@ -54,6 +54,15 @@ def test_the_page_says_what_the_result_says(result: dict[str, Any]) -> None:
     written = RESULT.with_suffix(".md").read_text()
     assert written == page(result)
     assert "The bar is a difference of 2%: met by all 7." in written
+    assert "The bar is a difference of 5%: met by all 4." in " ".join(written.split())
+
+
+def test_our_heads_are_accepted_alike_in_llama_cpp() -> None:
+    for cell in json.loads(HEADS_RESULT.read_text())["cells"]:
+        accepted = {side: cell["num_tokens"] / cell["passes"][side] - 1 for side in ("ours", "theirs")}
+        assert cell["accepted_per_pass"] == pytest.approx(accepted)
+        assert accepted["theirs"] / accepted["ours"] == pytest.approx(1, abs=HEADS_TOLERANCE)
+        assert cell["same_texts"] + len(cell["differences"]) == cell["num_prompts"]
 
 
 REQUEST = {"prompts": [[1, 2], [3]], "texts": [[5, 6, 7], [8, 9]], "lengths": [3, 2]}
