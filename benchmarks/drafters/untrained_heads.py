@@ -24,7 +24,6 @@ from slipstream.text.prompts import encode_chat
 from slipstream.train.batches import TrainingDocument
 from slipstream.train.block_options import DSPARK, BlockTrainOptions
 from slipstream.train.dflash import BlockStudent
-from slipstream.train.distillation import make_draft
 from slipstream.train.options import PardTrainOptions, PEagleTrainOptions
 from slipstream.train.pard import PardStudent
 from slipstream.train.peagle import PEagleStudent
@@ -48,7 +47,6 @@ def _students(target: FrozenTarget) -> dict[str, Student]:
     tokenizer = load_tokenizer(EMBEDDED_TARGET)
     documents = [_document(tokenizer, row) for row in sample_prompts()[:NUM_DOCUMENTS]]
     blocks = BlockTrainOptions(init=EMBEDDED_EAGLE3)
-    pard = PardTrainOptions(init=EMBEDDED_DRAFT)
     return {
         **{
             name: BlockStudent(blocks, target, tokenizer, documents, name, 0)
@@ -57,7 +55,7 @@ def _students(target: FrozenTarget) -> dict[str, Student]:
         PEAGLE.name: PEagleStudent(
             PEagleTrainOptions(init=EMBEDDED_EAGLE3, num_layers=2), target, tokenizer, documents, 0
         ),
-        PARD.name: PardStudent(make_draft(pard, target, 0), tokenizer, pard, documents, 0),
+        PARD.name: PardStudent(PardTrainOptions(init=EMBEDDED_DRAFT), target, tokenizer, documents, 0),
     }
 
 
