@@ -42,7 +42,7 @@ def read_gguf(parts: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Tensor]]
         fields[name] = _value(file, *struct.unpack("<I", file.read(4)))
     infos = [_info(file) for _ in range(num_tensors)]
     data = whole[-(-file.tell() // _ALIGNMENT) * _ALIGNMENT :]
-    return fields, {name: _widened(data, name, *info) for name, *info in infos}
+    return fields, {name: _widened(data, name, shape, kind, at) for name, shape, kind, at in infos}
 
 
 def _text(file: BinaryIO) -> str:

@@ -64,7 +64,7 @@ def unpack(parts: Sequence[Path], folder: Path) -> None:
         tie_word_embeddings=True,
         eos_token_id=fields.get(EOS),
     )
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     state = {
         "model.embed_tokens.weight": weights["token_embd.weight"],
         "model.norm.weight": weights["output_norm.weight"],
@@ -73,7 +73,7 @@ def unpack(parts: Sequence[Path], folder: Path) -> None:
         for mine, theirs in _NAMES.items():
             weight = weights[f"blk.{number}.{mine}.weight"]
             if mine in ("attn_q", "attn_k"):
-                heads = config.num_attention_heads if mine == "attn_q" else config.num_key_value_heads
+                heads = size["attention.head_count" if mine == "attn_q" else "attention.head_count_kv"]
                 # GGUF files pair neighbouring channels for the rotary embedding; Transformers pairs the two halves.
                 weight = weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
             state[f"model.layers.{number}.{theirs}.weight"] = weight

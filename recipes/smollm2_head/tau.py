@@ -23,11 +23,10 @@ from slipstream.train.eagle_loss import TargetText, draft_states
 
 def accepted_lengths(student: BlockStudent | EagleStudent, batch: TrainingBatch, num_drafts: int) -> Tensor:
     """int64 [B, T]: how many of `num_drafts` draft tokens behind each token equal the text's; 0 outside answers."""
-    head = student.head
     with torch.no_grad():
         hits = (
             _block_hits(student, batch)
-            if isinstance(head, DFlashHead)
+            if isinstance(student, BlockStudent)
             else _chain_hits(student, batch, num_drafts)
         )
     return hits[..., :num_drafts].cumprod(dim=-1).sum(dim=-1)
