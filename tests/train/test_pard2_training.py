@@ -112,7 +112,7 @@ def test_the_engine_drafts_with_the_logits_of_training(
         packed = pack(one, len(text), 0, np.random.default_rng(0))
         batch = make_batch(packed, target, made.feature_layers)
         with torch.no_grad():
-            assert torch.allclose(made._logits(batch, behind(len(text), len(ours))), ours, atol=1e-4)
+            assert torch.allclose(made.logits(batch, behind(len(text), len(ours))), ours, atol=1e-4)
 
 
 def test_a_token_counts_as_much_as_the_target_says_those_before_it(
@@ -132,7 +132,7 @@ def test_a_token_counts_as_much_as_the_target_says_those_before_it(
     total, counts, deepest = 0.0, 0.0, 0
     for rows in mask_chains(batch.documents, batch.loss_mask, made.options, [0, 0]):
         with torch.no_grad():
-            log_q = made._logits(batch, rows).log_softmax(dim=-1)
+            log_q = made.logits(batch, rows).log_softmax(dim=-1)
         for number, row in enumerate(rows.learned.tolist()):
             place, depth = int(rows.places[row]), int(rows.depths[row])
             count = float(sure[rows.row, place : place + depth].prod())
@@ -170,9 +170,9 @@ def test_some_texts_are_read_without_states(
     assert 0.75 < sum(kept) / len(kept) < 0.85
     monkeypatch.setattr(target_states, "LOST_SHARE", 1.0)
     rows = next(mask_chains(batch.documents, batch.loss_mask, made.options, [0]))
-    with_states = made._logits(batch, rows)
+    with_states = made.logits(batch, rows)
     torch.nn.init.zeros_(states.layer.weight)  # type: ignore[arg-type]
-    assert torch.equal(made._logits(batch, rows), with_states)
+    assert torch.equal(made.logits(batch, rows), with_states)
 
 
 def test_a_fresh_projection_changes_nothing_and_a_trained_one_is_kept(
@@ -184,13 +184,13 @@ def test_a_fresh_projection_changes_nothing_and_a_trained_one_is_kept(
     assert fresh.options.losses == {"hard": 0.1, "forward_kl": 1.0}
     batch = batch_of(target, documents, fresh)
     rows = next(mask_chains(batch.documents, batch.loss_mask, fresh.options, [0]))
-    assert torch.equal(fresh._logits(batch, rows), plain._logits(batch, rows))
+    assert torch.equal(fresh.logits(batch, rows), plain.logits(batch, rows))
     trained = shaken(fresh)
     trained.save(tmp_path)
     again = student(target, tokenizer, documents, init=str(tmp_path))
     assert again.feature_layers == trained.feature_layers
     assert again.mask == trained.mask
-    assert torch.equal(again._logits(batch, rows), trained._logits(batch, rows))
+    assert torch.equal(again.logits(batch, rows), trained.logits(batch, rows))
 
 
 def test_states_that_are_kept_on_disk_are_learned_from(

@@ -70,7 +70,7 @@ class PardStudent(DraftStudent):
         total, count, num_rows, means = target.new_zeros(()), 0.0, 0, {"alpha": 0.0, "agreement": 0.0}
         for rows in mask_chains(batch.documents, batch.loss_mask, self.options, [self._seed, batch.step]):
             last, at = rows.last[rows.learned], place[rows.row]
-            draft = self._logits(batch, rows)
+            draft = self.logits(batch, rows)
             counts = chain_probabilities(gold, at[rows.places[rows.learned]], at[last])
             wanted, labels = target[at[last]], batch.labels[rows.row][last]
             loss, metrics = distillation_loss(draft, wanted, labels, self.options.losses, counts)
@@ -81,7 +81,7 @@ class PardStudent(DraftStudent):
             return total, {}
         return total / count, {name: value / num_rows for name, value in means.items()}
 
-    def _logits(self, batch: TrainingBatch, rows: ChainRows) -> Tensor:
+    def logits(self, batch: TrainingBatch, rows: ChainRows) -> Tensor:
         """float32 [m, vocab]: of the rows that are learned."""
         token_ids = batch.token_ids[rows.row][rows.places].where(~rows.masked, self.mask)
         mask = torch.zeros(rows.seen.shape, dtype=batch.attention_mask.dtype, device=token_ids.device)
