@@ -22,7 +22,7 @@ SMOLLM2_NAME = "smollm2"
 SMOLLM2_DRAFTERS = {"eagle3": str(_PAIR.parent / "smollm2" / "eagle3")}
 """Method to SmolLM2-135M-Instruct's own drafter, the best first."""
 SMOLLM2_SHAPE = {"num_speculative_tokens": 2, "tree_top_k": 1, "num_draft_nodes": None}
-"""What its head drafts unless a configuration says otherwise: on a CPU its first two tokens gain and others cost."""
+"""What its head drafts where flags do not say: on a CPU further tokens cost more than they bring."""
 OWN_DRAFTERS = {EMBEDDED: EMBEDDED_DRAFTERS, SMOLLM2_NAME: SMOLLM2_DRAFTERS}
 """Name of a target, to method, to the folder of its own drafter."""
 _FOLDERS = {
