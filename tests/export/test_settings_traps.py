@@ -170,6 +170,16 @@ def test_a_shorter_context_of_the_draft_is_told() -> None:
     assert not any("max_model_len" in each for each in ENGINES["vllm"].to_engine(longer).notes)
 
 
+def test_a_pard2_model_is_not_given_to_vllm_as_one_that_drafts_alone(tmp_path: Path) -> None:
+    config = {"pard_token": 3, "spd_type": "pard"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record = draft_record(method="pard", model=str(tmp_path))
+    assert "parallel_drafting" in flags(ENGINES["vllm"].to_engine(record))["--speculative-config"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"spd_type": "pard2"}))
+    with pytest.raises(ExportError, match=r"is a PARD-2 model, which reads the target's hidden states"):
+        ENGINES["vllm"].to_engine(record)
+
+
 def test_vllm_needs_the_output_layer_of_an_eagle3_head() -> None:
     with pytest.raises(ExportError, match=r"needs lm_head.*the nearest that it can run is ngram"):
         ENGINES["vllm"].to_engine(replace(EAGLE3, head=replace(HEAD, output="shared")))

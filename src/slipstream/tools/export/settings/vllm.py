@@ -18,6 +18,7 @@ from slipstream.draft.methods import (
     MTP,
     NGRAM,
     OFF,
+    PARD,
     PEAGLE,
     SUFFIX,
     TLI,
@@ -35,6 +36,7 @@ from slipstream.tools.export.contract import (
     changes_the_text,
     no_counterpart,
 )
+from slipstream.tools.export.head_info import read_config
 from slipstream.tools.export.keys import (
     SAMPLINGS,
     Key,
@@ -157,7 +159,7 @@ class VllmSettings(SettingsFormat):
         return "vLLM has removed Medusa in 0.33, and 0.32 runs it" if method == MEDUSA.name else ""
 
     def check(self, record: SpeculativeRecord) -> None:
-        """Trees are refused, and heads without an output layer."""
+        """Trees are refused, heads without an output layer, and PARD-2 models."""
         if record.tree is not None:
             raise refuse_tree(record, self.title)
         _check_head(record)
@@ -239,6 +241,10 @@ def _check_head(record: SpeculativeRecord) -> None:
     head = record.head
     if record.method in (EAGLE3.name, PEAGLE.name) and head is not None and head.output == "shared":
         why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
+        raise refuse_method(record, "vLLM", METHODS["0.32"], why)
+    config = read_config(record.model) if record.method == PARD.name and record.model else None
+    if config is not None and (config.get("pard2") or config.get("spd_type") == "pard2"):
+        why = f"{record.model!r} is a PARD-2 model, which reads the target's hidden states, and vLLM's drafts read none"
         raise refuse_method(record, "vLLM", METHODS["0.32"], why)
 
 
