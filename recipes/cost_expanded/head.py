@@ -158,7 +158,11 @@ def _expand_eagle(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str
 
 
 def _enlarged(old: Config, pair: EnlargedPair) -> Config:
-    """The sizes of the enlarged model's layer, in heads of the old width; none below the head's own."""
+    """The sizes of the enlarged model's layer, in heads of the old width; none below the head's own.
+
+    Norms of queries and keys get the smaller epsilon of the others too, which their width does not ask for: nothing that
+    shows where it is as small as usual.
+    """
     large = ModelShape.of(pair.config)
     if old.hidden_size > large.hidden_size:
         raise ConfigError(f"the head is {old.hidden_size} wide, the enlarged target {large.hidden_size}")
@@ -216,6 +220,8 @@ def _fill_layer(new: Any, old: Any, states: int) -> None:
 
 def _expand_block(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str, Any]) -> int:
     old = dflash_files.read_dflash(str(path), pair.source)
+    if old.config.convolution_taps:
+        raise ConfigError(f"{str(path)!r} has convolutions, which cannot be enlarged")
     new = DFlashHead(_enlarged(old.config, pair))
     if old.lm_head is not None:
         new.lm_head = nn.Linear(new.config.hidden_size, old.lm_head.out_features, bias=False)
@@ -228,9 +234,7 @@ def _expand_block(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str
 
 
 def _fill_block_head(new: DFlashHead, old: DFlashHead, path: str) -> None:
-    """Raises `ConfigError` for parts that mix channels or read states in another way than a linear layer."""
-    if old.config.convolution_taps:
-        raise ConfigError(f"{path!r} has convolutions, which cannot be enlarged")
+    """Raises `ConfigError` for a correction that reads hidden states."""
     _place_into_state(new.fc, old.fc, len(old.config.feature_layers))
     place_norm(new.hidden_norm, old.hidden_norm)
     place_norm(new.norm, old.norm)

@@ -25,7 +25,7 @@ REFUSALS = {
     "a model without a drafter": (["some/model"], "there is no speculation to audit"),
     "against without a server": (["--against", "http://x/v1"], "--against is about a server; give its URL"),
     "two comparisons": (
-        ["http://x", "--against", "http://y", "--reference", "z"],
+        ["http://x", "--against", "http://y", "--reference", "z/z"],
         "--against and --reference both say what to compare with",
     ),
     "speculation of a server": (

@@ -389,7 +389,7 @@ def test_the_verb(fake: FakeServer, tmp_path: Any) -> None:
     ("args", "error"),
     [
         (["--spec", "ngram"], "--spec is for engines in this process"),
-        (["some-model"], "MODEL is for engines in this process"),
+        (["some/model"], "MODEL is for engines in this process"),
         (["--num-speculative-tokens", "2"], "--num-speculative-tokens is for engines in this process"),
         (["--dtype", "float32"], "--dtype cannot be used with --url"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE of --api-key-env is not set"),

@@ -112,7 +112,10 @@ def _less_work(command: str) -> list[str]:
 @pytest.mark.parametrize("command", [demo.REAL, demo.EMBEDDED])
 def test_the_demo_is_what_the_quickstart_shows(command: str) -> None:
     assert (ROOT / command.split("--file ")[1]).is_file()
-    assert f"$ slipstream {command}" in (ROOT / "docs/start/quickstart.md").read_text()
+    page = (ROOT / "docs/start/quickstart.md").read_text()
+    _, _, shown = page.partition(f"$ slipstream {command}\n")
+    assert "texts identical      yes" in shown.split("$ slipstream")[0]
+    assert "\t$(BIN)/python -m recipes.demo\n" in (ROOT / "Makefile").read_text()
 
 
 def test_the_readme_is_short_and_opens_with_the_two_commands_and_one_picture() -> None:

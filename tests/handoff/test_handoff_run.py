@@ -306,13 +306,13 @@ def test_bad_input_is_one_line_before_any_work(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     port = str(free_port())
-    started = ("m", "--vllm", vllm, "--port", port)
+    started = ("m/m", "--vllm", vllm, "--port", port)
     with other_server(_NoVllm) as elsewhere, bind("127.0.0.1", 0) as used:
         used.listen()
         taken = str(used.getsockname()[1])
         cases = [
-            (("m", "--spec", "ngram"), "there is no vllm on the PATH"),
-            (("m", "--vllm", vllm, "--port", taken), f"cannot listen on 127.0.0.1:{taken}"),
+            (("m/m", "--spec", "ngram"), "there is no vllm on the PATH"),
+            (("m/m", "--vllm", vllm, "--port", taken), f"cannot listen on 127.0.0.1:{taken}"),
             ((*started, "--spec", "ngram", "--watch-port", taken), f"cannot listen on 127.0.0.1:{taken}"),
             (
                 ("--attach", f"http://127.0.0.1:{free_port()}", "--watch-port", "0"),
@@ -320,7 +320,7 @@ def test_bad_input_is_one_line_before_any_work(
             ),
             (("--attach", elsewhere, "--watch-port", "0"), "so it is no vLLM"),
             (("--attach", "localhost:8000"), "is no address of a server"),
-            (("m", "--attach", elsewhere), "omit MODEL"),
+            (("m/m", "--attach", elsewhere), "omit MODEL"),
             (("--attach", elsewhere, "--", "--dtype", "float32"), "omit flags behind --"),
             (("--attach", elsewhere, "--off-side", "canary"), "--off-side canary restarts vLLM"),
             (("--attach", elsewhere, "--off-side", "instance"), "give it with --off-url"),
@@ -342,11 +342,11 @@ def test_bad_input_is_one_line_before_any_work(
 
 
 def test_a_death_at_the_start_is_told_with_its_lines(vllm: str, quiet_logs: None) -> None:
-    words = ("m", "--vllm", vllm, "--port", str(free_port()), "--watch-port", "0", "--spec", "ngram")
+    words = ("m/m", "--vllm", vllm, "--port", str(free_port()), "--watch-port", "0", "--spec", "ngram")
     code, text = handoff(*words, "--", "--fake-error", "ValueError: the fake has no memory left")
     assert code == 2
     lines = text.splitlines()
-    assert lines[-3:-1] == ["  INFO loading m", "  ValueError: the fake has no memory left"]
+    assert lines[-3:-1] == ["  INFO loading m/m", "  ValueError: the fake has no memory left"]
     assert lines[-1].startswith(
         "error: vLLM ended with exit code 1 before it was ready; its last line: ValueError"
     )

@@ -242,7 +242,7 @@ def test_lines_of_usual_data(row: dict[str, Any], key: str | None, asked: list[s
 def test_a_key_that_a_line_lacks_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"query": "Where?"}\n{"question": "Why?"}\n')
-    command = ["train", "regenerate", "no-such-model", "--data", str(file), "--key", "query"]
+    command = ["train", "regenerate", "no-such/model", "--data", str(file), "--key", "query"]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out.jsonl")])
     assert result.exit_code == 2
     assert "line 2 has no 'query'; it has question" in " ".join(result.output.split())

@@ -152,7 +152,7 @@ class Drafter(ABC):
     @classmethod
     def made(cls, options: Any, context: DraftContext) -> Drafter:
         """The drafter with these options. A class whose options may name weights of another kind, which another class
-        runs, makes that one; the traits of both classes are the same."""
+        runs, makes that one, and its `footprint` does the same; what both classes declare is equal."""
         return cls(options, context)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -28,6 +28,25 @@ def test_a_head_must_be_asked_for(spec: str | None, method: str, smollm2: str) -
     assert config.options == {"eagle3": own, "auto": both}.get(method, {})
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SpeculationFlags(spec="eagle3:smollm2"),
+        SpeculationFlags(speculative_config='{"method": "eagle3"}'),
+        SpeculationFlags(speculative_config='{"method": "eagle3", "model": "smollm2"}'),
+    ],
+    ids=str,
+)
+def test_its_own_head_is_the_same_however_it_is_named(flags: SpeculationFlags, smollm2: str) -> None:
+    assert speculative_config(flags, smollm2) == speculative_config(SpeculationFlags(spec="eagle3"), smollm2)
+
+
+def test_given_keys_of_its_own_head_count(smollm2: str) -> None:
+    flags = SpeculationFlags(speculative_config='{"method": "eagle3", "tree_top_k": 4}')
+    options = speculative_config(flags, smollm2).options
+    assert (options["tree_top_k"], options["num_speculative_tokens"]) == (4, 2)
+
+
 def test_generate_says_that_there_is_a_head_and_drafts_with_it(smollm2: str) -> None:
     asked = [
         "generate",

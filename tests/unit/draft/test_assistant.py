@@ -212,6 +212,31 @@ def test_texts_after_preemption() -> None:
     assert tight.engine.stats().num_preemptions > 0
 
 
+def test_proposals_after_preemption_are_of_the_slots_that_a_text_has_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = gemma4().folder
+    spec = {"method": "mtp", "model": assistant().folder, "draft_sample_method": "greedy"}
+    room = 120 * LLM(folder, speculative_config=spec).engine.memory_plan.kv_bytes_per_token
+    tight = LLM(folder, speculative_config=spec, kv_cache_bytes=room, max_model_len=40)
+    drafter, first_slots = tight.engine.drafter, dict[str, set[int]]()
+    propose = drafter.propose
+
+    def compared(sequences: Seq[Sequence], budgets: Seq[int]) -> Any:
+        made = propose(sequences, budgets)
+        for sequence, proposal in zip(sequences, made, strict=True):
+            if proposal.token_ids:
+                slots = drafter.target_cache.accounting.slots(sequence.id)
+                first_slots.setdefault(sequence.id, set()).add(int(slots[0]))
+                expected = Reference("tied", sequence.token_ids).chain(len(proposal.token_ids))
+                assert list(proposal.token_ids) == expected
+        return made
+
+    monkeypatch.setattr(drafter, "propose", compared)
+    assert texts(tight) == texts_without()
+    assert any(len(slots) > 1 for slots in first_slots.values())
+
+
 def test_a_proposal_depends_on_the_text_alone() -> None:
     """After any verdict it is the one that is made of Transformers' code for the text as it is."""
     spec = {"method": "mtp", "model": assistant().folder, "draft_sample_method": "greedy"}
@@ -281,9 +306,19 @@ def test_a_plan_knows_what_it_holds(kind: str) -> None:
     assert planned.traits == drafter.traits
     assert planned.traits.kv_bytes_per_token == 0
     number = sum(weight.numel() for weight in assistant(kind).model.parameters())
-    assert (
-        number * 4 <= planned.head_bytes <= drafter.memory_bytes()
-    )  # whose panels are as wide as 64 outputs
+    order = 8 * VOCAB if "ordered" in kind else 0  # a buffer, which is not counted as held
+    # Held panels are as wide as 64 outputs.
+    assert number * 4 + order <= planned.head_bytes <= drafter.memory_bytes() + order
+
+
+def test_a_plan_counts_the_output_layer_that_is_not_packed() -> None:
+    drafter = make("ordered", quantization="int8")
+    outlined = dataclasses.replace(
+        drafter.context, target=None, target_outline=outline_model(gemma4().folder)
+    )
+    planned = MtpDrafter.footprint(drafter.options, outlined).head_bytes
+    table = drafter.head.ordered.weight.nbytes
+    assert table + 8 * VOCAB < planned <= drafter.memory_bytes() + 8 * VOCAB
 
 
 def changed(tmp_path: Path, change: Any, kind: str = "tied") -> str:

@@ -44,7 +44,7 @@ class SpeculationFlags:
     spec: str | None = None
     """Drafter in short: off, ngram, suffix, token_recycling, siblings, lookahead, jacobi, draft:PATH, self:int8,
     NAME:MODEL, or my_module:MyDrafter for one of your own. `auto` chooses for each step the fastest drafter, or none:
-    from suffix and a draft model (auto:PATH, or the embedded target's own), without one from suffix and, on a CPU, the
+    from suffix and a draft model (auto:PATH) or what ships for the target, without these from suffix and, on a CPU, the
     target itself in int8 if its weights are wider. `draft` and `eagle3` alone are the embedded target's own, and
     `eagle3` alone with smollm2 is the head that ships for it. Without any of these flags the embedded pair speculates
     with its draft, and another model does not speculate."""
@@ -151,7 +151,7 @@ def _chosen(flags: SpeculationFlags, own: Mapping[str, str]) -> SpeculativeConfi
         return SpeculativeConfig(spec)
     if name not in names and set(get_close_matches(name, names, n=1)) & ALIASES.keys():
         reject_unknown([name], names, "drafter")
-    return SpeculativeConfig.from_short(spec)
+    return _with_own_model(SpeculativeConfig.from_short(spec), own)
 
 
 def _default(own: Mapping[str, str]) -> MethodSpec:
@@ -204,9 +204,14 @@ def _with_own_model(config: SpeculativeConfig, own: Mapping[str, str]) -> Specul
         return config
     given = renamed(config.options, spec.inner, f"{spec.name} key")
     options = {key: _named(value, own) if key in spec.inner else value for key, value in given.items()}
-    if spec.name in own:
-        options = {"model": own[spec.name], **options}
+    if spec.name in own and options.get("model", _own_folder(own, spec.name)) == _own_folder(own, spec.name):
+        options = {**_own_options(own, spec.name), **options}
     return replace(config, method=spec.name, options=options)
+
+
+def _own_folder(own: Mapping[str, str], method: str) -> Any:
+    """What `SpeculativeConfig` makes of the name of the target's own drafter."""
+    return SpeculativeConfig(method, options={"model": own[method]}).options["model"]
 
 
 def _named(member: Any, own: Mapping[str, str]) -> Any:

@@ -12,7 +12,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
-from slipstream.draft.heads.assistant_config import read_layers
+from slipstream.draft.heads.assistant_config import output_table, read_layers
 from slipstream.draft.heads.assistant_head import load_assistant
 from slipstream.draft.heads.checkpoints import held_bytes, outline_checkpoint, stored_bytes
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks
@@ -58,12 +58,17 @@ class AssistantDrafter(StateDrafter):
         _, tensors = outline_checkpoint(options.model, revision=options.revision)
         text = config.text_config
         width = 2 * config.backbone_hidden_size + 3 * text.intermediate_size + 6 * text.hidden_size
-        if config.use_ordered_embeddings:  # the vectors of all tokens that are scored
+        own_table = 0
+        if config.use_ordered_embeddings:
+            # Its output layer is looked up by token, so it is not packed, and has an order of tokens beside it.
+            tensors.pop(output_table(config), None)
+            own_table = text.vocab_size * (text.hidden_size * target.dtype.itemsize + 8)
+            # The vectors of all tokens that are scored.
             scored = config.centroid_intermediate_top_k * text.vocab_size // config.num_centroids
             width += scored * (text.hidden_size + 2)
         return Footprint(
             traits=replace(cls.configured(options, context), feature_layers=(target.num_layers,)),
-            head_bytes=held_bytes(tensors, target, options.quantization),
+            head_bytes=held_bytes(tensors, target, options.quantization) + own_table,
             head_stored_bytes=stored_bytes(tensors),
             head_bytes_per_row=width * target.dtype.itemsize,
             logit_rows=ProposalShape.of(options, context.verifier).logit_rows,

@@ -24,6 +24,11 @@ class ReadTarget(TargetSizes, Protocol):
         """Transformers' configuration."""
 
 
+def output_table(config: Any) -> str:
+    """The name in a checkpoint of the output layer's weight."""
+    return "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+
+
 def read_layers(config: Any, target: ReadTarget, path: str) -> dict[str, int]:
     """For each type of layer in the assistant, the number of the target's layer whose keys and values it reads.
 

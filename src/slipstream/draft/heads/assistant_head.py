@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, apply_rotary_pos_emb
 
+from slipstream.draft.heads.assistant_config import output_table
 from slipstream.draft.heads.checkpoints import WEIGHT_FILES, HeadCheckpoint
 from slipstream.errors import ModelError
 from slipstream.kv.pool import LayerShape
@@ -154,7 +155,7 @@ def load_assistant(
             )
     head = AssistantHead(config, shapes)
     checkpoint = HeadCheckpoint(path, WEIGHT_FILES, revision)
-    table = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    table = output_table(config)
     for unused in {"model.embed_tokens.weight", "lm_head.weight"} - {table}:
         checkpoint.tensors.pop(unused, None)
     names = {name: _name_in_file(name, table) for name in head.state_dict()}

@@ -98,7 +98,7 @@ class HeadOnDisk:
         if not isinstance(config, HeadConfig):
             count = next((self.raw[key] for key in _COUNTS if key in self.raw), None)
             if self.is_assistant:
-                count = self.raw["text_config"].get("num_hidden_layers")
+                count = (self.raw.get("text_config") or {}).get("num_hidden_layers")
             return found | {"num_heads" if self.method in _FILES else "num_layers": count}
         found |= {
             "target_hidden_size": config.target_hidden_size,

@@ -49,7 +49,8 @@ class HeadOptions(ShapeOptions):
     num_speculative_tokens: int = 4
     """Depth: draft tokens in a chain, levels in a tree; reduced to the number of heads."""
     quantization: str | None = None
-    """Weight format of the head, such as `int8`, on a CPU. None: as the target's. The text stays the target's."""
+    """Weight format of the head, such as `int8`, on a CPU. None: as the target's, or int8 where its file
+    holds its matrices quantised. The text stays the target's."""
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class StateDrafter(GrowingDrafter):
         self._taken: list[nn.Module] = []
 
     def take(self, head: nn.Module) -> None:
-        """Move a head to the target's device and dtype, pack its linear layers as the target's, and count its bytes."""
+        """Move a head to the target's device and dtype, pack its linear layers, and count its bytes."""
         head.to(self.target.device, self.target.dtype).eval().requires_grad_(False)
         pack_head(head, self.target, self.target.head_format(self.options.quantization))
         self._taken.append(head)
