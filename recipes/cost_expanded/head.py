@@ -160,8 +160,8 @@ def _expand_eagle(path: Path, pair: EnlargedPair, output: Path, raw: Mapping[str
 def _enlarged(old: Config, pair: EnlargedPair) -> Config:
     """The sizes of the enlarged model's layer, in heads of the old width; none below the head's own.
 
-    Norms of queries and keys get the smaller epsilon of the others too, which their width does not ask for: nothing that
-    shows where it is as small as usual.
+    Norms of queries and keys get the smaller epsilon of the others too, which their width does not ask for: it does not
+    show where it is as small as usual.
     """
     large = ModelShape.of(pair.config)
     if old.hidden_size > large.hidden_size:
