@@ -12,7 +12,7 @@ import httpx2
 
 from slipstream.engine.engine import Engine
 from slipstream.errors import RemoteError, RequestError
-from slipstream.rpc.client import ServerAddress, error_of
+from slipstream.rpc.client import ServerAddress, error_of, trusted
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.jsonl import Message
 from slipstream.text.prompts import encode_conversation, encode_prompt
@@ -84,12 +84,11 @@ class EngineAnswerer:
 
 
 class ServerAnswerer:
-    """An OpenAI-compatible server, over `room` connections."""
+    """An OpenAI-compatible server, asked by `room` threads."""
 
     def __init__(self, server: ServerAddress, room: int) -> None:
         self.room = room
         self._server = server
-        self._client = httpx2.Client(headers=server.headers, timeout=server.timeout_s)
         self._pool = ThreadPoolExecutor(room)
         self._running: dict[Future[TargetAnswer], str] = {}
 
@@ -110,12 +109,15 @@ class ServerAnswerer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._client.close()
 
     def _post(self, body: Mapping[str, Any]) -> TargetAnswer:
-        url = f"{self._server.url}/chat/completions"
+        """In a thread, over a connection of its own: one that is shared may be opened after it was closed."""
+        server = self._server
+        url = f"{server.url}/chat/completions"
         try:
-            response = self._client.post(url, json=body)
+            response = httpx2.post(
+                url, json=body, headers=server.headers, timeout=server.timeout_s, verify=trusted()
+            )
         except httpx2.TimeoutException:
             raise RemoteError(f"{url} sent no byte for {self._server.timeout_s:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
