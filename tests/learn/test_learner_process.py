@@ -26,7 +26,8 @@ from slipstream.learn.background.messages import DraftingCosts
 
 SPEAKS = """
 from slipstream.learn.background.messages import CODEC, LearnEvent
-from slipstream.rpc.children import end_with_parent, parent_socket
+from slipstream.rpc.bound_program import end_with_parent
+from slipstream.rpc.children import parent_socket
 from slipstream.rpc.sockets import next_body
 end_with_parent()
 sock, frames = parent_socket(), CODEC.frames()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +15,10 @@ import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""Loaded before any fork: a child of a program with threads may not load libraries."""
+_BOUND_PROGRAM = str(Path(__file__).with_name("bound_program.py"))
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -105,6 +103,10 @@ class ProgramChild:
 
         The system sends the program SIGTERM when the thread that started it ends. Raises `OSError`.
         """
+        if shutil.which(command[0], path=environment.get("PATH")) is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such program")
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", _BOUND_PROGRAM, str(os.getpid()), *command]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -112,7 +114,6 @@ class ProgramChild:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
         )
         return cls(process, _read_in_thread(process.stdout, read_output))
 
@@ -142,13 +143,6 @@ def _read_in_thread(stream: IO[bytes] | None, read: Callable[[IO[str]], None]) -
 def parent_socket() -> socket.socket:
     """In a `SocketChild`: the socket whose other end its parent has."""
     return socket.socket(fileno=int(sys.argv[-1]))
-
-
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """In a child: have the system send it this signal when the thread that started it ends, however it ends, even while
-    the child is stopped. Only Linux can."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def see_out(process: subprocess.Popen[bytes], grace_s: float) -> str:

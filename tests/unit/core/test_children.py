@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from benchmarks.deploy import local_replicas
 from slipstream.errors import DeployError
 from slipstream.learn.background.learner_process import LearnerProcess
 from slipstream.plan import process as plan_process
-from slipstream.rpc.children import child_environment, module_command
+from slipstream.rpc.children import ProgramChild, child_environment, module_command
 from slipstream.sampling.grammars import trial
 from slipstream.serve.process import spawn
 
@@ -107,6 +108,7 @@ def test_no_other_place_starts_python() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "attr", getattr(node, "id", None))
+            assert getattr(node, "arg", None) != "preexec_fn", path
             assert name not in ("executable", "get_context", "ProcessPoolExecutor"), path
             if isinstance(node, ast.ImportFrom | ast.Import):
                 names = [getattr(node, "module", "") or "", *(alias.name for alias in node.names)]
@@ -117,3 +119,33 @@ def test_no_other_place_starts_python() -> None:
                 users.setdefault(str(path), set()).add(name)
     assert len(users) >= 4
     assert all(names == {"module_command", "child_environment"} for names in users.values()), users
+
+
+MAPS_MUCH = """
+import contextlib, mmap, os
+from slipstream.rpc.children import ProgramChild
+
+memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+size = memory * 6 // 10 // mmap.PAGESIZE * mmap.PAGESIZE
+mapped = []
+with contextlib.suppress(OSError):  # where the system lets no process map that much
+    for _ in range(2):
+        mapped.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+read = []
+child = ProgramChild.start(["echo", "started"], os.environ, lambda stream: read.append(stream.read()))
+assert child.process.wait() == 0
+child.wait_for_output()
+assert read == ["started\\n"], read
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count mappings otherwise")
+def test_a_process_that_mapped_much_can_start_a_program() -> None:
+    """Linux refuses to fork one with a mapping that is larger than the memory; these two are merged into one."""
+    done = subprocess.run([sys.executable, "-c", MAPS_MUCH], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_that_is_not_there_is_an_error_at_once() -> None:
+    with pytest.raises(FileNotFoundError, match="there is no such program"):
+        ProgramChild.start(["no-such-program"], dict(os.environ), lambda stream: None)

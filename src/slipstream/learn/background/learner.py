@@ -31,7 +31,8 @@ from slipstream.learn.storage.ring import read_ring
 from slipstream.learn.storage.state import LearnState, StateStore
 from slipstream.learn.versions.scope import LearnBy, Scope
 from slipstream.learn.versions.store import DataWindow, Version, VersionStore
-from slipstream.rpc.children import end_with_parent, parent_socket
+from slipstream.rpc.bound_program import end_with_parent
+from slipstream.rpc.children import parent_socket
 from slipstream.rpc.sockets import next_body
 
 if TYPE_CHECKING:
