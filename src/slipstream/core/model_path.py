@@ -38,9 +38,8 @@ def check_model_path(path: str) -> None:
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if folder.is_file() or (looks_local and not folder.is_dir()):
         raise ModelError(f"{path!r} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
-    if (
-        not path.startswith("-") and "/" not in path and not folder.is_dir()
-    ):  # of flags the command has its own error
+    is_flag = path.startswith("-")  # the command has its own error for it
+    if not is_flag and "/" not in path and not folder.is_dir():
         _check_bare_name(path)
 
 

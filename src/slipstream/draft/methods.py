@@ -454,3 +454,8 @@ def kind_of_checkpoint(config: Mapping[str, Any]) -> str:
     if "Eagle" in architectures:
         return EAGLE.name
     return PARD.name if "pard_token" in config else DRAFT_MODEL.name
+
+
+def is_pard2(config: Mapping[str, Any]) -> bool:
+    """Whether a draft model of `kind_of_checkpoint` PARD reads the target's hidden states, as PARD-2's do."""
+    return bool(config.get("pard2")) or config.get("spd_type") == "pard2"

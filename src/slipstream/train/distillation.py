@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.config import SpeculativeConfig
-from slipstream.draft.methods import DRAFT_MODEL
-from slipstream.draft.model.pard import reads_target
+from slipstream.draft.methods import DRAFT_MODEL, is_pard2
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.models.huggingface import AutoModelForCausalLM
 from slipstream.train.attention import ATTENTION
@@ -171,7 +170,7 @@ def make_draft(
     """
     if options.init is not None:
         model = load_model(options.init, target.device)
-        if reads_target(model.config) and not may_read_target:
+        if is_pard2(model.config.to_dict()) and not may_read_target:
             raise ConfigError(
                 f"{options.init!r} is a PARD-2 model, which reads the target's hidden states; go on from it with "
                 "`train pard`"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.draft.model.pard import reads_target
+from slipstream.draft.methods import is_pard2
 from slipstream.draft.model.target_projection import ProjectionConfig, read_projection, save_projection
 from slipstream.errors import ConfigError
 from slipstream.train.batches import TrainingBatch, TrainingDocument
@@ -66,7 +66,7 @@ def target_states(
     layers that the target does not have, and `ModelError` for a model of another target.
     """
     path = options.init or "the draft model"
-    if reads_target(model.config):
+    if is_pard2(model.config.to_dict()):
         if options.feature_layers is not None:
             raise ConfigError(
                 f"{path!r} is a PARD-2 model and keeps the hidden states that it reads; omit --feature-layers"

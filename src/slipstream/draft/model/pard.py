@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
+from slipstream.draft.methods import is_pard2
 from slipstream.draft.model.draft_model import DraftModelDrafter, DraftModelOptions
 from slipstream.draft.model.target_projection import ProjectionConfig, TargetProjection
 from slipstream.draft.proposers.growing import Feed
@@ -55,7 +56,7 @@ class PardDrafter(MaskedDrafter, DraftModelDrafter):
         )
         self.mask_token_id = mask_token_of(config, config.vocab_size, options.model)
         projection = None
-        if reads_target(config):
+        if is_pard2(config.to_dict()):
             if context.target is None:
                 raise ConfigError(
                     f"{options.model!r} is a PARD-2 model, which reads the target's hidden states: it drafts in the "
@@ -78,7 +79,7 @@ class PardDrafter(MaskedDrafter, DraftModelDrafter):
         model = held.models[0]
         mask_token_of(model.config, model.vocab_size, options.model)
         held = replace(held, logit_rows=held.logit_rows + ProposalShape.of(options, context.verifier).depth)
-        if not reads_target(model.config) or context.target_outline is None:
+        if not is_pard2(model.config.to_dict()) or context.target_outline is None:
             return held
         projection = ProjectionConfig.of(model.config, context.target_outline, options.model)
         extra = projection.num_bytes(model.dtype.itemsize)
@@ -115,11 +116,6 @@ class PardDrafter(MaskedDrafter, DraftModelDrafter):
         if feed.first == 0:
             features = torch.cat([features.new_zeros(1, features.shape[1]), features])
         return torch.cat([features, features[-1:].expand(feed.num_masks, -1)])
-
-
-def reads_target(config: Any) -> bool:
-    """Whether a draft model's configuration is that of PARD-2."""
-    return bool(getattr(config, "pard2", False)) or getattr(config, "spd_type", None) == "pard2"
 
 
 def mask_token_of(config: Any, vocab_size: int, path: str) -> int:

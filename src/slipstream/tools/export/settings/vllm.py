@@ -23,6 +23,7 @@ from slipstream.draft.methods import (
     SUFFIX,
     TLI,
     VLLM,
+    is_pard2,
     names_in,
 )
 from slipstream.errors import ConfigError
@@ -243,7 +244,7 @@ def _check_head(record: SpeculativeRecord) -> None:
         why = f"vLLM needs lm_head in an EAGLE-3 head, and {record.model!r} has none; write the head with the target's"
         raise refuse_method(record, "vLLM", METHODS["0.32"], why)
     config = read_config(record.model) if record.method == PARD.name and record.model else None
-    if config is not None and (config.get("pard2") or config.get("spd_type") == "pard2"):
+    if config is not None and is_pard2(config):
         why = f"{record.model!r} is a PARD-2 model, which reads the target's hidden states, and vLLM's drafts read none"
         raise refuse_method(record, "vLLM", METHODS["0.32"], why)
 
