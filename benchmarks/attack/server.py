@@ -21,12 +21,9 @@ class AttackedServer(Server):
         self, source: Path, arguments: Seq[str], memory_bytes: int, max_descriptors: int | None, log: Path
     ) -> None:
         """`source` is the folder that holds the package to serve with."""
-
-        def limit() -> None:
-            if max_descriptors is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
-
-        super().__init__([*SLIPSTREAM, "serve", *arguments], log, {"PYTHONPATH": str(source)}, limit)
+        super().__init__([*SLIPSTREAM, "serve", *arguments], log, {"PYTHONPATH": str(source)})
+        if max_descriptors is not None:  # while it still imports
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
         self._memory_bytes = memory_bytes
         self.rss_bytes = 0
         """Resident memory of the server and its children, when last looked at."""

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import IO, Any, Self
@@ -172,14 +172,8 @@ class Server:
     ready = "/ready"
     """Answers 200 once requests are taken."""
 
-    def __init__(
-        self,
-        command: Seq[str],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> None:
-        """Start it. `environment` is added to ours; `before` runs in the process before the program."""
+    def __init__(self, command: Seq[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Start it. `environment` is added to ours."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -190,7 +184,6 @@ class Server:
             env={**os.environ, **(environment or {})},
             stdout=self._file,
             stderr=subprocess.STDOUT,
-            preexec_fn=before,
             cwd=ROOT,
         )
 

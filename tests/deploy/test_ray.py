@@ -22,6 +22,7 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.deploy import cluster
 from slipstream.deploy.settings import DeploySettings
 from slipstream.errors import DeployError
+from tests.kit.own_process import in_own_process
 
 ASKED = {"prompt": "The sea", "max_tokens": 1200, "seed": 3, "temperature": 0.8, "ignore_eos": True}
 
@@ -44,6 +45,7 @@ def standing_again(seconds: float = 600.0) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
+@in_own_process
 def test_two_replicas_one_of_which_is_killed_under_way() -> None:
     settings = DeploySettings(
         model=EMBEDDED_TARGET,

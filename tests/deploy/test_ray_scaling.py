@@ -19,6 +19,7 @@ from test_ray import free_port
 
 from slipstream.deploy import cluster
 from slipstream.deploy.settings import DeploySettings
+from tests.kit.own_process import in_own_process
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -123,6 +124,7 @@ def until(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.25)
 
 
+@in_own_process
 def test_replicas_come_and_go_with_the_load_and_are_updated_under_streams() -> None:
     port = free_port()
     streams = Streams(f"http://127.0.0.1:{port}")
