@@ -24,7 +24,7 @@ def in_own_process(test: Callable[[], None]) -> Callable[[], None]:
         name = f"{inspect.getfile(test)}::{test.__name__}"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", name],
+            [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "--timeout=0", name],
             env=environment | {_INSIDE: "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
