@@ -42,9 +42,15 @@ class KVPool:
         device: torch.device,
         feature_width: int = 0,
         cache_dtype: torch.dtype | None = None,
+        num_scratch: int = 0,
     ) -> None:
-        """`dtype` is that of features and of what is read, `cache_dtype` (None: the same) that of what is held."""
+        """`dtype` is that of features and of what is read, `cache_dtype` (None: the same) that of what is held.
+
+        Behind the `num_slots` that sequences get are `num_scratch` more, for rows that only fill a pass.
+        """
         self.num_slots = num_slots
+        self.scratch = range(num_slots, num_slots + num_scratch)
+        num_slots += num_scratch
         self.dtype = dtype
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
 

@@ -342,6 +342,10 @@ class ForwardBatch:
             self._tensors[device] = self.views(torch.from_numpy(self.buffer).to(device))
         return self._tensors[device]
 
+    def read(self, device: torch.device, arrays: BatchTensors) -> None:
+        """Have what runs on `device` read these arrays, such as those of a recorded pass."""
+        self._tensors[device] = arrays
+
     def slots_on(self, device: torch.device) -> range | Tensor:
         """Where the rows are stored: a `range` for a single group whose slots are consecutive, else int64 [N]."""
         if len(self.groups) == 1:

@@ -33,6 +33,7 @@ NOT_OURS = frozenset(
         "_get_proto_job_config",
         "_model_mapping",
         "_name",
+        "_patch_lang_tensor",
         "_predecessor_ids",
         "_py_driver_sys_path",
         "_replace",

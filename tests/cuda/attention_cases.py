@@ -1,0 +1,141 @@
+"""Random passes for the attention kernels, and what they must yield, in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.proposal import Proposal
+from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.models.batch import ForwardBatch, RowGroup, tree_rows
+from slipstream.models.cuda.attention_plan import plan_attention
+from slipstream.models.cuda.tree_attention import Cut, Reads, Scratch, launch
+
+CPU = torch.device("cpu")
+SMALL = Cut(16, 16, 4)
+ROOM = 80
+"""Slots of a sequence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of a layer, and how it attends."""
+
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    num_heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 24
+    value_dim: int = 16
+    window: int = 0
+    softcap: float | None = None
+    has_sinks: bool = False
+    cut: Cut = SMALL
+    split: int = 32
+    scaling: float = 0.3
+
+    @property
+    def tile_rows(self) -> int:
+        return self.cut.tile // (self.num_heads // self.kv_heads)
+
+
+def random_groups(seed: int, num_groups: int = 3) -> list[RowGroup]:
+    """Sequences of different lengths: prompts, single tokens, and trees of any shape behind some tokens."""
+    generator = random.Random(seed)
+    groups = []
+    for number in range(num_groups):
+        past, num_tokens = generator.randrange(45), generator.choice([1, 1, 2, 7])
+        num_nodes = generator.choice([0, 0, 4, 9])
+        parents = tuple(generator.randrange(-1, node) for node in range(num_nodes))
+        tree = Proposal(tuple(range(num_nodes)), parents)
+        slots = range(number * ROOM, (number + 1) * ROOM)
+        groups.append(tree_rows(slots, past, [0] * num_tokens, tree, 0))
+    return groups
+
+
+@dataclass
+class Layer:
+    """A layer's cache, of which only the past is filled, and the rows of a pass."""
+
+    case: Case
+    batch: ForwardBatch
+    pool: KVPool
+    query: Tensor
+    """[rows, heads, key_dim]"""
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+
+    @classmethod
+    def random(cls, case: Case, seed: int, groups: list[RowGroup] | None = None) -> Layer:
+        """Everything that was not written is NaN."""
+        batch = ForwardBatch(groups or random_groups(seed))
+        shape = LayerShape(case.kv_heads, case.key_dim, case.value_dim)
+        pool = KVPool([shape], ROOM * len(batch.groups), case.dtype, CPU, cache_dtype=case.cache_dtype)
+        pool.fill(float("nan"))
+        generator = torch.Generator().manual_seed(seed)
+
+        def numbers(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator).to(case.dtype)
+
+        for group in batch.groups:
+            past = numbers(case.kv_heads, group.num_past, case.key_dim + case.value_dim)
+            where = pool.index(group.slots[: group.num_past])
+            pool.write(0, where, *past.split([case.key_dim, case.value_dim], dim=2))
+        n = batch.num_rows
+        rows = [numbers(n, heads, case.key_dim) for heads in (case.num_heads, case.kv_heads)]
+        sinks = numbers(case.num_heads) if case.has_sinks else None
+        return cls(case, batch, pool, *rows, numbers(n, case.kv_heads, case.value_dim), sinks)
+
+    @property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        pool = self.pool
+        scales = (pool.key_scales[0], pool.value_scales[0]) if pool.key_scales else (None, None)
+        return pool.keys[0], pool.values[0], *scales
+
+    def reads(self, num_padded: int = 0) -> Reads:
+        """The pass's arrays, with some items that have nothing to do."""
+        plan = plan_attention(self.batch, self.case.tile_rows, self.case.split)
+        items = torch.cat([torch.from_numpy(plan.items), torch.zeros(num_padded, 5, dtype=torch.int64)])
+        on = self.batch.on(CPU)
+        return Reads.of(on, items, torch.from_numpy(plan.partials))
+
+    def by_kernels(self, num_padded: int = 2) -> Tensor:
+        """[rows, heads, value_dim] from the kernels, whose outputs were NaN before."""
+        case, reads = self.case, self.reads(num_padded)
+        scratch = Scratch.of(int(reads.partials[-1]), case.num_heads, case.value_dim, CPU)
+        output = self.query.new_empty(*self.query.shape[:2], case.value_dim)
+        for tensor in (*scratch, output):
+            tensor.fill_(float("nan"))
+        given: Any = (self.query, self.key, self.value, self.entries, reads, scratch, output)
+        launch(*given, case.scaling, case.window, case.softcap, self.sinks, case.cut, case.split)
+        return output
+
+    def expected(self) -> Tensor:
+        """The same, row by row in float64, over a cache that this pass's entries were written to."""
+        case, on = self.case, self.batch.on(CPU)
+        keys, values = (part.double() for part in self.pool.read(0, slice(0, self.pool.num_slots)))
+        group = case.num_heads // case.kv_heads
+        rows = []
+        for row in range(self.batch.num_rows):
+            begin, run = int(on.run_begin[row]), int(on.run_length[row])
+            behind = slice(int(on.tail_begin[row]), int(on.tail_begin[row + 1]))
+            slots = [*range(begin, begin + run), *on.tail_slots[behind].tolist()]
+            positions = torch.tensor([*range(run), *on.tail_positions[behind].tolist()])
+            scores = torch.einsum(
+                "hd,hsd->hs", self.query[row].double(), keys[:, slots].repeat_interleave(group, 0)
+            )
+            scores *= case.scaling
+            if case.softcap is not None:
+                scores = torch.tanh(scores / case.softcap) * case.softcap
+            if case.window:
+                scores[:, positions <= int(on.positions[row]) - case.window] = -torch.inf
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks.double()[:, None]], 1)
+            weights = torch.softmax(scores, 1)[:, : len(slots)]
+            rows.append(torch.einsum("hs,hsd->hd", weights, values[:, slots].repeat_interleave(group, 0)))
+        return torch.stack(rows)

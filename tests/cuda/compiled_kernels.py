@@ -1,0 +1,99 @@
+"""`python compiled_kernels.py`: compile every kernel for GPUs that need not be there, and say what each one takes.
+
+Prints a JSON object a line: kernel, architecture, constants, registers' spills, local and shared memory, and how often
+each matrix instruction stands in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from slipstream.models.cuda import attention_kernels
+from slipstream.models.cuda.attention_plan import SPLIT
+from slipstream.models.cuda.tree_attention import Cut
+
+ARCHITECTURES = (80, 90, 100)
+INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "STL", "LDL")
+"""Matrix products of each generation; stores to and loads from local memory."""
+DIMS = (64, 80, 96, 128, 192, 256)
+POINTERS = {
+    "positions": "*i64", "slots": "*i64", "run_begin": "*i64", "run_length": "*i64", "tail_begin": "*i64",
+    "tail_slots": "*i64", "tail_positions": "*i64", "items": "*i64", "partials": "*i64", "sums": "*fp32",
+    "peaks": "*fp32", "masses": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32", "sinks": "*bf16",
+    "query": "*bf16", "key": "*bf16", "value": "*bf16", "output": "*bf16", "keys": "*bf16", "values": "*bf16",
+}  # fmt: skip
+NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
+BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """(kernel, its constants, warps) of all that is launched."""
+    for dim in DIMS:
+        block = triton.next_power_of_2(dim)
+        sizes = {"KEY_DIM": dim, "VALUE_DIM": dim, "KEY_BLOCK": block, "VALUE_BLOCK": block}
+        for is_int8 in (False, True):
+            cut = Cut.of(dim, is_int8)
+            for window, softcap in ((0, False), (4096, True)):
+                constants = sizes | {"GROUP": 4, "TILE": cut.tile, "BLOCK": cut.block, "SPLIT": SPLIT}
+                constants |= {"WINDOW": window, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
+                yield attention_kernels.attend_splits, constants, cut.num_warps
+            yield attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4
+        for has_sinks in (False, True):
+            constants = {"VALUE_DIM": dim, "VALUE_BLOCK": block, "HAS_SINKS": has_sinks}
+            yield attention_kernels.add_partials, constants, 4
+
+
+def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, architecture: int) -> dict[str, Any]:
+    """What the kernel takes."""
+    types = {}
+    for name in kernel.arg_names:
+        held = "*i8" if constants.get("IS_INT8") and name in ("keys", "values") else None
+        types[name] = (
+            held or POINTERS.get(name) or NUMBERS.get(name) or ("constexpr" if name in constants else "i32")
+        )
+    aligned = [kernel.arg_names.index(name) for name, kind in types.items() if kind.startswith("*")]
+    aligned += [kernel.arg_names.index(name) for name in ("query_row", "query_head") if name in types]
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False}
+    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([BINARIES / "cuobjdump", "-res-usage", file.name], text=True)
+        code = subprocess.check_output([BINARIES / "cuobjdump", "-sass", file.name], text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage, re.DOTALL)
+    assert found is not None, usage
+    registers, stack, local = map(int, found.groups())
+    return {
+        "kernel": kernel.fn.__name__,
+        "architecture": architecture,
+        "constants": constants,
+        "registers": registers,
+        "stack": stack,
+        "local": local,
+        "shared": done.metadata.shared,
+        "instructions": {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS},
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for architecture in ARCHITECTURES:
+        for kernel, constants, num_warps in kernels():
+            print(json.dumps(compiled(kernel, constants, num_warps, architecture)), flush=True)
