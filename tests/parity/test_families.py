@@ -51,6 +51,7 @@ IN_THE_KERNELS += [
     f"{family}-odd"
     for family in ("llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "gpt-neox")
 ]
+RECORDED = "slipstream.testing.recorded_graph:TritonOnCpu"
 PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
 """Families whose entries also lie in shuffled pages: without a window, with one, with capped logits, with sinks."""
 
@@ -61,6 +62,7 @@ PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
         *FAMILIES,
         *(f"{family}-torch" for family in FAMILIES),
         *(f"{family}-paged" for family in PAGED),
+        *(f"{family}-recorded" for family in FAMILIES if not family.startswith("falcon")),  # see refusals
     ],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
@@ -68,6 +70,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family = request.param.removesuffix("-torch").removesuffix("-paged")
     if request.param.endswith("-paged"):
         return make_pair(family, tmp_path_factory, attention="slipstream.testing.paged:PagedBackend")
+    if family.endswith("-recorded"):
+        family = family.removesuffix("-recorded")
+        return make_pair(family, tmp_path_factory, kernels="torch", attention=RECORDED)
     kernels = "native" if family == request.param else "torch"
     return make_pair(family, tmp_path_factory, kernels=kernels)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,11 @@ class StepItem:
     logits: torch.Tensor = field(init=False, repr=False)
     """[1 + n, vocab], the last of `rows`: row 0 follows the text as it was, row i + 1 follows node i of the proposal.
     Only of a sequence that decodes."""
+
+    chooses_in_pass: bool = False
+    """Whether the pass may choose its tokens."""
+    chosen: Seq[int] | None = None
+    """The target's own token of each row of `logits`, where the pass has chosen them."""
 
     # judged
     num_given: int = 0

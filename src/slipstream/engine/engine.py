@@ -25,7 +25,7 @@ from slipstream.engine.outputs import Update
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import UpdateCallback
 from slipstream.engine.steps import StepClock, record_times
-from slipstream.engine.verification import verify_items
+from slipstream.engine.verification import row_choices, verify_items
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
 from slipstream.sampling.grammars.grammar import Grammar
@@ -217,7 +217,7 @@ class Engine:
             clock.planned()
             self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
-            self.runner.forward(plan.scheduled)
+            self.runner.forward(plan.scheduled, self._choose if self.verifier.takes_tokens else None)
             self.extension.verify(plan.decoding, self._verify)
             clock.verified()
         updates = self._commit(plan)
@@ -226,6 +226,9 @@ class Engine:
         updates += self._answers.deliver()
         _call(self.on_step, report)
         return updates
+
+    def _choose(self, item: StepItem) -> list[tuple[int, float]] | None:
+        return row_choices(item, self._answers.of(item.sequence).processor)
 
     def _verify(self, items: Seq[StepItem]) -> None:
         processors = [self._answers.of(item.sequence).processor for item in items]

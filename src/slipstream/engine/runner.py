@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 import torch
 
@@ -10,6 +12,9 @@ from slipstream.core.step import StepItem
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import side_by_side, tree_rows
+from slipstream.models.executor.base import Choices
+
+Choose = Callable[[StepItem], list[tuple[int, float]] | None]
 
 
 class ModelRunner:
@@ -21,8 +26,11 @@ class ModelRunner:
         self.cache = cache
         self.feature_layers = tuple(feature_layers)
 
-    def forward(self, items: Seq[StepItem]) -> None:
+    def forward(self, items: Seq[StepItem], choose: Choose | None = None) -> None:
         """One pass over all scheduled rows and all proposals.
+
+        `choose` says how each row's token is chosen, of items that decode; None where the pass cannot choose. Where the
+        executor chooses, `chosen` is filled in.
 
         Fills in each item's `rows`, the logits of its rows that matter: every computed row while prompt
         log-probabilities are wanted, else the last committed token's row and one a draft node (none for a prompt chunk
@@ -31,7 +39,9 @@ class ModelRunner:
         groups = [self._row_group(item) for item in items]
         order = side_by_side(groups)
         items, groups = [items[i] for i in order], [groups[i] for i in order]
-        output = self.model.forward(groups, self.cache.pool, self.feature_layers)
+        choices = self._choices(items, groups, choose)
+        output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices)
+        tokens = iter([] if output.tokens is None else output.tokens.tolist())
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
@@ -40,6 +50,23 @@ class ModelRunner:
             if item.decodes:
                 first = len(group.logit_rows) - 1 - len(item.proposal)
                 item.logits = rows[first:] if first else rows
+            own = list(islice(tokens, len(group.logit_rows)))
+            if own and item.decodes and item.chooses_in_pass:
+                item.chosen = own[first:]
+
+    def _choices(self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None) -> Choices | None:
+        """How the pass chooses tokens; None where it does not."""
+        if choose is None or not self.model.executor.chooses:
+            return None
+        keys: list[int] = []
+        temperatures: list[float] = []
+        for item, group in zip(items, groups, strict=True):
+            rows = choose(item) if item.decodes else None
+            item.chooses_in_pass = rows is not None
+            rows = [(0, 0.0)] * (len(group.logit_rows) - len(rows or ())) + (rows or [])
+            keys += [key for key, _ in rows]
+            temperatures += [temperature for _, temperature in rows]
+        return Choices(keys, temperatures) if any(item.chooses_in_pass for item in items) else None
 
     def commit(self, item: StepItem) -> None:
         """Keep the entries of the computed committed tokens and of the kept nodes; forget the others.

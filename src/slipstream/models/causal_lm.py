@@ -15,7 +15,7 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.experts import file_stacks
-from slipstream.models.executor.base import Executor, ProbedModel
+from slipstream.models.executor.base import Choices, Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
@@ -32,6 +32,8 @@ class ForwardOutput:
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
     rows: ForwardBatch
     """The rows that were computed."""
+    tokens: Tensor | None = None
+    """int64 [wanted rows]: the tokens that the pass chose; None where it chose none."""
 
 
 class CausalLM(ModelIdentity):
@@ -117,7 +119,8 @@ class CausalLM(ModelIdentity):
         the model's own.
         """
         held = self.cache_dtype if cache_dtype is None else cache_dtype
-        pool = KVPool(self.shapes, num_slots, self.dtype, self.device, feature_width, held)
+        scratch = self.executor.num_scratch_slots
+        pool = KVPool(self.shapes, num_slots, self.dtype, self.device, feature_width, held, scratch)
         return KVCache(pool, prefix_caching, self.backend.layout)
 
     def trial_cache(self, num_tokens: int, cache_dtype: torch.dtype | None = None) -> tuple[KVPool, SlotMap]:
@@ -139,17 +142,19 @@ class CausalLM(ModelIdentity):
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
         added: Tensor | None = None,
+        choices: Choices | None = None,
     ) -> ForwardOutput:
         """One pass over all rows of all groups; writes their keys and values to `pool`.
 
         `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
-        them. Hidden states are those of whole passes only. `added` [rows, hidden] is added to the embeddings. Raises as
-        `check_layers` does.
+        them. Hidden states are those of whole passes only. `added` [rows, hidden] is added to the embeddings. With
+        `choices` an executor that `chooses` yields tokens too. Raises as `check_layers` does.
         """
         rows = self._rows(groups, layers, hidden_layers)
         rows.added = added
-        done = self.executor.forward(rows, pool, hidden_layers, layers)
-        return ForwardOutput(done.logits, done.hidden, rows)
+        chosen = {} if choices is None else {"choices": choices}  # others take none
+        done = self.executor.forward(rows, pool, hidden_layers, layers, **chosen)
+        return ForwardOutput(done.logits, done.hidden, rows, done.tokens)
 
     @torch.inference_mode()
     def draft_chain(

@@ -70,6 +70,10 @@ class Noise:
         own = (self.nonce,) if self.nonce else ()
         return _mix(self.seed, stream, self.root_position, position, index, *own)
 
+    def signed_key(self, position: int) -> int:
+        """`key` of the target's stream, as the int64 with its bits."""
+        return _signed(self.key(position))
+
     def perturb(self, log_probs: torch.Tensor, positions: Seq[int]) -> torch.Tensor:
         """`log_probs` [R, V] plus the target's noise at each row's position, float64; greedy: unchanged."""
         return perturb_rows(log_probs, self._target_keys(positions))
@@ -119,7 +123,7 @@ class Noise:
 def gumbel(keys: Seq[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise, float64 [len(keys), vocab_size]: row r is a pure function of keys[r]."""
     return gumbel_of_bits(
-        uniform_bits(_key_column(keys, device) + _counters(vocab_size, torch.device(device)))
+        uniform_bits(_key_column(keys, device) + token_counters(vocab_size, torch.device(device)))
     )
 
 
@@ -189,7 +193,7 @@ def _key_column(keys: Seq[int], device: torch.device | str) -> torch.Tensor:
 
 
 @lru_cache(maxsize=8)
-def _counters(vocab_size: int, device: torch.device) -> torch.Tensor:
+def token_counters(vocab_size: int, device: torch.device) -> torch.Tensor:
     """(token + 1) * golden ratio, wrapped, int64 [V]: splitmix64's counter at output number `token`."""
     return torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
 
@@ -226,7 +230,7 @@ def _choose_row(log_probs: torch.Tensor, key: int | None) -> torch.Tensor:
     if key is None or not num_possible:
         return log_probs.argmax()
     vocab_size = len(log_probs)
-    counters = _counters(vocab_size, log_probs.device)
+    counters = token_counters(vocab_size, log_probs.device)
     start = _signed(key)
 
     def scores(tokens: torch.Tensor) -> torch.Tensor:

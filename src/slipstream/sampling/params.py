@@ -236,6 +236,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out by their rank or probability."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `RequestError` for token ids past `vocab_size`, the width of the model's logits."""
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):

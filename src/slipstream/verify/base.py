@@ -27,6 +27,8 @@ class Judgement:
     proposal: Proposal
     noise: Noise
     """The randomness of this sequence at this step."""
+    chosen: Seq[int] | None = None
+    """The target's own token of each row, for a verifier that `takes_tokens`; `log_probs` are raw logits then."""
 
 
 class Verifier(ABC):
@@ -48,6 +50,9 @@ class Verifier(ABC):
     """True for a rule that is meant to change the distribution of texts. `slipstream audit` never certifies one."""
     needs_distributions: ClassVar[bool] = True
     """False when only the argmax of a greedy row is looked at: such rows may then be raw logits."""
+
+    takes_tokens: ClassVar[bool] = False
+    """True where the target's own token of each row, by the position's noise, is all that a verdict depends on."""
 
     @classmethod
     def traits(cls) -> VerifierTraits:

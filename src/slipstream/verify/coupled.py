@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
@@ -22,15 +23,20 @@ class CoupledVerifier(Verifier):
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset(ProposalKind)
     reproducible: ClassVar[bool] = True
     needs_distributions: ClassVar[bool] = False
+    takes_tokens: ClassVar[bool] = True
 
     def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:
-        if not judgements:
-            return []
-        choices = type(judgements[0].noise).choose_all(
-            [(judgement.noise, judgement.log_probs, _positions(judgement)) for judgement in judgements]
-        )
+        open_ones = [judgement for judgement in judgements if judgement.chosen is None]
+        choices: Iterator[Seq[int]] = iter(())
+        if open_ones:
+            choices = iter(
+                type(open_ones[0].noise).choose_all(
+                    [(judgement.noise, judgement.log_probs, _positions(judgement)) for judgement in open_ones]
+                )
+            )
         return [
-            _walk(judgement.proposal, chosen) for judgement, chosen in zip(judgements, choices, strict=True)
+            _walk(judgement.proposal, next(choices) if judgement.chosen is None else judgement.chosen)
+            for judgement in judgements
         ]
 
 

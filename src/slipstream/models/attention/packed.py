@@ -58,7 +58,7 @@ class PackedAttention(AttentionPass):
 class PackedBackend(AttentionBackend):
     """PyTorch's attention, on any device, for models that attend through the attention interface."""
 
-    def prepare(self, rows: ForwardBatch, pool: KVPool) -> PackedAttention:
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:
         return PackedAttention(rows, pool)
 
 

@@ -30,7 +30,7 @@ AUTO = "auto"
 
 _RENAMED = {"posed": "cache_adapter"}
 """Names of the release before, which work with a warning for one release."""
-BY_PREFERENCE = ("cache_adapter", "native", "packed")
+BY_PREFERENCE = ("cache_adapter", "native", "triton", "packed")
 """What `auto` takes: the first that can run the model."""
 
 ATTENTION: Registry[AttentionBackend] = Registry(
@@ -40,6 +40,7 @@ ATTENTION: Registry[AttentionBackend] = Registry(
     {
         "native": "slipstream.models.attention.native:NativeBackend",
         "packed": "slipstream.models.attention.packed:PackedBackend",
+        "triton": "slipstream.models.attention.triton:TritonBackend",
         "cache_adapter": "slipstream.models.attention.cache_adapter:CacheAdapterBackend",
     },
 )

@@ -31,6 +31,16 @@ from slipstream.models.weight_check import WeightCheck
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """How the model's own token of each wanted row is chosen: see `models.cuda.choice.choose`."""
+
+    keys: Sequence[int]
+    """[wanted rows]: of the noise, as the int64 with these bits."""
+    temperatures: Sequence[float]
+    """[wanted rows]"""
+
+
+@dataclass(frozen=True, slots=True)
 class PassOutput:
     """What was computed in one pass."""
 
@@ -38,6 +48,8 @@ class PassOutput:
     """[wanted rows, vocab]"""
     hidden: dict[int, Tensor]
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
+    tokens: Tensor | None = None
+    """int64 [wanted rows]: what was chosen; None where nothing was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,10 @@ class Executor(ABC):
     """Whether it can compute rows as `fast_prompts` says."""
     is_fused: ClassVar[bool] = False
     """Whether it computes whole passes in the CPU kernels."""
+    chooses: ClassVar[bool] = False
+    """Whether a pass chooses tokens where it is given `Choices`; else they are ignored."""
+    num_scratch_slots: ClassVar[int] = 0
+    """Slots of a cache that its passes write to beside those of sequences."""
     has_experts: bool = False
     """Whether its layers send rows to experts that it knows of."""
 
@@ -173,6 +189,7 @@ class Executor(ABC):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
+        choices: Choices | None = None,
     ) -> PassOutput:
         """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
 

@@ -32,7 +32,14 @@ from slipstream.models.cpu.structs import (
     LinearStruct,
     ModelStruct,
 )
-from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
+from slipstream.models.executor.base import (
+    Choices,
+    Executor,
+    PackedChecks,
+    PassOutput,
+    ProbedModel,
+    ReadWeights,
+)
 from slipstream.models.executor.chains import Chains
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.grouped import GroupedLinear
@@ -144,6 +151,7 @@ class CpuKernels(PackedModel, Executor):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
+        choices: Choices | None = None,
     ) -> PassOutput:
         """As `Executor.forward`; a run must lie in consecutive slots."""
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)

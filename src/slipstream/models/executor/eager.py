@@ -13,7 +13,14 @@ from slipstream.models.attention.base import AttentionPass
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
-from slipstream.models.executor.base import Executor, PackedChecks, PassOutput, ProbedModel, ReadWeights
+from slipstream.models.executor.base import (
+    Choices,
+    Executor,
+    PackedChecks,
+    PassOutput,
+    ProbedModel,
+    ReadWeights,
+)
 from slipstream.models.files.stored import quantised_layers
 from slipstream.models.layers import LayerStack, tried_layers
 from slipstream.models.linear.layers import NativeLinear
@@ -84,6 +91,7 @@ class EagerExecutor(Executor):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
+        choices: Choices | None = None,
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
             if layers is None:

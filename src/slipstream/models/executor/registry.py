@@ -27,6 +27,7 @@ EXECUTORS: Registry[Executor] = Registry(
     ENTRY_POINT_GROUP,
     {
         "cpu_kernels": "slipstream.models.executor.cpu_kernels:CpuKernels",
+        "cuda_graph": "slipstream.models.executor.cuda_graph:CudaGraphExecutor",
         "eager": "slipstream.models.executor.eager:EagerExecutor",
     },
 )

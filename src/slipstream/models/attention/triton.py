@@ -1,0 +1,80 @@
+"""Attention in our Triton kernels: all rows of a pass in one operator, on a CUDA device."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.base import AttentionPass, ModelTraits, Variant
+from slipstream.models.attention.packed import PackedAttention, PackedBackend
+from slipstream.models.batch import BatchTensors, ForwardBatch
+from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes, plan_attention
+from slipstream.models.cuda.tree_attention import Cut, Reads, Scratch, tree_attention
+from slipstream.models.support import text_config
+
+MAX_DIM = 256
+"""The widest heads that the kernels take."""
+
+
+class TritonAttention(AttentionPass):
+    """One pass's attention over arrays on the device, which a captured pass may replace in place."""
+
+    def __init__(self, pool: KVPool, reads: Reads, num_partials: int) -> None:
+        self._pool, self._reads, self._num_partials = pool, list(reads), num_partials
+        self._scratch: dict[tuple[int, int], Scratch] = {}
+
+    @classmethod
+    def of(cls, pool: KVPool, batch: BatchTensors, plan: Tensor, sizes: PlanSizes) -> TritonAttention:
+        """`plan` holds a plan's items and partials one after the other."""
+        num_items = 5 * sizes.num_items
+        reads = Reads.of(batch, plan[:num_items].view(-1, 5), plan[num_items:])
+        return cls(pool, reads, sizes.num_partials)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        pool = self._pool
+        scales = (pool.key_scales[layer], pool.value_scales[layer]) if pool.key_scales else (None, None)
+        size = (query.shape[1], value.shape[3])
+        if size not in self._scratch:
+            self._scratch[size] = Scratch.of(self._num_partials, *size, query.device)
+        sums, peaks, masses = self._scratch[size]
+        rows: Tensor = tree_attention(
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+            pool.keys[layer], pool.values[layer], *scales, self._reads, sums, peaks, masses,
+            variant.scaling, variant.sliding_window or 0, variant.softcap, variant.sinks,
+        )  # fmt: skip
+        return rows[None]
+
+
+class TritonBackend(PackedBackend):
+    """Our Triton kernels; passes whose slots are not consecutive attend as `packed` does."""
+
+    executor = "cuda_graph"
+
+    @classmethod
+    def refusal(cls, traits: ModelTraits) -> str | None:
+        if traits.device.type != "cuda":
+            return "our Triton kernels run on a CUDA device"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        if torch.cuda.get_device_capability(traits.device) < (8, 0):
+            return "our Triton kernels need a device of compute capability 8.0 or newer"
+        return super().refusal(traits)
+
+    def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:
+        if not rows.contiguous:
+            return PackedAttention(rows, pool)
+        plan = self.plan(rows, pool)
+        device = pool.features.device
+        numbers = torch.from_numpy(np.concatenate([plan.items.ravel(), plan.partials])).to(device)
+        return TritonAttention.of(pool, rows.on(device), numbers, plan.sizes)
+
+    def plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
+        """The work of a pass's attention."""
+        heads = text_config(self.traits.config).num_attention_heads
+        group = heads // min(len(keys) for keys in pool.keys)
+        widest = max(entries.shape[2] for entries in (*pool.keys, *pool.values))
+        return plan_attention(rows, Cut.of(widest, bool(pool.key_scales)).tile // group)

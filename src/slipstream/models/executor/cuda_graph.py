@@ -1,0 +1,247 @@
+"""Passes in Transformers' own code, recorded once a shape as a CUDA graph and replayed.
+
+A pass is padded to a bucket of rows, so that few graphs serve all. What differs from pass to pass lies in one buffer at
+a fixed place, which one copy fills. What cannot be recorded is computed as `eager` does, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.triton import TritonAttention, TritonBackend
+from slipstream.models.batch import Bucket, ForwardBatch
+from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes
+from slipstream.models.cuda.choice import choose
+from slipstream.models.executor.base import Choices, PassOutput, ProbedModel
+from slipstream.models.executor.eager import EagerExecutor
+
+log = logging.getLogger(__name__)
+
+ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows of a bucket."""
+MAX_WANTED = 64
+"""The most rows of a bucket whose logits are computed."""
+LEAST_SEEN, LEAST_ITEMS = 256, 64
+"""The smallest arrays of single entries and of items; larger ones double."""
+
+
+class Graph(Protocol):
+    """Records what a function computes, and computes it anew."""
+
+    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
+        """Call `compute` and keep what it launched; its outputs are where every replay leaves them."""
+
+    def replay(self) -> None:
+        """Launch it again, over the same tensors."""
+
+
+class PassShape(NamedTuple):
+    """What passes have in common that one graph serves."""
+
+    bucket: Bucket
+    plan: PlanSizes
+    hidden_layers: tuple[int, ...]
+    chooses: bool
+
+
+class CudaGraph:
+    """A `torch.cuda.CUDAGraph`; all share one pool of memory."""
+
+    _memory: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
+        """See `Graph`. The first call, before the recording, compiles kernels and chooses algorithms."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        if CudaGraph._memory is None:
+            CudaGraph._memory = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(self._graph, pool=CudaGraph._memory):
+            return compute()
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        self._graph.replay()
+
+
+class RecordedPass:
+    """One graph, the buffer that it reads, and the outputs that it writes."""
+
+    def __init__(
+        self, graph: Graph, size: int, device: torch.device, compute: Callable[[Tensor], PassOutput],
+        numbers: Tensor,
+    ) -> None:  # fmt: skip
+        """`compute` reads the buffer that it is given, of `size` numbers, at every replay; `numbers` are the first."""
+        self._graph = graph
+        is_cuda = device.type == "cuda"
+        self._staging = torch.empty(size, dtype=torch.int64, pin_memory=is_cuda)
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._buffer = torch.empty(size, dtype=torch.int64, device=device)
+        self._fill(numbers)
+        self._output = graph.record(lambda: compute(self._buffer))
+
+    def _fill(self, numbers: Tensor) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one; it has long ended
+        self._staging.copy_(numbers)
+        self._buffer.copy_(self._staging, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def replay(self, numbers: Tensor) -> PassOutput:
+        """What the pass with these numbers yields. The next replay overwrites it."""
+        self._fill(numbers)
+        self._graph.replay()
+        return self._output
+
+
+class CudaGraphExecutor(EagerExecutor):
+    """Replays recorded passes of the Transformers model."""
+
+    name: ClassVar[str] = "cuda_graph"
+    chooses: ClassVar[bool] = True
+    num_scratch_slots: ClassVar[int] = ROWS[-1]
+    graph: ClassVar[type[Graph]] = CudaGraph
+
+    def __init__(self, given: ProbedModel, packs: bool = True) -> None:
+        super().__init__(given, packs)
+        assert isinstance(given.backend, TritonBackend)
+        self.backend: TritonBackend = given.backend
+        self._recorded: weakref.WeakKeyDictionary[KVPool, dict[PassShape, RecordedPass]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.num_replayed = 0
+        """Passes that a graph computed."""
+        self.eager: Counter[str] = Counter()
+        """Passes that none did, by why."""
+        self._failure: str | None = None
+        """Why passes of this model cannot be recorded."""
+
+    @classmethod
+    def refusal(cls, given: ProbedModel) -> str | None:
+        if not isinstance(given.backend, TritonBackend):
+            return "its attention is not that of our Triton kernels"
+        return super().refusal(given)
+
+    def forward(
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
+        choices: Choices | None = None,
+    ) -> PassOutput:
+        reason = self._reason_not(rows, pool, layers)
+        if reason is None:
+            with self._lock:
+                try:
+                    output = self._replay(rows, pool, tuple(hidden_layers), choices)
+                except RuntimeError as error:
+                    reason = self._failure = str(error).split("\n")[0]
+                    log.warning("passes of %s are not recorded: %s", self.model.config.model_type, reason)
+                else:
+                    self.num_replayed += 1
+                    return output
+        self.eager[reason] += 1
+        output = super().forward(rows, pool, hidden_layers, layers)
+        return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
+
+    def _reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
+        """Why a pass is not computed by a graph."""
+        if self._failure is not None:
+            return self._failure
+        if not rows.contiguous:
+            return "slots that are not consecutive"
+        if layers is not None:
+            return "some layers only"
+        if rows.added is not None:
+            return "something added to the embeddings"
+        if rows.num_rows > min(ROWS[-1], len(pool.scratch)) or rows.num_logit_rows > MAX_WANTED:
+            return "too many rows"
+        return None
+
+    def _replay(
+        self, rows: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...], choices: Choices | None
+    ) -> PassOutput:
+        num_rows = next(size for size in ROWS if size >= rows.num_rows)
+        num_seen = max(LEAST_SEEN, _doubled(int(rows.tail_begin[-1])))
+        bucket = Bucket(num_rows, min(num_rows, MAX_WANTED), num_seen)
+        padded = ForwardBatch(rows.groups, bucket, pool.scratch)
+        plan = self.backend.plan(padded, pool)
+        sizes = plan.sizes
+        sizes = PlanSizes(num_rows, max(LEAST_ITEMS, _doubled(sizes.num_items)), _doubled(sizes.num_partials))
+        shape = PassShape(bucket, sizes, hidden_layers, choices is not None)
+        numbers = torch.from_numpy(_numbers(padded, plan, shape, choices))
+        recorded = self._recorded.setdefault(pool, {})
+        if shape not in recorded:
+            recorded[shape] = self._record(padded, pool, shape, numbers)
+        output = recorded[shape].replay(numbers)
+        return PassOutput(
+            output.logits[: rows.num_logit_rows].clone(),
+            {layer: hidden[: rows.num_rows].clone() for layer, hidden in output.hidden.items()},
+            None if output.tokens is None else output.tokens[: rows.num_logit_rows],
+        )
+
+    def _record(self, padded: ForwardBatch, pool: KVPool, shape: PassShape, numbers: Tensor) -> RecordedPass:
+        device = self.model.device
+        size = padded.buffer.size
+
+        def compute(buffer: Tensor) -> PassOutput:
+            views = padded.views(buffer[:size])
+            padded.read(device, views)
+            end = size + shape.plan.num_numbers
+            attention = TritonAttention.of(pool, views, buffer[size:end], shape.plan)
+            output = self.run(padded, attention, shape.hidden_layers)
+            if not shape.chooses:
+                return output
+            keys, temperatures = buffer[end:].view(2, -1)
+            tokens = choose(output.logits, keys, temperatures.view(torch.float64).float())
+            return replace(output, tokens=tokens)
+
+        return RecordedPass(self.graph(), len(numbers), device, compute, numbers)
+
+
+def _chosen(logits: Tensor, choices: Choices) -> Tensor:
+    """The tokens of a pass that was not recorded, by the arithmetic of those that were: a text takes both routes."""
+    keys = torch.tensor(choices.keys, dtype=torch.int64).to(logits.device)
+    temperatures = torch.tensor(choices.temperatures, dtype=torch.float32).to(logits.device)
+    tokens: Tensor = choose(logits, keys, temperatures)
+    return tokens
+
+
+def _doubled(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _numbers(
+    padded: ForwardBatch, plan: AttentionPlan, shape: PassShape, choices: Choices | None
+) -> NDArray[np.int64]:
+    """What a recorded pass reads: the batch's buffer, the plan's items and partials, keys and temperatures."""
+    size = padded.buffer.size
+    end = size + shape.plan.num_numbers
+    wanted = shape.bucket.num_wanted
+    numbers = np.zeros(end + (2 * wanted if shape.chooses else 0), np.int64)
+    numbers[:size] = padded.buffer
+    numbers[size : size + plan.items.size] = plan.items.ravel()
+    numbers[end - len(plan.partials) : end] = plan.partials
+    if choices is not None:
+        numbers[end : end + len(choices.keys)] = choices.keys
+        numbers[end + wanted :].view(np.float64)[: len(choices.keys)] = choices.temperatures
+    return numbers
