@@ -191,14 +191,16 @@ class ForwardBatch:
     ) -> None:
         """With a `bucket` the arrays have its sizes, and the rows that are missing are stored in the slots `scratch`.
 
-        These rows are padding; the other arrays end with zeros. Raises `ValueError` for groups that contradict
-        themselves or do not fit the bucket.
+        These rows are padding, in groups of as many rows as there are such slots; the other arrays end with zeros.
+        Raises `ValueError` for groups that contradict themselves or do not fit the bucket.
         """
         if bucket is not None:
             missing = bucket.num_rows - sum(len(group.token_ids) for group in groups)
             if missing < 0:
                 raise ValueError(f"{bucket.num_rows - missing} rows in a bucket of {bucket.num_rows}")
-            groups = [*groups, RowGroup(scratch, 0, [0] * missing, [])] if missing else groups
+            # Groups of padding share slots, and overwrite each other's entries, which nobody reads for a text.
+            sizes = [min(len(scratch), missing - row) for row in range(0, missing, len(scratch) or 1)]
+            groups = [*groups, *(RowGroup(scratch, 0, [0] * size, []) for size in sizes)]
         self.groups = groups
         self.first_rows = [0]
         """[groups + 1]: where each group's rows begin, and N."""

@@ -91,5 +91,5 @@ class TritonOnCpu(TritonBackend):
 class RecordedExecutor(CudaGraphExecutor):
     """Replays recorded passes on a CPU."""
 
-    num_scratch_slots: ClassVar[int] = 64
+    num_scratch_slots: ClassVar[int] = 8
     graph: ClassVar[type[Graph]] = RecordedGraph

@@ -11,8 +11,8 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionPass, ModelTraits, Variant
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
-from slipstream.models.batch import BatchTensors, ForwardBatch
-from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes, plan_attention
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.cuda.attention_plan import AttentionPlan, plan_attention
 from slipstream.models.cuda.tree_attention import Cut, Reads, Scratch, tree_attention
 from slipstream.models.support import text_config
 
@@ -26,13 +26,6 @@ class TritonAttention(AttentionPass):
     def __init__(self, pool: KVPool, reads: Reads, num_partials: int) -> None:
         self._pool, self._reads, self._num_partials = pool, list(reads), num_partials
         self._scratch: dict[tuple[int, int], Scratch] = {}
-
-    @classmethod
-    def of(cls, pool: KVPool, batch: BatchTensors, plan: Tensor, sizes: PlanSizes) -> TritonAttention:
-        """`plan` holds a plan's items and partials one after the other."""
-        num_items = 5 * sizes.num_items
-        reads = Reads.of(batch, plan[:num_items].view(-1, 5), plan[num_items:])
-        return cls(pool, reads, sizes.num_partials)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
         pool = self._pool
@@ -70,7 +63,9 @@ class TritonBackend(PackedBackend):
         plan = self.plan(rows, pool)
         device = pool.features.device
         numbers = torch.from_numpy(np.concatenate([plan.items.ravel(), plan.partials])).to(device)
-        return TritonAttention.of(pool, rows.on(device), numbers, plan.sizes)
+        items, partials = numbers.tensor_split([plan.items.size])
+        reads = Reads.of(rows.on(device), items.view(-1, 5), partials)
+        return TritonAttention(pool, reads, plan.sizes.num_partials)
 
     def plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
         """The work of a pass's attention."""

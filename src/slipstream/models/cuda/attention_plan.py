@@ -34,11 +34,6 @@ class PlanSizes(NamedTuple):
     num_items: int
     num_partials: int
 
-    @property
-    def num_numbers(self) -> int:
-        """What items and partials take."""
-        return 5 * self.num_items + self.num_rows + 1
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:

@@ -11,20 +11,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
 from slipstream.models.batch import Bucket, ForwardBatch
-from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes
+from slipstream.models.cuda.attention_plan import PlanSizes
 from slipstream.models.cuda.choice import choose
+from slipstream.models.cuda.tree_attention import Reads
 from slipstream.models.executor.base import Choices, PassOutput, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
+from slipstream.models.executor.pass_layout import PassLayout, PassShape
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +44,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Launch it again, over the same tensors."""
-
-
-class PassShape(NamedTuple):
-    """What passes have in common that one graph serves."""
-
-    bucket: Bucket
-    plan: PlanSizes
-    hidden_layers: tuple[int, ...]
-    chooses: bool
 
 
 class CudaGraph:
@@ -116,7 +107,7 @@ class CudaGraphExecutor(EagerExecutor):
 
     name: ClassVar[str] = "cuda_graph"
     chooses: ClassVar[bool] = True
-    num_scratch_slots: ClassVar[int] = ROWS[-1]
+    num_scratch_slots: ClassVar[int] = 64
     graph: ClassVar[type[Graph]] = CudaGraph
 
     def __init__(self, given: ProbedModel, packs: bool = True) -> None:
@@ -166,13 +157,15 @@ class CudaGraphExecutor(EagerExecutor):
         """Why a pass is not computed by a graph."""
         if self._failure is not None:
             return self._failure
+        if not pool.scratch:
+            return "a cache without slots for rows that fill a pass"
         if not rows.contiguous:
             return "slots that are not consecutive"
         if layers is not None:
             return "some layers only"
         if rows.added is not None:
             return "something added to the embeddings"
-        if rows.num_rows > min(ROWS[-1], len(pool.scratch)) or rows.num_logit_rows > MAX_WANTED:
+        if rows.num_rows > ROWS[-1] or rows.num_logit_rows > MAX_WANTED:
             return "too many rows"
         return None
 
@@ -187,10 +180,11 @@ class CudaGraphExecutor(EagerExecutor):
         sizes = plan.sizes
         sizes = PlanSizes(num_rows, max(LEAST_ITEMS, _doubled(sizes.num_items)), _doubled(sizes.num_partials))
         shape = PassShape(bucket, sizes, hidden_layers, choices is not None)
-        numbers = torch.from_numpy(_numbers(padded, plan, shape, choices))
+        layout = PassLayout(shape, padded.buffer.size)
+        numbers = torch.from_numpy(layout.numbers(padded, plan, choices))
         recorded = self._recorded.setdefault(pool, {})
         if shape not in recorded:
-            recorded[shape] = self._record(padded, pool, shape, numbers)
+            recorded[shape] = self._record(padded, pool, shape, layout, numbers)
         output = recorded[shape].replay(numbers)
         return PassOutput(
             output.logits[: rows.num_logit_rows].clone(),
@@ -198,23 +192,24 @@ class CudaGraphExecutor(EagerExecutor):
             None if output.tokens is None else output.tokens[: rows.num_logit_rows],
         )
 
-    def _record(self, padded: ForwardBatch, pool: KVPool, shape: PassShape, numbers: Tensor) -> RecordedPass:
+    def _record(
+        self, padded: ForwardBatch, pool: KVPool, shape: PassShape, layout: PassLayout, numbers: Tensor
+    ) -> RecordedPass:
         device = self.model.device
-        size = padded.buffer.size
 
         def compute(buffer: Tensor) -> PassOutput:
-            views = padded.views(buffer[:size])
+            views = padded.views(layout.part(buffer, "batch"))
             padded.read(device, views)
-            end = size + shape.plan.num_numbers
-            attention = TritonAttention.of(pool, views, buffer[size:end], shape.plan)
+            items, partials = layout.part(buffer, "items"), layout.part(buffer, "partials")
+            reads = Reads.of(views, items.view(-1, 5), partials)
+            attention = TritonAttention(pool, reads, shape.plan.num_partials)
             output = self.run(padded, attention, shape.hidden_layers)
             if not shape.chooses:
                 return output
-            keys, temperatures = buffer[end:].view(2, -1)
-            tokens = choose(output.logits, keys, temperatures.view(torch.float64).float())
-            return replace(output, tokens=tokens)
+            temperatures = layout.part(buffer, "temperatures").view(torch.float64).float()
+            return replace(output, tokens=choose(output.logits, layout.part(buffer, "keys"), temperatures))
 
-        return RecordedPass(self.graph(), len(numbers), device, compute, numbers)
+        return RecordedPass(self.graph(), layout.size, device, compute, numbers)
 
 
 def _chosen(logits: Tensor, choices: Choices) -> Tensor:
@@ -228,20 +223,3 @@ def _chosen(logits: Tensor, choices: Choices) -> Tensor:
 def _doubled(number: int) -> int:
     """The next power of two."""
     return 1 << max(number - 1, 0).bit_length()
-
-
-def _numbers(
-    padded: ForwardBatch, plan: AttentionPlan, shape: PassShape, choices: Choices | None
-) -> NDArray[np.int64]:
-    """What a recorded pass reads: the batch's buffer, the plan's items and partials, keys and temperatures."""
-    size = padded.buffer.size
-    end = size + shape.plan.num_numbers
-    wanted = shape.bucket.num_wanted
-    numbers = np.zeros(end + (2 * wanted if shape.chooses else 0), np.int64)
-    numbers[:size] = padded.buffer
-    numbers[size : size + plan.items.size] = plan.items.ravel()
-    numbers[end - len(plan.partials) : end] = plan.partials
-    if choices is not None:
-        numbers[end : end + len(choices.keys)] = choices.keys
-        numbers[end + wanted :].view(np.float64)[: len(choices.keys)] = choices.temperatures
-    return numbers

@@ -1,0 +1,64 @@
+"""Where the numbers of a recorded pass lie in the one buffer that it reads."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.models.batch import Bucket, ForwardBatch
+from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes
+from slipstream.models.executor.base import Choices
+
+
+class PassShape(NamedTuple):
+    """What passes have in common that one graph serves."""
+
+    bucket: Bucket
+    plan: PlanSizes
+    hidden_layers: tuple[int, ...]
+    chooses: bool
+
+
+class PassLayout:
+    """The parts of the buffer, int64, by name; a part that a pass has not is empty."""
+
+    def __init__(self, shape: PassShape, batch_size: int) -> None:
+        """`batch_size` numbers are those of the `ForwardBatch`."""
+        wanted = shape.bucket.num_wanted if shape.chooses else 0
+        sizes = {
+            "batch": batch_size,
+            "items": 5 * shape.plan.num_items,
+            "partials": shape.plan.num_rows + 1,
+            "keys": wanted,
+            "temperatures": wanted,
+        }
+        ends = list(accumulate(sizes.values()))
+        self._parts = {
+            name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        self.size = ends[-1]
+
+    def part(self, buffer: Tensor, name: str) -> Tensor:
+        """A view of one part."""
+        return buffer[self._parts[name]]
+
+    def numbers(
+        self, padded: ForwardBatch, plan: AttentionPlan, choices: Choices | None
+    ) -> NDArray[np.int64]:
+        """The buffer of a pass; zeros where a bucket has more than the pass."""
+        numbers = np.zeros(self.size, np.int64)
+        numbers[self._parts["batch"]] = padded.buffer
+        self._fill(numbers, "items", plan.items.ravel())
+        numbers[self._parts["partials"]] = plan.partials
+        if choices is not None:
+            self._fill(numbers, "keys", np.array(choices.keys, np.int64))
+            self._fill(numbers, "temperatures", np.array(choices.temperatures, np.float64).view(np.int64))
+        return numbers
+
+    def _fill(self, numbers: NDArray[np.int64], name: str, values: NDArray[np.int64]) -> None:
+        begin = self._parts[name].start
+        numbers[begin : begin + len(values)] = values
