@@ -1,4 +1,4 @@
-"""Run by `test_attention.py` in a process with TRITON_INTERPRET=1: the attention kernels, interpreted."""
+"""Run by `test_tree_attention.py` in a process with TRITON_INTERPRET=1: the attention kernels, interpreted."""
 
 from __future__ import annotations
 

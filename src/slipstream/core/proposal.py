@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from slipstream.core.pending import PendingNumbers
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,7 +43,7 @@ class Proposal:
     distribution node i was drawn from, before any sibling was removed (siblings share equal rows).
     """
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] | PendingNumbers = ()
     parents: tuple[int, ...] = ()
     kind: ProposalKind = ProposalKind.ONE_HOT
     draft_probs: torch.Tensor | None = None

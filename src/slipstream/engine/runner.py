@@ -41,7 +41,8 @@ class ModelRunner:
         items, groups = [items[i] for i in order], [groups[i] for i in order]
         choices = self._choices(items, groups, choose)
         output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices)
-        tokens = iter([] if output.tokens is None else output.tokens.tolist())
+        packed = output.tokens
+        chosen, ids = map(iter, [[], []] if packed is None else packed.tolist())  # the step's one wait
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
@@ -50,9 +51,12 @@ class ModelRunner:
             if item.decodes:
                 first = len(group.logit_rows) - 1 - len(item.proposal)
                 item.logits = rows[first:] if first else rows
-            own = list(islice(tokens, len(group.logit_rows)))
-            if own and item.decodes and item.chooses_in_pass:
-                item.chosen = own[first:]
+            own, drafted = (list(islice(numbers, len(group.logit_rows))) for numbers in (chosen, ids))
+            if own and item.decodes:
+                if group.drafted is not None:
+                    group.drafted.settle(drafted[first + 1 :])
+                if item.chooses_in_pass:
+                    item.chosen = own[first:]
 
     def _choices(self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None) -> Choices | None:
         """How the pass chooses tokens; None where it does not."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kv.slots import SlotMap
+from slipstream.kv.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class KVPool:
             return slots
         if isinstance(slots, range) and slots.step == 1:
             return slice(slots.start, slots.stop)
-        return torch.tensor(slots, dtype=torch.long, device=self.features.device)
+        return upload(slots, self.features.device)
 
     def memory_bytes(self) -> int:
         """Bytes of all keys, values and features."""

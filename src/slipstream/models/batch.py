@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import Proposal
 from slipstream.kv.slots import SharedPrefix, SlotMap
+from slipstream.kv.upload import upload
 
 
 @dataclass(slots=True)
@@ -47,6 +49,8 @@ class RowGroup:
     none."""
     shared: SharedPrefix | None = None
     """Entries that others of the pass may hold too, all of the past; None where no other does."""
+    drafted: PendingNumbers | None = None
+    """The tokens of the last rows, where the host has not read them: `token_ids` says nothing of these rows."""
 
     @property
     def num_before(self) -> int:
@@ -96,16 +100,19 @@ def tree_rows(
     total = len(token_ids) + len(proposal)
     root = past + len(token_ids) - 1  # position of the last token
     is_chain = proposal.is_chain
+    ids = proposal.token_ids
+    drafted = ids if isinstance(ids, PendingNumbers) and ids.is_pending else None
     return RowGroup(
         slots,
         past,
-        [*token_ids, *proposal.token_ids],
+        [*token_ids, *([0] * len(ids) if drafted else ids)],
         range(first_logit, total),
         positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
         tail_seen=None if is_chain else paths(proposal),
         num_chain=0 if is_chain else len(token_ids),
         num_fast=min(max(num_fast_tokens - past, 0), len(token_ids)),
         shared=shared,
+        drafted=drafted,
     )
 
 
@@ -144,6 +151,18 @@ class BatchTensors(NamedTuple):
     """[N], or empty"""
     shared_length: Tensor
     """[N], or empty"""
+
+    def with_drafted(self, drafted: Tensor) -> BatchTensors:
+        """The arrays with what `ForwardBatch.drafted` says of token ids."""
+        return self._replace(token_ids=_filled_in(self.token_ids, drafted.to(self.token_ids.device)))
+
+
+def _filled_in(token_ids: Tensor, drafted: Tensor) -> Tensor:
+    return torch.where(token_ids < 0, drafted[(-1 - token_ids).clamp(min=0)].clamp(min=0), token_ids)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _steps(num_rows: int) -> NDArray[np.int64]:
@@ -211,7 +230,8 @@ class ForwardBatch:
         offsets: list[tuple[int, int, int, int]] = []  # of each group, see `_STEPS`
         seen: list[int] = []  # the tails of all groups: entries behind their runs
         trees: list[int] = []
-        num_shared = num_fast = 0
+        drafted: list[PendingNumbers] = []
+        num_shared = num_fast = num_drafted = 0
         for number, group in enumerate(groups):
             own, rows, stored, first = group.slots, group.token_ids, group.stored_positions, len(token_ids)
             before = group.num_past + len(stored)
@@ -222,6 +242,12 @@ class ForwardBatch:
                     trees.append(number)
                     seen += chain.from_iterable(group.tail_seen)
             token_ids += rows
+            if group.drafted is not None:
+                drafted.append(group.drafted)
+                token_ids[-len(group.drafted) :] = range(
+                    -1 - num_drafted, -1 - num_drafted - len(group.drafted), -1
+                )
+                num_drafted += len(group.drafted)
             wanted += [first + row for row in group.logit_rows] if first else group.logit_rows
             begin, shift = own[0], before - first
             offsets.append((shift, shift + begin, begin, shift + 1))
@@ -252,6 +278,9 @@ class ForwardBatch:
         if trees:
             self._fill_trees(trees, seen)
         self._tensors: dict[torch.device, BatchTensors] = {}
+        self.drafted: Tensor | None = _joined([tokens.tensor for tokens in drafted]) if drafted else None
+        """int64: tokens that a device has drawn. Where `token_ids` of a row is -1 - i, the row's is number i of them,
+        or 0 if that is negative."""
         self.added: Tensor | None = None
         """[N, hidden]: what is added to the rows' embeddings, if anything is."""
 
@@ -331,6 +360,10 @@ class ForwardBatch:
 
     def addresses(self) -> list[int]:
         """Where each array begins in memory."""
+        if self.drafted is not None:
+            ids = self.buffer[: self.num_rows]
+            ids[:] = _filled_in(torch.from_numpy(ids), self.drafted.cpu()).numpy()
+            self.drafted = None
         base: int = self.buffer.__array_interface__["data"][0]
         return [base + 8 * begin for begin in accumulate(self._sizes[:-1], initial=0)]
 
@@ -341,7 +374,8 @@ class ForwardBatch:
     def on(self, device: torch.device) -> BatchTensors:
         """The arrays on `device`: one copy a pass, none on the CPU."""
         if device not in self._tensors:
-            self._tensors[device] = self.views(torch.from_numpy(self.buffer).to(device))
+            arrays = self.views(upload(self.buffer, device))
+            self._tensors[device] = arrays if self.drafted is None else arrays.with_drafted(self.drafted)
         return self._tensors[device]
 
     def read(self, device: torch.device, arrays: BatchTensors) -> None:

@@ -33,7 +33,7 @@ class ForwardOutput:
     rows: ForwardBatch
     """The rows that were computed."""
     tokens: Tensor | None = None
-    """int64 [wanted rows]: the tokens that the pass chose; None where it chose none."""
+    """int64 [2, wanted rows]: the tokens that the pass chose, and the rows' own; None where it chose none."""
 
 
 class CausalLM(ModelIdentity):
@@ -159,7 +159,7 @@ class CausalLM(ModelIdentity):
     @torch.inference_mode()
     def draft_chain(
         self, groups: Sequence[RowGroup], pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
-    ) -> list[list[int]]:
+    ) -> Sequence[Sequence[int]]:
         """The tokens of whole draft chains, one behind each row whose logits are wanted; see `Executor.draft_chain`."""
         return self.executor.draft_chain(self._rows(groups, layers), pool, chains, layers)
 

@@ -34,7 +34,7 @@ class RecordedGraph:
     def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
         """As a CUDA graph is: once to warm up, then with every operator noted. All results are poisoned after."""
         compute()
-        with _Recorder(self._calls):
+        with _OperatorRecorder(self._calls):
             output = compute()
         for *_, results in self._calls:
             for result in results:
@@ -50,7 +50,7 @@ class RecordedGraph:
                 result.copy_(again)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls

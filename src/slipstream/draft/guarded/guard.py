@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
+from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter, Observation
@@ -229,6 +230,8 @@ class Guard:
         token_ids = proposal.token_ids
         if len(token_ids) > budget:
             raise ValueError(f"{len(token_ids)} draft tokens for a budget of {budget}")
+        if isinstance(token_ids, PendingNumbers) and token_ids.is_pending:
+            return  # an executor of ours has drawn them, for a verifier that takes any
         if token_ids:
             ints = {*map(type, token_ids)} == _INTS
             if not ints or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:

@@ -21,6 +21,7 @@ from slipstream.draft.heads.eagle_head import EagleHead
 from slipstream.draft.heads.mtp_head import MtpHead
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
+from slipstream.kv.upload import upload
 from slipstream.models import CausalLM
 from slipstream.models.attention.base import Variant
 from slipstream.models.attention.gpu import without_cudnn
@@ -48,6 +49,8 @@ class HeadExecutor(ABC):
 class FeatureExecutor(HeadExecutor):
     """Computes a head that reads the target's features, over a cache of its own."""
 
+    target: CausalLM
+
     @abstractmethod
     def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """The states [N, width] behind the rows, and logits [wanted rows, target's vocab].
@@ -56,17 +59,19 @@ class FeatureExecutor(HeadExecutor):
         the states that the rows start from, [N, width]: the target's features for the text, then the head's own states.
         """
 
-    def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
+    def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> Seq[Seq[int]]:
         """As `Executor.draft_chain`, from the target's features `given` [N, width]."""
         last, level = given, 0
 
-        def run(batch: ForwardBatch, above: Seq[int]) -> Tensor:
+        def run(batch: ForwardBatch, above: list[int]) -> Tensor:
             nonlocal last, level
-            states, logits = self.forward(batch, pool, last[above] if above else given, level)
+            all_go_on = above in ([], list(range(len(last))))
+            last = last if all_go_on else last[upload(above, last.device)]
+            states, logits = self.forward(batch, pool, last, level)
             last, level = states[batch.on(states.device).logit_rows], level + 1
             return logits
 
-        return chains.draw(rows, run)
+        return chains.draw(rows, run, may_pend=self.target.executor.chooses)
 
 
 class EagleExecutor(FeatureExecutor):

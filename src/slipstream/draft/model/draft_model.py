@@ -165,7 +165,7 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         # A subclass that feeds or reads tokens in another way computes level by level.
         return type(self)._forward is DraftModelDrafter._forward
 
-    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
         return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains)
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:

@@ -92,7 +92,7 @@ class SharedKVDrafter(AutoregressiveDrafter):
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         return self.model.forward([feed.rows for feed in feeds], self.cache.pool, layers=self.layers).logits
 
-    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
         return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains, self.layers)
 
 

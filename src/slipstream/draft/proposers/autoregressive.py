@@ -56,7 +56,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         """Whether `_chains` draws whole chains; False: level by level, from the logits of `_forward`."""
         return True
 
-    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
         """Feed the rows and draft a whole chain behind each feed; see `Executor.draft_chain`."""
         raise NotImplementedError
 

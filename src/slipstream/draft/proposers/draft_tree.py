@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import ROOT, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.proposers.proposal_shape import ProposalShape
@@ -120,6 +121,8 @@ class DraftTree:
     """A chain ends before `confidence` falls below this."""
     confidence: float = 1.0
     """Product of the highest probability at each level so far."""
+    pending: PendingNumbers | None = None
+    """The whole chain, where the host has not read it."""
 
     @property
     def takes_argmax(self) -> bool:
@@ -150,7 +153,11 @@ class DraftTree:
 
     def take_chain(self, token_ids: Seq[int]) -> None:
         """Take what `Chains.tokens` says of a whole chain. All its tokens but the last were fed, and that one too where
-        the chain ended behind it for lack of confidence."""
+        the chain ended behind it for lack of confidence. Those that are pending have no nodes until `settle`."""
+        self.frontier = []
+        if isinstance(token_ids, PendingNumbers) and token_ids.is_pending:
+            self.pending = token_ids
+            return
         if NOT_FINITE in token_ids:
             raise NotFiniteError(self.sequence.id)
         for token_id in token_ids:
@@ -161,7 +168,12 @@ class DraftTree:
             if token_id == ENDED:
                 break
             self.nodes.append(DraftNode(token_id, parent, len(self.nodes) + 1, 0.0))
-        self.frontier = []
+
+    def settle(self) -> None:
+        """Make the nodes of pending tokens, which the target has checked meanwhile; raises `NotFiniteError`."""
+        if self.pending is not None:
+            self.take_chain(self.pending.known())
+            self.pending = None
 
     def grow(
         self, logits: Tensor, peaks: Peaks | None = None, likely: Seq[float] | None = None
@@ -319,6 +331,9 @@ class DraftTree:
 
     def proposal(self) -> Proposal:
         """The best nodes within the budget. A child never scores above its parent, so they form a tree."""
+        if self.pending is not None:
+            kind = ProposalKind.COUPLED if self.shape.method == "coupled" else ProposalKind.ONE_HOT
+            return Proposal(self.pending, tuple(range(ROOT, len(self.pending) - 1)), kind)
         if any(node.probs is not None for node in self.nodes):
             best = self.nodes[
                 : self.max_nodes

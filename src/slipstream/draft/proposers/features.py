@@ -40,7 +40,7 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
     def _num_ready(self, sequence: Sequence) -> int:
         return min(len(sequence.token_ids), sequence.num_computed + 1)
 
-    def _chains(self, feeds: Seq[Feed], chains: Chains) -> list[list[int]]:
+    def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
         features = torch.cat([self._features(feed) for feed in feeds])
         rows = ForwardBatch([feed.rows for feed in feeds])
         return self.executor.draft_chain(rows, self.cache.pool, features, chains)

@@ -50,6 +50,8 @@ class CachedDrafter(EntriesDrafter):
         )
         self._open: dict[int, DraftTree] = self.by_sequence()
         """The last proposal of each sequence, until its verdict has been observed."""
+        self._damaged: dict[int, bool] = self.by_sequence()
+        """Sequences whose last chain was not finite, which was seen once the chain was checked."""
 
     def _num_ready(self, sequence: Sequence) -> int:
         """How many of the committed tokens can be fed now."""
@@ -87,6 +89,12 @@ class CachedDrafter(EntriesDrafter):
             sequence = seen.sequence
             tree = self._open.pop(sequence.id, None)
             if tree is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
+                continue
+            try:
+                tree.settle()
+            except NotFiniteError:
+                self._damaged[sequence.id] = True
+                self._drop_entries(sequence.id)
                 continue
             first = tree.length
             token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
@@ -158,11 +166,14 @@ class CachedDrafter(EntriesDrafter):
 
     def _draft(self, trees: list[DraftTree]) -> None:
         try:
+            for tree in trees:
+                if tree.sequence.id in self._damaged:
+                    raise NotFiniteError(tree.sequence.id)
             self.grow(trees)
         except NotFiniteError as error:
             self._drop_entries(error.sequence_id)
             raise
-        self._open.update({tree.sequence.id: tree for tree in trees if tree.nodes})
+        self._open.update({tree.sequence.id: tree for tree in trees if tree.nodes or tree.pending})
 
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())

@@ -49,7 +49,7 @@ class PassOutput:
     hidden: dict[int, Tensor]
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
     tokens: Tensor | None = None
-    """int64 [wanted rows]: what was chosen; None where nothing was."""
+    """int64 [2, wanted rows]: what was chosen, and the rows' own token ids; None where nothing was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +195,15 @@ class Executor(ABC):
 
     def draft_chain(
         self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
-    ) -> list[list[int]]:
+    ) -> Sequence[Sequence[int]]:
         """The tokens of whole chains, behind the rows whose logits are wanted; see `Chains`.
 
         Their entries but the last tokens' are in `pool`, behind those rows'. Raises `ValueError` where a sequence has
-        no slots for them. By default a pass a level.
+        no slots for them. By default a pass a level, whose tokens stay on the device where it `chooses`.
         """
-        return chains.draw(rows, lambda level, _: self.forward(level, pool, layers=layers).logits)
+        return chains.draw(
+            rows, lambda level, _: self.forward(level, pool, layers=layers).logits, may_pend=self.chooses
+        )
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.core.pending import PendingNumbers
+from slipstream.kv.slots import SlotMap
+from slipstream.kv.upload import upload
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
+from slipstream.models.cuda.choice import choose
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -30,7 +37,7 @@ class Draw:
 
     temperature: float
     """0: each is the most probable token."""
-    keys: Sequence[int]
+    keys: Seq[int]
     """Keys of the noise at each position that the chain may reach; see `slipstream.sampling.noise`."""
     top_k: int = 0
     """0: no filter; the others' are 1 and 0. They are those of `SamplingParams`."""
@@ -40,6 +47,12 @@ class Draw:
     """The chain ends before the product of the highest probabilities falls below this."""
     greedy: bool = False
     """Always the most probable token: temperature and filters count for the confidence only."""
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the next token is drawn without a look at how probable this one or others are."""
+        plain = self.greedy or not self.temperature or (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0)
+        return plain and not self.least_confidence
 
     @property
     def struct(self) -> DrawingStruct:
@@ -59,9 +72,9 @@ class Chains:
     An executor draws them level by level with `take`, or in one call that reads and writes `struct`, as chain.h says.
     """
 
-    def __init__(self, draws: Sequence[Draw], num_tokens: int) -> None:
+    def __init__(self, draws: Seq[Draw], num_tokens: int) -> None:
         """Tokens from id `num_tokens` on are never drafted."""
-        self.lengths: Sequence[int] = [len(draw.keys) for draw in draws]
+        self.lengths: Seq[int] = [len(draw.keys) for draw in draws]
         """The most tokens of each chain."""
         self.depth = max(self.lengths)
         self.drawn: list[list[int]] = [[] for _ in draws]
@@ -90,16 +103,21 @@ class Chains:
         if next(lengths, None) is not None:
             raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
 
-    def draw(self, rows: ForwardBatch, run: Callable[[ForwardBatch, list[int]], Tensor]) -> list[list[int]]:
+    def draw(
+        self, rows: ForwardBatch, run: Callable[[ForwardBatch, list[int]], Tensor], may_pend: bool = False
+    ) -> Seq[Seq[int]]:
         """Draw all chains behind the wanted rows, a pass a level; `run` computes the logits of a pass.
 
         It is given the rows of the level, one a chain that goes on, and which of the wanted rows of the pass before
-        each continues; none in the first pass.
+        each continues; none in the first pass. With `may_pend` the chains may be `PendingNumbers`: the tokens of a level
+        then go to the next on the device, and the host does not wait for any.
         """
         self.check(rows)
         ends = [
             (group.slots, group.num_before + row + 1) for group in rows.groups for row in group.logit_rows
         ]
+        if may_pend and all(draw.is_blind for draw in self._draws):
+            return self._draw_pending(rows, run, ends)
         before = list(range(len(ends)))
         growing = self.take(run(rows, []))
         while growing:
@@ -111,7 +129,45 @@ class Chains:
             before, growing = growing, self.take(run(ForwardBatch(below), above), growing)
         return self.drawn
 
-    def draw_levels(self, logits: Callable[[list[int]], Tensor], firsts: Sequence[int]) -> list[list[int]]:
+    def _draw_pending(
+        self,
+        rows: ForwardBatch,
+        run: Callable[[ForwardBatch, list[int]], Tensor],
+        ends: Seq[tuple[SlotMap, int]],
+    ) -> list[PendingNumbers]:
+        """As `draw`, without reading a token."""
+        logits = run(rows, [])
+        device, number = logits.device, len(ends)
+        drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
+        keys = upload(self._signed_keys(), device)
+        heats = [0.0 if draw.greedy else draw.temperature for draw in self._draws]
+        temperatures = upload(np.array(heats, np.float32), device)
+        growing = list(range(number))
+        for level in range(self.depth):
+            above = [place for place, chain in enumerate(growing) if self.lengths[chain] > level]
+            growing = [growing[place] for place in above]
+            if level:
+                below = []
+                for chain in growing:
+                    slots, first = ends[chain]
+                    below.append(RowGroup(slots, first + level - 1, [-1 - chain], [0]))
+                batch = ForwardBatch(below)
+                batch.drafted = drawn[level - 1]
+                logits = run(batch, above)
+            some = slice(None) if len(growing) == number else upload(growing, device)
+            logits = logits[:, : self._num_tokens]
+            tokens = choose(logits, keys[level][some], temperatures[some])
+            drawn[level][some] = torch.where(logits.amax(-1).isfinite(), tokens, NOT_FINITE)
+        return [PendingNumbers(drawn[:length, chain]) for chain, length in enumerate(self.lengths)]
+
+    def _signed_keys(self) -> NDArray[np.int64]:
+        """[depth, chains]: the bits of the keys; 0 behind a chain's end."""
+        keys = np.zeros((self.depth, len(self._draws)), np.uint64)
+        for chain, draw in enumerate(self._draws):
+            keys[: len(draw.keys), chain] = draw.keys
+        return keys.view(np.int64)
+
+    def draw_levels(self, logits: Callable[[list[int]], Tensor], firsts: Seq[int]) -> list[list[int]]:
         """Draw all chains from logits that do not depend on what is drawn.
 
         `logits` gives those of some rows, [n, vocab]; a chain's levels are the rows from its own of `firsts` on.
@@ -122,7 +178,7 @@ class Chains:
             level += 1
         return self.drawn
 
-    def take(self, logits: Tensor, growing: Sequence[int] | None = None) -> list[int]:
+    def take(self, logits: Tensor, growing: Seq[int] | None = None) -> list[int]:
         """Add a token to each of the chains `growing` (None: all), from `logits` [growing, vocab]; those that go on.
 
         The host reads from the device once, or once more where a chain may end for lack of confidence.
@@ -142,7 +198,7 @@ class Chains:
                 going.append(chain)
         return going
 
-    def take_level(self, growing: Sequence[int]) -> list[int]:
+    def take_level(self, growing: Seq[int]) -> list[int]:
         """As `take`, of a level that kernels have drawn in `struct`."""
         level, going = len(self.drawn[growing[0]]), []
         for chain in growing:
@@ -152,7 +208,7 @@ class Chains:
                 going.append(chain)
         return going
 
-    def _scores(self, logits: Tensor, growing: Sequence[int]) -> tuple[Tensor, list[int | None]]:
+    def _scores(self, logits: Tensor, growing: Seq[int]) -> tuple[Tensor, list[int | None]]:
         """What the tokens are chosen from, [growing, vocab], and the keys of the noise; None: the largest wins."""
         if all(self._draws[chain].temperature == 0 for chain in growing):
             return logits, [None] * len(growing)
@@ -167,7 +223,7 @@ class Chains:
             keys.append(draw.keys[len(self.drawn[chain])] if is_drawn else None)
         return torch.cat(rows), keys
 
-    def _confidences(self, scores: Tensor, growing: Sequence[int]) -> list[float]:
+    def _confidences(self, scores: Tensor, growing: Seq[int]) -> list[float]:
         """The product of the highest probabilities of each chain, this level's included."""
         if not any(self._draws[chain].least_confidence for chain in growing):
             return [1.0] * len(growing)

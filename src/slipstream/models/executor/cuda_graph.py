@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
+from slipstream.kv.upload import upload
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
 from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cuda.attention_plan import PlanSizes
@@ -75,29 +78,23 @@ class RecordedPass:
     """One graph, the buffer that it reads, and the outputs that it writes."""
 
     def __init__(
-        self, graph: Graph, size: int, device: torch.device, compute: Callable[[Tensor], PassOutput],
-        numbers: Tensor,
+        self, graph: Graph, size: int, device: torch.device, compute: Callable[[Tensor, Tensor], PassOutput]
     ) -> None:  # fmt: skip
-        """`compute` reads the buffer that it is given, of `size` numbers, at every replay; `numbers` are the first."""
+        """`compute` reads the buffer that it is given, of `size` numbers, and `ForwardBatch.drafted` at every replay.
+        The first must be filled in before."""
         self._graph = graph
-        is_cuda = device.type == "cuda"
-        self._staging = torch.empty(size, dtype=torch.int64, pin_memory=is_cuda)
-        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._buffer = torch.empty(size, dtype=torch.int64, device=device)
-        self._fill(numbers)
-        self._output = graph.record(lambda: compute(self._buffer))
+        self._compute = compute
+        self._buffer = torch.zeros(size, dtype=torch.int64, device=device)
+        self._drafted = torch.zeros(MAX_WANTED, dtype=torch.int64, device=device)
+        self._output: PassOutput | None = None
 
-    def _fill(self, numbers: Tensor) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one; it has long ended
-        self._staging.copy_(numbers)
-        self._buffer.copy_(self._staging, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-    def replay(self, numbers: Tensor) -> PassOutput:
+    def replay(self, numbers: NDArray[np.int64], drafted: Tensor | None) -> PassOutput:
         """What the pass with these numbers yields. The next replay overwrites it."""
-        self._fill(numbers)
+        self._buffer.copy_(upload(numbers, self._buffer.device))
+        if drafted is not None:
+            self._drafted[: len(drafted)] = drafted
+        if self._output is None:
+            self._output = self._graph.record(lambda: self._compute(self._buffer, self._drafted))
         self._graph.replay()
         return self._output
 
@@ -151,7 +148,7 @@ class CudaGraphExecutor(EagerExecutor):
                     return output
         self.eager[reason] += 1
         output = super().forward(rows, pool, hidden_layers, layers)
-        return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
+        return output if choices is None else replace(output, tokens=_chosen(output.logits, rows, choices))
 
     def _reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
         """Why a pass is not computed by a graph."""
@@ -181,24 +178,24 @@ class CudaGraphExecutor(EagerExecutor):
         sizes = PlanSizes(num_rows, max(LEAST_ITEMS, _doubled(sizes.num_items)), _doubled(sizes.num_partials))
         shape = PassShape(bucket, sizes, hidden_layers, choices is not None)
         layout = PassLayout(shape, padded.buffer.size)
-        numbers = torch.from_numpy(layout.numbers(padded, plan, choices))
         recorded = self._recorded.setdefault(pool, {})
         if shape not in recorded:
-            recorded[shape] = self._record(padded, pool, shape, layout, numbers)
-        output = recorded[shape].replay(numbers)
+            recorded[shape] = self._record(padded, pool, shape, layout)
+        output = recorded[shape].replay(layout.numbers(padded, plan, choices), rows.drafted)
         return PassOutput(
             output.logits[: rows.num_logit_rows].clone(),
             {layer: hidden[: rows.num_rows].clone() for layer, hidden in output.hidden.items()},
-            None if output.tokens is None else output.tokens[: rows.num_logit_rows],
+            None if output.tokens is None else output.tokens[:, : rows.num_logit_rows],
         )
 
     def _record(
-        self, padded: ForwardBatch, pool: KVPool, shape: PassShape, layout: PassLayout, numbers: Tensor
+        self, padded: ForwardBatch, pool: KVPool, shape: PassShape, layout: PassLayout
     ) -> RecordedPass:
         device = self.model.device
 
-        def compute(buffer: Tensor) -> PassOutput:
+        def compute(buffer: Tensor, fed: Tensor) -> PassOutput:
             views = padded.views(layout.part(buffer, "batch"))
+            views = views.with_drafted(fed)
             padded.read(device, views)
             items, partials = layout.part(buffer, "items"), layout.part(buffer, "partials")
             reads = Reads.of(views, items.view(-1, 5), partials)
@@ -207,17 +204,18 @@ class CudaGraphExecutor(EagerExecutor):
             if not shape.chooses:
                 return output
             temperatures = layout.part(buffer, "temperatures").view(torch.float64).float()
-            return replace(output, tokens=choose(output.logits, layout.part(buffer, "keys"), temperatures))
+            tokens = choose(output.logits, layout.part(buffer, "keys"), temperatures)
+            return replace(output, tokens=torch.stack([tokens, views.token_ids[views.logit_rows]]))
 
-        return RecordedPass(self.graph(), layout.size, device, compute, numbers)
+        return RecordedPass(self.graph(), layout.size, device, compute)
 
 
-def _chosen(logits: Tensor, choices: Choices) -> Tensor:
+def _chosen(logits: Tensor, rows: ForwardBatch, choices: Choices) -> Tensor:
     """The tokens of a pass that was not recorded, by the arithmetic of those that were: a text takes both routes."""
-    keys = torch.tensor(choices.keys, dtype=torch.int64).to(logits.device)
-    temperatures = torch.tensor(choices.temperatures, dtype=torch.float32).to(logits.device)
-    tokens: Tensor = choose(logits, keys, temperatures)
-    return tokens
+    on = rows.on(logits.device)
+    temperatures = upload(np.array(choices.temperatures, np.float32), logits.device)
+    tokens = choose(logits, upload(choices.keys, logits.device), temperatures)
+    return torch.stack([tokens, on.token_ids[on.logit_rows]])
 
 
 def _doubled(number: int) -> int:

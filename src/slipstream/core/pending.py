@@ -1,0 +1,55 @@
+"""Numbers of a draft that a device has computed and the host has not read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PendingNumbers(Seq[int]):
+    """Reads its tokens, and waits for the device, when one of them is asked for; but for that a tuple.
+
+    A pass takes them from `tensor` as they are, and `settle` is told what they were once the pass's result is read.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """`tensor` is int64 [n], and is not written to anymore."""
+        self.tensor = tensor
+        self._token_ids: tuple[int, ...] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the host does not know the tokens yet."""
+        return self._token_ids is None
+
+    def settle(self, token_ids: Seq[int]) -> None:
+        """What the tokens are, from someone who has read them with other numbers."""
+        self._token_ids = tuple(token_ids)
+
+    def known(self) -> tuple[int, ...]:
+        """The tokens; waits for the device where they are pending."""
+        if self._token_ids is None:
+            self._token_ids = tuple(self.tensor.tolist())
+        return self._token_ids
+
+    def __len__(self) -> int:
+        return self.tensor.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return self.known()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self.known() == (other.known() if isinstance(other, PendingNumbers) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.known())
+
+    def __repr__(self) -> str:
+        return f"PendingNumbers of {len(self)}" if self.is_pending else repr(self.known())

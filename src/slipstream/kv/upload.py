@@ -1,0 +1,20 @@
+"""Brings the host's numbers to a device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(numbers: NDArray[np.int64] | NDArray[np.float32] | Sequence[int], device: torch.device) -> Tensor:
+    """The numbers on `device`, int64 where they are in a list; on the CPU an array's own memory.
+
+    CUDA copies memory that is not pinned while the host waits, so they go by way of pinned memory, which PyTorch keeps
+    until they are copied.
+    """
+    own = torch.from_numpy(numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64))
+    return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
