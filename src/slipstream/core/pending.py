@@ -1,4 +1,4 @@
-"""Numbers of a draft that a device has computed and the host has not read."""
+"""Numbers of a draft, such as its tokens, that a device has computed and the host has not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class PendingNumbers(Seq[int]):
-    """Reads its tokens, and waits for the device, when one of them is asked for; but for that a tuple.
+    """Reads its numbers, and waits for the device, when one of them is asked for; but for that a tuple.
 
     A pass takes them from `tensor` as they are, and `settle` is told what they were once the pass's result is read.
     """
@@ -18,22 +18,22 @@ class PendingNumbers(Seq[int]):
     def __init__(self, tensor: torch.Tensor) -> None:
         """`tensor` is int64 [n], and is not written to anymore."""
         self.tensor = tensor
-        self._token_ids: tuple[int, ...] | None = None
+        self._numbers: tuple[int, ...] | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Whether the host does not know the tokens yet."""
-        return self._token_ids is None
+        """Whether the host does not know them yet."""
+        return self._numbers is None
 
-    def settle(self, token_ids: Seq[int]) -> None:
-        """What the tokens are, from someone who has read them with other numbers."""
-        self._token_ids = tuple(token_ids)
+    def settle(self, numbers: Seq[int]) -> None:
+        """What they are, from someone who has read them with others."""
+        self._numbers = tuple(numbers)
 
     def known(self) -> tuple[int, ...]:
-        """The tokens; waits for the device where they are pending."""
-        if self._token_ids is None:
-            self._token_ids = tuple(self.tensor.tolist())
-        return self._token_ids
+        """The numbers; waits for the device where they are pending."""
+        if self._numbers is None:
+            self._numbers = tuple(self.tensor.tolist())
+        return self._numbers
 
     def __len__(self) -> int:
         return self.tensor.shape[0]

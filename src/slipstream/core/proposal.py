@@ -44,7 +44,7 @@ class Proposal:
     """
 
     token_ids: tuple[int, ...] | PendingNumbers = ()
-    parents: tuple[int, ...] = ()
+    parents: tuple[int, ...] | PendingNumbers = ()
     kind: ProposalKind = ProposalKind.ONE_HOT
     draft_probs: torch.Tensor | None = None
 
@@ -69,6 +69,17 @@ class Proposal:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a device has drawn it and the host has not read it."""
+        return isinstance(self.token_ids, PendingNumbers)
+
+    def known(self) -> Proposal:
+        """The same without pending numbers; waits for the device where they are not settled."""
+        if not self.is_pending:
+            return self
+        return Proposal(tuple(self.token_ids), tuple(self.parents), self.kind, self.draft_probs)
 
     @property
     def is_chain(self) -> bool:

@@ -8,6 +8,7 @@ from itertools import islice
 
 import torch
 
+from slipstream.core.pending import PendingNumbers
 from slipstream.core.step import StepItem
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup
@@ -36,13 +37,15 @@ class ModelRunner:
         log-probabilities are wanted, else the last committed token's row and one a draft node (none for a prompt chunk
         that does not reach the end). Of an item that decodes, `logits` are the last of them.
         """
+        if not self.model.executor.chooses:
+            for item in items:
+                _settle(item)
         groups = [self._row_group(item) for item in items]
         order = side_by_side(groups)
         items, groups = [items[i] for i in order], [groups[i] for i in order]
         choices = self._choices(items, groups, choose)
         output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices)
-        packed = output.tokens
-        chosen, ids = map(iter, [[], []] if packed is None else packed.tolist())  # the step's one wait
+        tokens = iter(self._read(output.tokens, items))
         if self.feature_layers:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
@@ -51,12 +54,25 @@ class ModelRunner:
             if item.decodes:
                 first = len(group.logit_rows) - 1 - len(item.proposal)
                 item.logits = rows[first:] if first else rows
-            own, drafted = (list(islice(numbers, len(group.logit_rows))) for numbers in (chosen, ids))
-            if own and item.decodes:
-                if group.drafted is not None:
-                    group.drafted.settle(drafted[first + 1 :])
-                if item.chooses_in_pass:
-                    item.chosen = own[first:]
+            own = list(islice(tokens, len(group.logit_rows)))
+            if own and item.decodes and item.chooses_in_pass:
+                item.chosen = own[first:]
+
+    def _read(self, tokens: torch.Tensor | None, items: Seq[StepItem]) -> list[int]:
+        """The tokens that a pass has chosen; settles the proposals of the items. The one wait of a step."""
+        proposals = [item.proposal for item in items if item.proposal.is_pending]
+        parts = [part for each in proposals for part in (each.token_ids, each.parents)]
+        pending = [part for part in parts if isinstance(part, PendingNumbers) and part.is_pending]
+        tensors = [part.tensor for part in pending] + ([] if tokens is None else [tokens])
+        if not tensors:
+            return []
+        numbers = torch.cat(tensors).tolist() if len(tensors) > 1 else tensors[0].tolist()
+        for part in pending:
+            part.settle(numbers[: len(part)])
+            del numbers[: len(part)]
+        for item in items:
+            _settle(item)
+        return list(numbers)
 
     def _choices(self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None) -> Choices | None:
         """How the pass chooses tokens; None where it does not."""
@@ -93,3 +109,12 @@ class ModelRunner:
         slots, shared = accounting.slots(sequence.id), accounting.shared(sequence.id)
         token_ids = sequence.token_ids[past : past + num_rows]
         return tree_rows(slots, past, token_ids, item.proposal, first_logit, sequence.num_fast_tokens, shared)
+
+
+def _settle(item: StepItem) -> None:
+    """Have the item's proposal known to the host."""
+    if item.proposal.is_pending:
+        known = item.proposal.known()
+        if item.drafted is item.proposal:
+            item.drafted = known
+        item.proposal = known

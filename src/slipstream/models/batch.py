@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
+from slipstream.core.pending_tree import PendingTree
 from slipstream.core.proposal import Proposal
 from slipstream.kv.slots import SharedPrefix, SlotMap
 from slipstream.kv.upload import upload
@@ -51,6 +52,8 @@ class RowGroup:
     """Entries that others of the pass may hold too, all of the past; None where no other does."""
     drafted: PendingNumbers | None = None
     """The tokens of the last rows, where the host has not read them: `token_ids` says nothing of these rows."""
+    ranks: Tensor | None = None
+    """int64, one for each entry of `tail_seen`: what is to be added to it, where the host does not know that."""
 
     @property
     def num_before(self) -> int:
@@ -102,17 +105,19 @@ def tree_rows(
     is_chain = proposal.is_chain
     ids = proposal.token_ids
     drafted = ids if isinstance(ids, PendingNumbers) and ids.is_pending else None
+    pending = proposal if isinstance(proposal, PendingTree) else None
     return RowGroup(
         slots,
         past,
         [*token_ids, *([0] * len(ids) if drafted else ids)],
         range(first_logit, total),
         positions=None if is_chain else [*range(past, root + 1), *(root + d for d in proposal.depths)],
-        tail_seen=None if is_chain else paths(proposal),
+        tail_seen=None if is_chain else pending.first_paths() if pending else paths(proposal),
         num_chain=0 if is_chain else len(token_ids),
         num_fast=min(max(num_fast_tokens - past, 0), len(token_ids)),
         shared=shared,
         drafted=drafted,
+        ranks=None if is_chain or pending is None else pending.ranks,
     )
 
 
@@ -152,17 +157,35 @@ class BatchTensors(NamedTuple):
     shared_length: Tensor
     """[N], or empty"""
 
-    def with_drafted(self, drafted: Tensor) -> BatchTensors:
-        """The arrays with what `ForwardBatch.drafted` says of token ids."""
-        return self._replace(token_ids=_filled_in(self.token_ids, drafted.to(self.token_ids.device)))
-
-
-def _filled_in(token_ids: Tensor, drafted: Tensor) -> Tensor:
-    return torch.where(token_ids < 0, drafted[(-1 - token_ids).clamp(min=0)].clamp(min=0), token_ids)
+    def fill_in(self, drafted: Tensor | None, ranks: Tensor | None) -> BatchTensors:
+        """Write what `ForwardBatch.drafted` and `ranks` say into the arrays."""
+        ids, device = self.token_ids, self.token_ids.device
+        if drafted is not None:
+            own = drafted.to(device)[(-1 - ids).clamp(min=0)].clamp(min=0)
+            ids.copy_(torch.where(ids < 0, own, ids))
+        if ranks is not None:
+            for tail in (self.tail_slots, self.tail_entries):
+                tail[: len(ranks)] += ranks.to(device)
+        return self
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _ranks(groups: Sequence[RowGroup]) -> Tensor | None:
+    """Those of all groups, zeros where a group has none; None where none has."""
+    device = next((group.ranks.device for group in groups if group.ranks is not None), None)
+    if device is None:
+        return None
+    counts = [sum(map(len, group.tail_seen or ())) for group in groups]
+    return _joined(
+        [
+            torch.zeros(count, dtype=torch.int64, device=device) if group.ranks is None else group.ranks
+            for group, count in zip(groups, counts, strict=True)
+            if count
+        ]
+    )
 
 
 def _steps(num_rows: int) -> NDArray[np.int64]:
@@ -230,7 +253,7 @@ class ForwardBatch:
         offsets: list[tuple[int, int, int, int]] = []  # of each group, see `_STEPS`
         seen: list[int] = []  # the tails of all groups: entries behind their runs
         trees: list[int] = []
-        drafted: list[PendingNumbers] = []
+        drafted: list[Tensor] = []
         num_shared = num_fast = num_drafted = 0
         for number, group in enumerate(groups):
             own, rows, stored, first = group.slots, group.token_ids, group.stored_positions, len(token_ids)
@@ -243,7 +266,7 @@ class ForwardBatch:
                     seen += chain.from_iterable(group.tail_seen)
             token_ids += rows
             if group.drafted is not None:
-                drafted.append(group.drafted)
+                drafted.append(group.drafted.tensor)
                 token_ids[-len(group.drafted) :] = range(
                     -1 - num_drafted, -1 - num_drafted - len(group.drafted), -1
                 )
@@ -278,9 +301,11 @@ class ForwardBatch:
         if trees:
             self._fill_trees(trees, seen)
         self._tensors: dict[torch.device, BatchTensors] = {}
-        self.drafted: Tensor | None = _joined([tokens.tensor for tokens in drafted]) if drafted else None
+        self.drafted: Tensor | None = _joined(drafted) if drafted else None
         """int64: tokens that a device has drawn. Where `token_ids` of a row is -1 - i, the row's is number i of them,
         or 0 if that is negative."""
+        self.ranks = _ranks(groups)
+        """int64 [T], on a device: what is added to `tail_slots` and `tail_entries`; None: nothing."""
         self.added: Tensor | None = None
         """[N, hidden]: what is added to the rows' embeddings, if anything is."""
 
@@ -360,10 +385,6 @@ class ForwardBatch:
 
     def addresses(self) -> list[int]:
         """Where each array begins in memory."""
-        if self.drafted is not None:
-            ids = self.buffer[: self.num_rows]
-            ids[:] = _filled_in(torch.from_numpy(ids), self.drafted.cpu()).numpy()
-            self.drafted = None
         base: int = self.buffer.__array_interface__["data"][0]
         return [base + 8 * begin for begin in accumulate(self._sizes[:-1], initial=0)]
 
@@ -375,7 +396,7 @@ class ForwardBatch:
         """The arrays on `device`: one copy a pass, none on the CPU."""
         if device not in self._tensors:
             arrays = self.views(upload(self.buffer, device))
-            self._tensors[device] = arrays if self.drafted is None else arrays.with_drafted(self.drafted)
+            self._tensors[device] = arrays.fill_in(self.drafted, self.ranks)
         return self._tensors[device]
 
     def read(self, device: torch.device, arrays: BatchTensors) -> None:

@@ -33,7 +33,7 @@ class ForwardOutput:
     rows: ForwardBatch
     """The rows that were computed."""
     tokens: Tensor | None = None
-    """int64 [2, wanted rows]: the tokens that the pass chose, and the rows' own; None where it chose none."""
+    """int64 [wanted rows]: the tokens that the pass chose; None where it chose none."""
 
 
 class CausalLM(ModelIdentity):

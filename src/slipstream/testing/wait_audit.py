@@ -1,9 +1,9 @@
-"""Counts on a CPU what would make a GPU wait: numbers read back to the host, and uploads from memory that is not
-pinned.
+"""Counts on a CPU what would make a GPU's host wait: numbers read back, and uploads from memory that is not pinned.
 
 A CPU tensor has no device to wait for, so what is counted is each call that would wait: reading a number, a list or an
 array of a tensor, a result whose size depends on numbers, and a tensor made of Python's or numpy's numbers. What lies
-on the host in any case, such as a batch's buffer, must be made with `numpy` and reach the device in one copy.
+on the host in any case, such as a batch's buffer, must be made with `numpy` and reach the device by `kv.upload`, which
+does not wait: these are `copies`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 UPLOADS = ("lift_fresh",)
+COPIES = "kv/upload.py"
 
 
 class WaitAudit(TorchDispatchMode):
@@ -30,6 +31,7 @@ class WaitAudit(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         self._inside = 0
         self._patches = contextlib.ExitStack()
 
@@ -40,8 +42,8 @@ class WaitAudit(TorchDispatchMode):
         if not self._inside:
             if name in WAITS:
                 self.waits[f"{_line()} {name}"] += 1
-            if name in UPLOADS:
-                self.uploads[f"{_line()} {name}"] += 1
+            if name in UPLOADS and not (line := _line()).startswith(COPIES):
+                self.uploads[f"{line} {name}"] += 1
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> Any:
@@ -66,7 +68,9 @@ class WaitAudit(TorchDispatchMode):
 
     def _uploading(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def upload(*arguments: Any) -> Any:
-            self.uploads[f"{_line()} from_numpy"] += not self._inside
+            line = _line()
+            is_copy = line.startswith(COPIES)
+            (self.copies if is_copy else self.uploads)[f"{line} from_numpy"] += not self._inside
             return function(*arguments)
 
         return upload

@@ -21,7 +21,7 @@ from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
-from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
+from slipstream.models import CausalLM, RowGroup, load_draft_tokenizer, load_model, load_tokenizer
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization, weight_format
 from slipstream.models.load_options import LoadOptions
@@ -167,6 +167,12 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
 
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
         return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains)
+
+    def grows_on_device(self) -> bool:
+        return self.model.executor.chooses and self.draws_chains()
+
+    def _logits_of(self, groups: list[RowGroup]) -> Tensor:
+        return self.model.forward(groups, self.cache.pool).logits
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.proposers.correction import CorrectedOptions, Correction
+from slipstream.draft.proposers.device_tree import DeviceTrees, grows_on_device
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks, whole_chains
 from slipstream.draft.proposers.growing import EntriesDrafter, Feed
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
+from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import Chains
 
 
@@ -32,7 +34,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         """One pass over the rows of all feeds: logits [wanted rows, target's vocab], feed after feed."""
 
     def grow(self, trees: list[DraftTree]) -> None:
-        feeds = self._draft_chains(self.pending_feeds(trees))
+        feeds = self._draft_trees(self._draft_chains(self.pending_feeds(trees)))
         while feeds:
             self._compute(feeds)
             growing = [feed.tree for feed in feeds if feed.rows.logit_rows and feed.tree.frontier]
@@ -51,6 +53,38 @@ class AutoregressiveDrafter(EntriesDrafter):
             self.commit_feed(feed)
             feed.tree.take_chain(token_ids)
         return [feed for feed in feeds if feed.tree.sequence.id not in draws]
+
+    def _draft_trees(self, feeds: list[Feed]) -> list[Feed]:
+        """Grow the trees that a device can grow by itself; returns the other feeds."""
+        if self._correction is not None or not self.grows_on_device():
+            return feeds
+        by_size: dict[tuple[int, int], list[Feed]] = {}
+        for feed in feeds:
+            tree = feed.tree
+            if feed.rows.logit_rows and grows_on_device(tree):
+                by_size.setdefault((tree.max_nodes, tree.max_depth), []).append(feed)
+        for grown in by_size.values():
+            firsts = [
+                (
+                    self.cache.accounting.slots(feed.tree.sequence.id)[self.first_entry :],
+                    feed.tree.length - self.first_entry,
+                )
+                for feed in grown
+            ]
+            trees = DeviceTrees([feed.tree for feed in grown], firsts, self._trees.vocab_size)
+            logits = self._forward(grown)
+            for feed in grown:
+                self.commit_feed(feed)
+            trees.draw(logits, self._logits_of)
+        return [feed for feed in feeds if feed.tree.pending is None]
+
+    def grows_on_device(self) -> bool:
+        """Whether `_logits_of` can compute rows whose tokens and paths are known on the device only."""
+        return False
+
+    def _logits_of(self, groups: list[RowGroup]) -> Tensor:
+        """One pass over rows of trees: logits [wanted rows, vocab]."""
+        raise NotImplementedError
 
     def draws_chains(self) -> bool:
         """Whether `_chains` draws whole chains; False: level by level, from the logits of `_forward`."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
+from slipstream.core.pending_tree import PendingTree
 from slipstream.core.proposal import ROOT, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.proposers.proposal_shape import ProposalShape
@@ -121,8 +122,9 @@ class DraftTree:
     """A chain ends before `confidence` falls below this."""
     confidence: float = 1.0
     """Product of the highest probability at each level so far."""
-    pending: PendingNumbers | None = None
-    """The whole chain, where the host has not read it."""
+    pending: Proposal | None = None
+    """The whole chain or tree, where the host has not read it."""
+    _fed: Seq[int] = ()
 
     @property
     def takes_argmax(self) -> bool:
@@ -156,7 +158,8 @@ class DraftTree:
         the chain ended behind it for lack of confidence. Those that are pending have no nodes until `settle`."""
         self.frontier = []
         if isinstance(token_ids, PendingNumbers) and token_ids.is_pending:
-            self.pending = token_ids
+            kind = ProposalKind.COUPLED if self.shape.method == "coupled" else ProposalKind.ONE_HOT
+            self.pending = Proposal(token_ids, tuple(range(ROOT, len(token_ids) - 1)), kind)
             return
         if NOT_FINITE in token_ids:
             raise NotFiniteError(self.sequence.id)
@@ -171,9 +174,27 @@ class DraftTree:
 
     def settle(self) -> None:
         """Make the nodes of pending tokens, which the target has checked meanwhile; raises `NotFiniteError`."""
-        if self.pending is not None:
-            self.take_chain(self.pending.known())
-            self.pending = None
+        if self.pending is None:
+            return
+        known, is_tree = self.pending.known(), isinstance(self.pending, PendingTree)
+        self.pending = None
+        if not is_tree:
+            self.take_chain(known.token_ids)
+            return
+        if NOT_FINITE in known.token_ids:
+            raise NotFiniteError(self.sequence.id)
+        ranks = [0] * (known.depth + 1)
+        for token_id, parent, depth in zip(known.token_ids, known.parents, known.depths, strict=True):
+            node = DraftNode(token_id, None if parent == ROOT else self.nodes[parent], depth, 0.0)
+            self.nodes.append(node)
+            if depth <= len(self._fed) and ranks[depth] < self._fed[depth - 1]:
+                node.stored = len(self.stored)
+                self.stored.append(node)
+            ranks[depth] += 1
+
+    def take_pending(self, proposal: PendingTree, fed: Seq[int]) -> None:
+        """Take a whole tree. So many of the best nodes of each level were fed, level after level."""
+        self.frontier, self.pending, self._fed = [], proposal, fed
 
     def grow(
         self, logits: Tensor, peaks: Peaks | None = None, likely: Seq[float] | None = None
@@ -332,8 +353,7 @@ class DraftTree:
     def proposal(self) -> Proposal:
         """The best nodes within the budget. A child never scores above its parent, so they form a tree."""
         if self.pending is not None:
-            kind = ProposalKind.COUPLED if self.shape.method == "coupled" else ProposalKind.ONE_HOT
-            return Proposal(self.pending, tuple(range(ROOT, len(self.pending) - 1)), kind)
+            return self.pending
         if any(node.probs is not None for node in self.nodes):
             best = self.nodes[
                 : self.max_nodes

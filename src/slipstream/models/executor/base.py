@@ -49,7 +49,7 @@ class PassOutput:
     hidden: dict[int, Tensor]
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
     tokens: Tensor | None = None
-    """int64 [2, wanted rows]: what was chosen, and the rows' own token ids; None where nothing was chosen."""
+    """int64 [wanted rows]: what was chosen; None where nothing was."""
 
 
 @dataclass(frozen=True, slots=True)

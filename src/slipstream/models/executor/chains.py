@@ -109,8 +109,8 @@ class Chains:
         """Draw all chains behind the wanted rows, a pass a level; `run` computes the logits of a pass.
 
         It is given the rows of the level, one a chain that goes on, and which of the wanted rows of the pass before
-        each continues; none in the first pass. With `may_pend` the chains may be `PendingNumbers`: the tokens of a level
-        then go to the next on the device, and the host does not wait for any.
+        each continues; none in the first pass. With `may_pend` the chains may be `PendingNumbers`: the tokens of a
+        level then go to the next on the device, and the host does not wait for any.
         """
         self.check(rows)
         ends = [

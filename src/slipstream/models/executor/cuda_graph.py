@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
@@ -33,8 +32,8 @@ log = logging.getLogger(__name__)
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows of a bucket."""
-MAX_WANTED = 64
-"""The most rows of a bucket whose logits are computed."""
+WANTED = (64, 256)
+"""The most rows of a bucket whose logits are computed: of few sequences, or of many and of trees."""
 LEAST_SEEN, LEAST_ITEMS = 256, 64
 """The smallest arrays of single entries and of items; larger ones double."""
 
@@ -78,23 +77,19 @@ class RecordedPass:
     """One graph, the buffer that it reads, and the outputs that it writes."""
 
     def __init__(
-        self, graph: Graph, size: int, device: torch.device, compute: Callable[[Tensor, Tensor], PassOutput]
+        self, graph: Graph, size: int, device: torch.device, compute: Callable[[Tensor], PassOutput]
     ) -> None:  # fmt: skip
-        """`compute` reads the buffer that it is given, of `size` numbers, and `ForwardBatch.drafted` at every replay.
-        The first must be filled in before."""
+        """`compute` reads the buffer that it is given, of `size` numbers, at every replay."""
         self._graph = graph
         self._compute = compute
         self._buffer = torch.zeros(size, dtype=torch.int64, device=device)
-        self._drafted = torch.zeros(MAX_WANTED, dtype=torch.int64, device=device)
         self._output: PassOutput | None = None
 
-    def replay(self, numbers: NDArray[np.int64], drafted: Tensor | None) -> PassOutput:
+    def replay(self, numbers: Tensor) -> PassOutput:
         """What the pass with these numbers yields. The next replay overwrites it."""
-        self._buffer.copy_(upload(numbers, self._buffer.device))
-        if drafted is not None:
-            self._drafted[: len(drafted)] = drafted
+        self._buffer.copy_(numbers)
         if self._output is None:
-            self._output = self._graph.record(lambda: self._compute(self._buffer, self._drafted))
+            self._output = self._graph.record(lambda: self._compute(self._buffer))
         self._graph.replay()
         return self._output
 
@@ -148,7 +143,7 @@ class CudaGraphExecutor(EagerExecutor):
                     return output
         self.eager[reason] += 1
         output = super().forward(rows, pool, hidden_layers, layers)
-        return output if choices is None else replace(output, tokens=_chosen(output.logits, rows, choices))
+        return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
 
     def _reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
         """Why a pass is not computed by a graph."""
@@ -162,7 +157,7 @@ class CudaGraphExecutor(EagerExecutor):
             return "some layers only"
         if rows.added is not None:
             return "something added to the embeddings"
-        if rows.num_rows > ROWS[-1] or rows.num_logit_rows > MAX_WANTED:
+        if rows.num_rows > ROWS[-1] or rows.num_logit_rows > WANTED[-1]:
             return "too many rows"
         return None
 
@@ -171,7 +166,8 @@ class CudaGraphExecutor(EagerExecutor):
     ) -> PassOutput:
         num_rows = next(size for size in ROWS if size >= rows.num_rows)
         num_seen = max(LEAST_SEEN, _doubled(int(rows.tail_begin[-1])))
-        bucket = Bucket(num_rows, min(num_rows, MAX_WANTED), num_seen)
+        num_wanted = min(num_rows, next(size for size in WANTED if size >= rows.num_logit_rows))
+        bucket = Bucket(num_rows, num_wanted, num_seen)
         padded = ForwardBatch(rows.groups, bucket, pool.scratch)
         plan = self.backend.plan(padded, pool)
         sizes = plan.sizes
@@ -181,11 +177,13 @@ class CudaGraphExecutor(EagerExecutor):
         recorded = self._recorded.setdefault(pool, {})
         if shape not in recorded:
             recorded[shape] = self._record(padded, pool, shape, layout)
-        output = recorded[shape].replay(layout.numbers(padded, plan, choices), rows.drafted)
+        numbers = upload(layout.numbers(padded, plan, choices), self.model.device)
+        padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks)
+        output = recorded[shape].replay(numbers)
         return PassOutput(
             output.logits[: rows.num_logit_rows].clone(),
             {layer: hidden[: rows.num_rows].clone() for layer, hidden in output.hidden.items()},
-            None if output.tokens is None else output.tokens[:, : rows.num_logit_rows],
+            None if output.tokens is None else output.tokens[: rows.num_logit_rows],
         )
 
     def _record(
@@ -193,9 +191,8 @@ class CudaGraphExecutor(EagerExecutor):
     ) -> RecordedPass:
         device = self.model.device
 
-        def compute(buffer: Tensor, fed: Tensor) -> PassOutput:
+        def compute(buffer: Tensor) -> PassOutput:
             views = padded.views(layout.part(buffer, "batch"))
-            views = views.with_drafted(fed)
             padded.read(device, views)
             items, partials = layout.part(buffer, "items"), layout.part(buffer, "partials")
             reads = Reads.of(views, items.view(-1, 5), partials)
@@ -204,18 +201,16 @@ class CudaGraphExecutor(EagerExecutor):
             if not shape.chooses:
                 return output
             temperatures = layout.part(buffer, "temperatures").view(torch.float64).float()
-            tokens = choose(output.logits, layout.part(buffer, "keys"), temperatures)
-            return replace(output, tokens=torch.stack([tokens, views.token_ids[views.logit_rows]]))
+            return replace(output, tokens=choose(output.logits, layout.part(buffer, "keys"), temperatures))
 
         return RecordedPass(self.graph(), layout.size, device, compute)
 
 
-def _chosen(logits: Tensor, rows: ForwardBatch, choices: Choices) -> Tensor:
+def _chosen(logits: Tensor, choices: Choices) -> Tensor:
     """The tokens of a pass that was not recorded, by the arithmetic of those that were: a text takes both routes."""
-    on = rows.on(logits.device)
     temperatures = upload(np.array(choices.temperatures, np.float32), logits.device)
-    tokens = choose(logits, upload(choices.keys, logits.device), temperatures)
-    return torch.stack([tokens, on.token_ids[on.logit_rows]])
+    tokens: Tensor = choose(logits, upload(choices.keys, logits.device), temperatures)
+    return tokens
 
 
 def _doubled(number: int) -> int:

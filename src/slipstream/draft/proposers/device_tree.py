@@ -1,0 +1,166 @@
+"""Trees that grow on a device: the host reads neither their tokens nor their parents before the target has checked
+them.
+
+Every level has a fixed number of nodes, so that the host knows all shapes: the best of the tokens below the nodes of
+the level before, by the product of the probabilities on their paths. `DraftTree` chooses its nodes among all levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.pending import PendingNumbers
+from slipstream.core.pending_tree import PendingTree
+from slipstream.core.proposal import ROOT, ProposalKind
+from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.kv.slots import SlotMap
+from slipstream.kv.upload import upload
+from slipstream.models.batch import RowGroup
+from slipstream.models.executor.chains import NOT_FINITE
+from slipstream.sampling.noise import gumbel_of_bits, token_counters, uniform_bits
+
+
+@dataclass(slots=True)
+class Level:
+    """Nodes of one depth of all trees, the best first."""
+
+    token_ids: Tensor
+    """int64 [trees, width]"""
+    parents: Tensor
+    """int64 [trees, width]: ranks in the level before."""
+    scores: Tensor
+    """[trees, width]: log of the product of the probabilities on the path."""
+    paths: Tensor
+    """int64 [trees, width, depth]: the ranks of the nodes on the path, the node's own last."""
+
+
+def level_widths(num_nodes: int, depth: int, top_k: int) -> tuple[int, ...]:
+    """Nodes of each level: `num_nodes` in all, as evenly as the levels have room. Below each of the best `top_k` nodes
+    of a level so many tokens are looked at."""
+    widths: list[int] = []
+    above = 1
+    for level in range(depth):
+        left = num_nodes - sum(widths)
+        if left <= 0:
+            break
+        widths.append(min(above * top_k, -(-left // (depth - level))))
+        above = min(top_k, widths[-1])
+    return tuple(widths)
+
+
+def grows_on_device(tree: DraftTree) -> bool:
+    """Whether nothing but the logits and a temperature decides about the tree's tokens."""
+    params = tree.processor.filters_only
+    is_plain = params is not None and not params.filters
+    return is_plain and tree.shape.is_dynamic and tree.shape.method in ("greedy", "coupled")
+
+
+class DeviceTrees:
+    """Grows trees of the same size together, from the logits behind their texts to their proposals."""
+
+    def __init__(self, trees: Seq[DraftTree], firsts: Seq[tuple[SlotMap, int]], vocab_size: int) -> None:
+        """`firsts` are each sequence's slots and how many of its entries lie before the tree's. Tokens from id
+        `vocab_size` on are never drafted."""
+        self._trees, self._firsts, self._vocab_size = trees, firsts, vocab_size
+        shape = trees[0].shape
+        self._top_k = min(shape.top_k, vocab_size)
+        self._is_coupled = shape.method == "coupled" and not all(tree.noise.greedy for tree in trees)
+        self.widths = level_widths(trees[0].max_nodes, trees[0].max_depth, self._top_k)
+        self._fed = [min(self._top_k, width) for width in self.widths[:-1]]
+        """Nodes of each level but the last that are fed."""
+        self._levels: list[Level] = []
+
+    def draw(self, logits: Tensor, run: Callable[[list[RowGroup]], Tensor]) -> None:
+        """Grow the trees from `logits` [trees, vocab], and have each take its proposal. `run` computes a level."""
+        device = logits.device
+        temperatures = [
+            tree.processor.filters_only.temperature for tree in self._trees if tree.processor.filters_only
+        ]
+        self._temperatures = upload(np.array(temperatures, np.float32), device)
+        if self._is_coupled:
+            keys = [
+                [tree.noise.signed_key(len(tree.sequence.token_ids) + level) for tree in self._trees]
+                for level in range(len(self.widths))
+            ]
+            self._keys = upload(np.array(keys, np.int64), device)
+            self._is_noisy = (
+                upload(np.array([not tree.noise.greedy for tree in self._trees], np.int64), device) > 0
+            )
+        self._is_finite = torch.ones(len(self._trees), dtype=torch.bool, device=device)
+        for level in range(len(self.widths)):
+            if level:
+                logits = run(self._rows(level))
+            self._grow(level, logits[:, : self._vocab_size])
+        self._finish()
+
+    def _grow(self, level: int, logits: Tensor) -> None:
+        """The nodes of a level, from `logits` [trees * nodes above, vocab]."""
+        trees, width = len(self._trees), self.widths[level]
+        above = self._fed[level - 1] if level else 1
+        self._is_finite &= logits.amax(-1).isfinite().view(trees, above).all(1)
+        log_probs = self._log_probs(level, logits.float().view(trees, above, -1))
+        best_below = log_probs.topk(self._top_k, dim=-1)  # [trees, above, top_k]
+        scores = best_below.values
+        if level:
+            scores = scores + self._levels[-1].scores[:, :above, None]
+        best = scores.flatten(1).topk(width)
+        parents = best.indices // self._top_k
+        token_ids = best_below.indices.flatten(1).gather(1, best.indices)
+        paths = torch.arange(width, device=logits.device).expand(trees, width)[:, :, None]
+        if level:
+            before = self._levels[-1].paths.gather(1, parents[:, :, None].expand(-1, -1, level))
+            paths = torch.cat([before, paths], dim=-1)
+        self._levels.append(Level(token_ids, parents, best.values, paths))
+
+    def _log_probs(self, level: int, logits: Tensor) -> Tensor:
+        """[trees, above, vocab], with the target's noise for those that are drawn with it."""
+        log_probs = (logits / self._temperatures[:, None, None]).log_softmax(-1)
+        if not self._is_coupled:
+            return log_probs
+        counters = token_counters(logits.shape[-1], logits.device)
+        noise = gumbel_of_bits(uniform_bits(self._keys[level][:, None] + counters))  # [trees, vocab]
+        drawn = (log_probs.double() + noise[:, None]).log_softmax(-1)
+        return torch.where(self._is_noisy[:, None, None], drawn, log_probs.double())
+
+    def _rows(self, level: int) -> list[RowGroup]:
+        """The rows of the best nodes of the level before, whose entries lie behind those of the levels above."""
+        last, width = self._levels[-1], self._fed[level - 1]
+        begins = list(accumulate(self._fed[: level - 1], initial=0))
+        groups = []
+        for number, (slots, past) in enumerate(self._firsts):
+            stored = [past + depth for depth, fed in enumerate(self._fed[: level - 1]) for _ in range(fed)]
+            groups.append(
+                RowGroup(
+                    slots,
+                    past,
+                    [0] * width,
+                    range(width),
+                    positions=[past + level - 1] * width,
+                    stored_positions=stored,
+                    tail_seen=[begins] * width,
+                    drafted=PendingNumbers(last.token_ids[number, :width]),
+                    ranks=last.paths[number, :width].flatten(),
+                )
+            )
+        return groups
+
+    def _finish(self) -> None:
+        levels = self._levels
+        tokens = torch.cat([level.token_ids for level in levels], dim=1)
+        tokens = torch.where(self._is_finite[:, None], tokens, NOT_FINITE)
+        begins = list(accumulate(self.widths[:-2], initial=0))
+        parents = [torch.full_like(levels[0].parents, ROOT)]
+        parents += [level.parents + begin for level, begin in zip(levels[1:], begins, strict=False)]
+        parents_of_all = torch.cat(parents, dim=1)
+        ranks = torch.cat([level.paths.flatten(1) for level in levels], dim=1)
+        kind = ProposalKind.COUPLED if self._trees[0].shape.method == "coupled" else ProposalKind.ONE_HOT
+        for number, tree in enumerate(self._trees):
+            numbers = (PendingNumbers(tokens[number]), PendingNumbers(parents_of_all[number]))
+            tree.take_pending(PendingTree(*numbers, kind, None, self.widths, ranks[number]), self._fed)

@@ -1,0 +1,124 @@
+"""The whole engine over recorded passes, on a CPU: the same texts, everything replayed, one wait a step."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.testing.wait_audit import WaitAudit
+
+RECORDED: dict[str, Any] = {
+    "attention_backend": "slipstream.testing.recorded_graph:TritonOnCpu",
+    "executor": "slipstream.testing.recorded_graph:RecordedExecutor",
+    "cpu_kernels": "torch",
+    "max_model_len": 512,
+}
+CHAIN = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+TREE = {**CHAIN, "tree_top_k": 3}
+SPECS: dict[str, Any] = {
+    "off": None,
+    "ngram": {"method": "ngram"},
+    "chain": CHAIN,
+    "tree": TREE,
+    "wide-tree": {**CHAIN, "num_speculative_tokens": 3, "tree_top_k": 2, "num_draft_nodes": 9},
+    "fixed-tree": {
+        "method": "draft_model",
+        "model": EMBEDDED_DRAFT,
+        "tree_choices": [[0], [1], [0, 0], [0, 1]],
+    },
+    "confident": {**CHAIN, "confidence_threshold": 0.4},
+    "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+}
+CONVERSATIONS = [row["messages"] for row in sample_prompts()[:8]]
+PARAMS: dict[str, Any] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8},
+    "filtered": {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
+}
+
+
+def params(kind: str, number: int) -> list[SamplingParams]:
+    """One for each conversation; `mixed` takes turns."""
+    kinds = list(PARAMS) if kind == "mixed" else [kind]
+    return [
+        SamplingParams(max_tokens=20, seed=n, ignore_eos=True, **PARAMS[kinds[n % len(kinds)]])
+        for n in range(number)
+    ]
+
+
+def answers(llm: LLM, kind: str, number: int = 4) -> list[list[int]]:
+    outputs = llm.chat(CONVERSATIONS[:number], params(kind, number))
+    assert llm.engine.integrity() == []
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@cache
+def expected(kind: str) -> list[list[int]]:
+    """The texts of the same operators, not recorded."""
+    return answers(LLM(**RECORDED | {"executor": "eager", "attention_backend": "packed"}), kind)
+
+
+@cache
+def recorded(spec: str) -> LLM:
+    return LLM(speculative_config=SPECS[spec], **RECORDED)
+
+
+@pytest.mark.parametrize("kind", [*PARAMS, "mixed"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_texts_are_those_of_passes_that_are_not_recorded(spec: str, kind: str) -> None:
+    llm = recorded(spec)
+    executor = llm.engine.model.executor
+    assert isinstance(executor, CudaGraphExecutor)
+    replayed, eager = executor.num_replayed, executor.eager.total()
+    assert answers(llm, kind) == expected(kind)
+    assert executor.num_replayed > replayed
+    assert executor.eager.total() == eager
+
+
+@pytest.mark.parametrize("number", [1, 8])
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize("spec", ["off", "chain", "tree"])
+def test_a_step_waits_once(spec: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = recorded(spec)
+    engine, audit, num_steps = llm.engine, WaitAudit(), 0
+    step = engine.step
+
+    def audited() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        with audit:
+            return step()
+
+    answers(llm, kind, number)  # what is recorded now waits
+    monkeypatch.setattr(engine, "step", audited)
+    answers(llm, kind, number)
+    assert sum(audit.waits.values()) <= num_steps, audit.waits
+    assert sum(audit.uploads.values()) == 0, audit.uploads
+    if spec == "off":
+        assert sum(audit.copies.values()) <= num_steps, audit.copies
+
+
+@pytest.mark.parametrize("spec", ["chain", "tree"])
+def test_a_draft_that_is_not_finite_is_found_once_it_was_checked(spec: str) -> None:
+    llm = LLM(speculative_config=SPECS[spec], **RECORDED)
+    wanted = answers(llm, "greedy", 2)
+    assert llm.engine.stats().num_draft_failures == 0
+    model = llm.engine.draft_model
+    assert model is not None
+    row = model.model.get_input_embeddings().weight[wanted[0][6]]
+    with torch.no_grad():
+        kept = row.clone()
+        row.fill_(math.nan)
+        try:
+            assert answers(llm, "greedy", 2) == wanted
+        finally:
+            row.copy_(kept)  # models of one file share their weights
+    assert llm.engine.stats().num_draft_failures >= 1
