@@ -145,6 +145,11 @@ class CudaGraphExecutor(EagerExecutor):
         output = super().forward(rows, pool, hidden_layers, layers)
         return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
 
+    def callable(self) -> Callable[..., Any]:
+        """What a pass that is to be recorded calls: the model."""
+        model: Callable[..., Any] = self.model
+        return model
+
     def _reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
         """Why a pass is not computed by a graph."""
         if self._failure is not None:
@@ -189,7 +194,7 @@ class CudaGraphExecutor(EagerExecutor):
     def _record(
         self, padded: ForwardBatch, pool: KVPool, shape: PassShape, layout: PassLayout
     ) -> RecordedPass:
-        device = self.model.device
+        device, call = self.model.device, self.callable()
 
         def compute(buffer: Tensor) -> PassOutput:
             views = padded.views(layout.part(buffer, "batch"))
@@ -197,7 +202,7 @@ class CudaGraphExecutor(EagerExecutor):
             items, partials = layout.part(buffer, "items"), layout.part(buffer, "partials")
             reads = Reads.of(views, items.view(-1, 5), partials)
             attention = TritonAttention(pool, reads, shape.plan.num_partials)
-            output = self.run(padded, attention, shape.hidden_layers)
+            output = self.run(padded, attention, shape.hidden_layers, call)
             if not shape.chooses:
                 return output
             temperatures = layout.part(buffer, "temperatures").view(torch.float64).float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -101,15 +101,19 @@ class EagerExecutor(Executor):
                 return self.run(rows, self.backend.prepare(rows, pool))
 
     def run(
-        self, rows: ForwardBatch, attention: AttentionPass, hidden_layers: Sequence[int] = ()
+        self,
+        rows: ForwardBatch,
+        attention: AttentionPass,
+        hidden_layers: Sequence[int] = (),
+        call: Callable[..., Any] | None = None,
     ) -> PassOutput:
-        """The pass with an attention that was prepared for it."""
+        """The pass with an attention that was prepared for it; `call` is what is called instead of the model."""
         on = rows.on(self.model.device)
         given = {"input_ids": on.token_ids[None]}
         if rows.added is not None:
             given = {"inputs_embeds": (self.embed(on.token_ids) + rows.added)[None]}
         with without_cudnn(self.model.device):
-            output = self.model(
+            output = (call or self.model)(
                 **given,
                 position_ids=on.positions[None],
                 use_cache=False,

@@ -26,6 +26,7 @@ EXECUTORS: Registry[Executor] = Registry(
     Executor,  # type: ignore[type-abstract]
     ENTRY_POINT_GROUP,
     {
+        "compiled_graph": "slipstream.models.executor.compiled_graph:CompiledGraphExecutor",
         "cpu_kernels": "slipstream.models.executor.cpu_kernels:CpuKernels",
         "cuda_graph": "slipstream.models.executor.cuda_graph:CudaGraphExecutor",
         "eager": "slipstream.models.executor.eager:EagerExecutor",

@@ -10,7 +10,6 @@ the next best.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import ClassVar
 
 import torch
@@ -58,7 +57,7 @@ class OneDnnLinear(PackedLinear):
 
     def _padded(self, rows: Tensor) -> Tensor:
         """[n, in_features] -> [n, out_features] for n from 1 to the largest tile."""
-        size = TILES[bisect_left(TILES, len(rows))]
+        size = next(size for size in TILES if size >= len(rows))
         return self._multiply(nn.functional.pad(rows, (0, 0, 0, size - len(rows))))[: len(rows)]
 
     def _multiply(self, rows: Tensor) -> Tensor:
