@@ -13,19 +13,18 @@ Without `--output` the result is docs/benchmarks/gpu.json, and docs/benchmarks/g
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
 from benchmarks.gpu import page
-from benchmarks.harness.command import DOCS, ROOT, command, names
+from benchmarks.gpu.suite import run_tests
+from benchmarks.harness.command import DOCS, command, names
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.models import expanded
 
@@ -88,28 +87,6 @@ def measure(file: Path, sections: list[str], *, quick: bool) -> dict[str, Any]:
                     result["speed"].append({**row, "model": name})
     kept.finish(result)
     return result
-
-
-def run_tests() -> dict[str, Any]:
-    """tests/gpu in a process of its own: how many passed, and the names of those that did not."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "tests/gpu"],
-            cwd=ROOT,
-            stdout=sys.stderr,
-            check=False,
-        )
-        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    kinds = [next((child.tag for child in case if child.tag != "system-out"), "passed") for case in cases]
-    return {
-        "passed": kinds.count("passed"),
-        "skipped": kinds.count("skipped"),
-        "failed": [
-            case.get("name") for case, kind in zip(cases, kinds, strict=True) if kind in ("failure", "error")
-        ],
-        "seconds": sum(float(case.get("time", 0)) for case in cases),
-    }
 
 
 def _targets(larger: Callable[[], str], quick: bool) -> list[tuple[str, str, Callable[[], str | None]]]:

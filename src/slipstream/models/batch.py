@@ -282,7 +282,8 @@ class ForwardBatch:
         self.num_logit_rows = len(wanted)
         self.num_fast = num_fast
         """How many rows the arithmetic of `fast_prompts` computes."""
-        shared = _shared(groups) if num_shared > 1 else None
+        # A bucket's arrays have one size, whoever shares: recorded passes read entries where each sequence has them.
+        shared = _shared(groups) if num_shared > 1 and bucket is None else None
         self.shares = shared is not None
         """Whether groups share entries."""
         self.buffer = self._buffer(len(seen), bucket)

@@ -1,0 +1,299 @@
+"""The parts' results as a section of docs/benchmarks/gpu.md, the bars first."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.path.part import MISSING
+from benchmarks.gpu.path.runner import PARTS, SUMMARY
+from benchmarks.harness.kept import write_result
+from benchmarks.harness.page import table, wrapped, write_between
+
+BEGIN = "<!-- measured: python -m benchmarks.gpu.path -->"
+END = "<!-- end of the CUDA path -->"
+RESULT = "gpu_path.json"
+
+Cells = Mapping[str, Any]
+Result = Mapping[str, Any]
+"""`run`, and by part: `cells`, `missing`, `provenance`."""
+Bar = tuple[str, float, float | None]
+"""What is measured, the most that it may be, and what it is; None where it was not measured."""
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What is in a folder of results, of unfinished parts too."""
+    found: dict[str, Any] = {}
+    for name in PARTS:
+        whole, partial = folder / f"{name}.json", folder / f"{name}.partial.json"
+        if whole.exists():
+            found[name] = json.loads(whole.read_text())
+        elif partial.exists():
+            cells = json.loads(partial.read_text())["cells"]
+            found[name] = {"missing": cells.pop(MISSING, {}), "cells": cells}
+    run = folder / SUMMARY
+    return {"run": json.loads(run.read_text()) if run.exists() else {}, **found}
+
+
+def publish(folder: Path, docs: Path) -> str:
+    """Write all results as one file and the tables into the page; returns the tables."""
+    result = read(folder)
+    text = tables(result)
+    write_result(docs / RESULT, result)
+    write_between(docs / "gpu.md", BEGIN, END, text)
+    return text
+
+
+def tables(result: Result) -> str:
+    """The bars, and every part that was measured."""
+    writers: dict[str, Callable[[Cells], list[str]]] = {
+        "device": _device,
+        "kernels": _kernels,
+        "bits": _bits,
+        "steps": _steps,
+        "baseline": _baseline,
+        "engine": _engine,
+        "tests": _tests,
+    }
+    parts = ["### Bars", "\n".join(_bar_table(result))]
+    for name, writer in writers.items():
+        if result.get(name, {}).get("cells"):
+            parts += writer(result[name]["cells"])
+    parts += _unmeasured(result)
+    ran = result["run"].get("provenance")
+    if ran:
+        parts.append(
+            f"{ran['device']}, {ran['date']}, commit {ran['commit'] or 'unknown'}: `{ran['command']}`. "
+            f"Raw results: [{RESULT}]({RESULT})."
+        )
+    return "\n\n".join(map(wrapped, parts))
+
+
+def bars(result: Result) -> list[Bar]:
+    """What the CUDA path must reach."""
+    steps, engine = (result.get(part, {}).get("cells", {}) for part in ("steps", "engine"))
+    one = _of(engine, "step_ms", configuration="off", requests=1)
+    found = [
+        ("1 G in bfloat16, off, one request: ms a step", 3.5, one.get("step_ms")),
+        ("the same: share of a step that the GPU is idle", 0.15, one.get("idle")),
+    ]
+    for context in (128, 2048):
+        few, many = (_pass(steps, context, rows, 1) for rows in (1, 64))
+        found.append((f"64 rows over one at 1 G, context {context:,}", 1.15, _ratio(many, few)))
+    few, many = (_pass(steps, 128, 1, sequences) for sequences in (1, 8))
+    found.append(("a pass of eight requests over one of one, 1 G, context 128", 1.15, _ratio(many, few)))
+    outside, unequal = _outside(engine), _unequal(engine)
+    found.append(("passes outside graphs after warm-up, targets and drafts", 0.01, outside))
+    found.append(("answers that differ from off, of 28, at one and at eight requests", 0, unequal))
+    return found
+
+
+def _bar_table(result: Result) -> list[str]:
+    rows = []
+    for name, most, value in bars(result):
+        verdict = "not measured" if value is None else "held" if value <= most else "**missed**"
+        rows.append((name, f"≤ {most:g}", "" if value is None else f"{value:.3g}", verdict))
+    return table(("bar", "at most", "measured", ""), rows)
+
+
+def _of(cells: Cells, having: str, **fields: Any) -> dict[str, Any]:
+    """The cell with these fields that has `having`; empty where there is none."""
+    found = (cell for cell in cells.values() if having in cell and fields.items() <= cell.items())
+    return next(found, {})
+
+
+def _pass(cells: Cells, context: int, rows: int, sequences: int) -> float | None:
+    """Milliseconds of a captured pass at 1 G."""
+    asked = {"shape": "1G", "way": "captured", "context": context, "rows": rows, "sequences": sequences}
+    return _of(cells, "ms", **asked).get("ms")
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below
+
+
+def _speeds(cells: Cells) -> list[dict[str, Any]]:
+    return [cell for cell in cells.values() if "texts" in cell]
+
+
+def _outside_of(cell: Mapping[str, Any]) -> float:
+    """The share of a cell's passes that no graph computed."""
+    outside = sum(sum(each["outside"].values()) for each in cell["passes"])
+    return outside / max(1, outside + sum(each["replayed"] for each in cell["passes"]))
+
+
+def _outside(cells: Cells) -> float | None:
+    """The largest share of any configuration."""
+    return max(map(_outside_of, _speeds(cells)), default=None)
+
+
+def _unequal_of(cell: Mapping[str, Any], cells: Cells) -> int | None:
+    off = _of(cells, "texts", configuration="off", requests=cell["requests"])
+    if not off:
+        return None
+    return sum(mine != plain for mine, plain in zip(cell["texts"], off["texts"], strict=True))
+
+
+def _unequal(cells: Cells) -> int | None:
+    """The most answers of any configuration that differ from off's; None before all are there."""
+    found = [_unequal_of(cell, cells) for cell in _speeds(cells) if cell["configuration"] != "off"]
+    known = [number for number in found if number is not None]
+    return max(known) if known and len(known) == len(found) else None
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def _device(cells: Cells) -> list[str]:
+    found = []
+    if "description" in cells:
+        about = cells["description"]
+        found.append(f"{about['name']}, driver {about['driver']}, PyTorch {about['torch']}")
+    if "rates" in cells:
+        rates = cells["rates"]
+        found.append(f"copies {rates['copy_gb_per_s']:,.0f} GB/s, reads {rates['read_gb_per_s']:,.0f} GB/s")
+    if "launches" in cells:
+        found.append(f"{cells['launches']['launch_us']:.1f} µs to launch a small kernel from Python")
+    nodes = [f"{value['us_a_node']:.2f} µs ({name})" for name, value in cells.items() if "us_a_node" in value]
+    if nodes:
+        found.append(f"one more kernel in a graph costs {', '.join(nodes)}")
+    return ["### The device", "; ".join(found) + "."]
+
+
+def _kernels(cells: Cells) -> list[str]:
+    found = []
+    if "compiled" in cells:
+        done = cells["compiled"]
+        found += [f"**A kernel failed to launch:** {error}" for error in done["failed_launches"]]
+        found.append(
+            f"{done['kernels']} kernels compiled for it: {len(done['spilling'])} spill, "
+            f"at most {done['most_registers']} registers and {done['most_shared_bytes'] // 1024} KiB of shared memory."
+        )
+    errors = [
+        (name, cell["dtype"], f"{cell['error']:.1e}") for name, cell in cells.items() if "error" in cell
+    ]
+    equal = [f"{cell['equal']} of {cell['rows']} ({name})" for name, cell in cells.items() if "equal" in cell]
+    if equal:
+        found.append(f"Tokens that are the host's: {', '.join(equal)}.")
+    head = ("attention against float64", "type", "largest error over the largest number")
+    return ["### Kernels", *found, *(["\n".join(table(head, errors))] if errors else [])]
+
+
+def _bits(cells: Cells) -> list[str]:
+    def held(cell: Mapping[str, Any], name: str) -> str:
+        return ", ".join(f"{size}: {'yes' if value else '**no**'}" for size, value in cell[name].items())
+
+    products = [
+        (name.removeprefix("product "), held(cell, "places"), held(cell, "neighbours"),
+         "yes" if cell["buckets_agree"] else "no", "yes" if cell["alone_agrees"] else "no")
+        for name, cell in cells.items() if "places" in cell
+    ]  # fmt: skip
+    head = ("cuBLAS product", "same in every place", "beside any rows", "in 16, 32, 64 rows", "and alone")
+    found = ["### Bits of a row", "\n".join(table(head, products))]
+    shares = [(name, f"{cell['equal']} of {cell['rows']}") for name, cell in cells.items() if "equal" in cell]
+    for name, cell in cells.items():
+        if name.startswith("passes of"):
+            shares += [
+                (f"{name}, {tree}", f"{each['equal']} of {each['rows']}") for tree, each in cell.items()
+            ]
+    if shares:
+        found.append("\n".join(table(("drafted rows with the bits of plain decoding", ""), shares)))
+    if "noise" in cells:
+        noise = cells["noise"]
+        found.append(
+            f"Noise: its integers are {'' if noise['integers_equal'] else '**not** '}the host's; of "
+            f"{noise['numbers']:,} logarithms {noise['that_differ']:,} differ, by at most {noise['by_at_most']:.1e}."
+        )
+    return found
+
+
+def _steps(cells: Cells) -> list[str]:
+    head = (
+        "model",
+        "computed",
+        "context",
+        "sequences × rows",
+        "ms",
+        "GPU busy, ms",
+        "GPU idle",
+        "kernels",
+        "GB/s of weights",
+    )
+    rows, refused = [], []
+    for cell in cells.values():
+        if "refused" in cell:
+            refused.append(f"{cell['shape']} {cell['way']}: {cell['refused']}.")
+            continue
+        rows.append(
+            (
+                cell["shape"],
+                cell["way"],
+                f"{cell['context']:,}",
+                f"{cell['sequences']} × {cell['rows']}",
+                _number(cell["ms"]),
+                _number(cell.get("device_ms")),
+                f"{cell['idle']:.0%}" if "idle" in cell else "",
+                _number(cell.get("kernels"), 0),
+                _number(cell["bytes_read"] / cell["ms"] / 1e6, 0),
+            )
+        )
+    return ["### Target passes", "\n".join(table(head, rows)), *refused]
+
+
+def _baseline(cells: Cells) -> list[str]:
+    rows = [(name, _number(cell["ms"]), _number(cell["first_s"], 0)) for name, cell in cells.items()]
+    head = ("Transformers' `generate`, static cache", "ms a token", "first answer, s")
+    return ["### Baseline", "\n".join(table(head, rows))]
+
+
+def _engine(cells: Cells) -> list[str]:
+    head = ("requests", "drafter", "tokens/s", "over off", "texts as off's", "outside graphs",
+            "step, ms", "drafting, ms", "rest, ms", "GPU idle", "waits")  # fmt: skip
+    rows = []
+    for cell in _speeds(cells):
+        same = {"configuration": cell["configuration"], "requests": cell["requests"]}
+        step = _of(cells, "step_ms", **same)
+        off = _of(cells, "texts", configuration="off", requests=cell["requests"])
+        unequal = _unequal_of(cell, cells)
+        rows.append(
+            (
+                cell["requests"],
+                cell["configuration"],
+                _number(cell["tokens_per_s"], 0),
+                _number(_ratio(cell["tokens_per_s"], off.get("tokens_per_s"))),
+                "" if unequal is None else f"{len(cell['texts']) - unequal} of {len(cell['texts'])}",
+                f"{_outside_of(cell):.1%}",
+                _number(step.get("step_ms")),
+                _number(step.get("draft_ms")),
+                _number(step.get("host_ms")),
+                f"{step['idle']:.0%}" if "idle" in step else "",
+                _number(step.get("waits"), 0),
+            )
+        )
+    return ["### The engine (embedded target at the cost of 1 G, bfloat16)", "\n".join(table(head, rows))]
+
+
+def _tests(cells: Cells) -> list[str]:
+    found = cells["tests"]
+    failed = "".join(f"\n- {name}" for name in found["failed"])
+    ended = "" if found["complete"] else ", ended when its time was over"
+    counts = f"{found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped"
+    return ["### Tests", f"`tests/gpu`: {counts}, {found['seconds']:.0f} s{ended}.{failed}"]
+
+
+def _unmeasured(result: Result) -> list[str]:
+    """Parts that did not end well, and cells that are missing."""
+    outcomes = result["run"].get("parts", {})
+    lines = [
+        f"- {name}: {each['outcome']}"
+        for name, each in outcomes.items()
+        if each["outcome"] not in ("done", "kept")
+    ]
+    for name in PARTS:
+        missing = result.get(name, {}).get("missing", {})
+        lines += [f"- {name}, {cell}: {reason[:200]}" for cell, reason in missing.items()]
+    return ["### What is missing", "\n".join(lines)] if lines else []
