@@ -9,6 +9,7 @@ and uploads. What the host computed while it was recorded stays as it was. Load 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -78,6 +79,30 @@ def _memory(tensor: Tensor) -> object:
     return tensor if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
+class ComputedGraph:
+    """Computes the pass anew at every replay: what is left of a `RecordedGraph` where speed and memory count."""
+
+    def __init__(self) -> None:
+        self._compute: Callable[[], PassOutput] | None = None
+        self._output: PassOutput | None = None
+
+    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
+        """See `RecordedGraph`."""
+        self._compute, self._output = compute, compute()
+        return self._output
+
+    def replay(self) -> None:
+        """Compute into the tensors of the first time."""
+        assert self._compute is not None
+        for result, again in zip(_tensors(self._output), _tensors(self._compute()), strict=True):
+            result.copy_(again)
+
+
+def _tensors(output: PassOutput | None) -> list[Tensor]:
+    values = [] if output is None else [getattr(output, field.name) for field in fields(output)]
+    return [part for part in tree_leaves(values) if isinstance(part, Tensor)]
+
+
 class TritonOnCpu(TritonBackend):
     """The backend of the Triton kernels, whose operator a CPU computes in PyTorch or in Triton's interpreter."""
 
@@ -93,3 +118,9 @@ class RecordedExecutor(CudaGraphExecutor):
 
     num_scratch_slots: ClassVar[int] = 8
     graph: ClassVar[type[Graph]] = RecordedGraph
+
+
+class ComputedExecutor(RecordedExecutor):
+    """Computes each pass in the buffers of a recorded one."""
+
+    graph: ClassVar[type[Graph]] = ComputedGraph
