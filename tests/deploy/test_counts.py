@@ -14,6 +14,7 @@ from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
 from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.core.metrics.step import StepReport
 from slipstream.deploy.counts import MAX_GONE, Ledger, ReplicaCounts
 from slipstream.deploy.fleet import ReplicaReport
@@ -132,11 +133,12 @@ class Steps:
     on_step: Any = None
 
     def __init__(self) -> None:
+        self.passes = {"target": PassCounts(40, {"a tree": 2}), "draft": PassCounts(100)}
         self.counter = StepCounter()
         self.counter.attach(cast(Engine, self))
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 1, 0, 0, 1, 0, 0, 0, ())
+        return EngineStats(0, 0, 1, 0, 0, 1, 0, 0, 0, (), passes=self.passes)
 
     def step(self, items: list[Any]) -> None:
         self.on_observe(items)
@@ -145,6 +147,13 @@ class Steps:
 
     def report(self) -> tuple[ReplicaReport, DecodedSteps]:
         return self.counter.report(cast(Engine, self))
+
+
+def test_passes_are_counted_from_where_counting_began() -> None:
+    steps = Steps()
+    steps.passes = {"target": PassCounts(50, {"a tree": 2, "too many rows": 3}), "draft": PassCounts(130)}
+    counts = steps.report()[0].counts
+    assert (counts.num_replayed_passes, counts.num_eager_passes) == (40, 3)
 
 
 def decoded(user: int, draw: random.Random, task: str = "", begins: bool = False) -> Any:

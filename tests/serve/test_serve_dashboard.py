@@ -25,6 +25,7 @@ from slipstream.control.monitor.alarms import AlarmKind
 from slipstream.control.types import ControlReport, MethodReport, Speedup, TaskReport
 from slipstream.core.metrics.decoded import DecodedRow
 from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.core.metrics.request import RequestMetrics
 from slipstream.serve.dashboard.history import BUCKET_S, NUM_BUCKETS, History
 from slipstream.serve.engine_info import decoded_rows
@@ -190,6 +191,33 @@ def test_alarms_are_metrics_log_lines_and_data(
     lines = [json.loads(JsonFormatter().format(r)) for r in caplog.records if r.name == DASHBOARD]
     assert [line["message"].partition(":")[0] for line in lines] == ["alarm raised", "alarm cleared"]
     assert lines[0]["kind"] == "token_mismatch"
+
+
+def test_passes_outside_a_graph_are_counters_and_an_alarm(
+    make_app: MakeApp, drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, engine = make_app(), drafting.engine
+    service: Service = app.state.service
+    stats, counts = engine.stats, {"target": PassCounts(7, {}), "draft": PassCounts(0, {"a tree": 1})}
+
+    def series(name: str, **labels: str) -> float | None:
+        return counters(client).get(f"slipstream_{name}" + json.dumps(labels, sort_keys=True))
+
+    with TestClient(app) as client:
+        assert not [name for name in counters(client) if "_passes" in name], "none are recorded"
+        monkeypatch.setattr(engine, "stats", lambda: replace(stats(), passes=counts))
+        client.portal.call(service.observer.read)  # type: ignore[union-attr]
+        assert series("replayed_passes_total", model="target") == 7
+        assert series("eager_passes_total", model="draft", reason="a tree") == 1
+        raises = {"kind": "eager_passes", "method": "", "task": ""}
+        assert series("alarm_raises_total", **raises) == 0
+        counts["target"] = PassCounts(900, {"too many rows": 200})
+        client.portal.call(service.observer.read)  # type: ignore[union-attr]
+        assert series("replayed_passes_total", model="target") == 900
+        assert series("eager_passes_total", model="target", reason="too many rows") == 200
+        assert series("alarm_raises_total", **raises) == series("alarm", **raises) == 1
+        [alarm] = data(client)["alarms"]
+        assert "too many rows" in alarm["message"]
 
 
 REPORT = ControlReport(

@@ -171,6 +171,8 @@ def info(flags: InfoFlags) -> None:
         return
     if llm is not None and measurement is not None:
         measurement.print(wide_results())
+        if details["passes"]:
+            print_rows(results(), _pass_lines(details["passes"]))
         for file in [*details["profile_files"], *([] if flags.plot is None else [flags.plot])]:
             stderr().print(f"saved {file}", markup=False)
     print_rows(results(), [("try", details["try"])])
@@ -197,6 +199,7 @@ def _measured(llm: LLM, flags: InfoFlags, details: dict[str, Any]) -> Measuremen
     if not flags.quick and measurement.fault is not None and not flags.json:
         measurement.print_tables(wide_results())  # also when saving is refused
     details["profile_files"] = [] if flags.quick else measurement.save()
+    details["passes"] = {model: asdict(counts) for model, counts in llm.engine.stats().passes.items()}
     if flags.plot is not None:
         plot_profiles(measurement.profiles(), flags.plot)
     return measurement
@@ -301,6 +304,16 @@ def _compatible(target: str, model: str | None, engine: Values) -> str:
     except VocabularyMismatchError as error:
         return f"no: {error}"
     return "yes"
+
+
+def _pass_lines(passes: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of each model whose passes are recorded '812 replayed, 3 outside a graph (too many rows: 3)'."""
+    lines = []
+    for model, counts in passes.items():
+        reasons = ", ".join(f"{reason}: {number:,}" for reason, number in counts["eager"].items())
+        outside = f"{sum(counts['eager'].values()):,} outside a graph" + (f" ({reasons})" if reasons else "")
+        lines.append((f"{model} passes", f"{counts['num_replayed']:,} replayed, {outside}"))
+    return lines
 
 
 def _threads_line(details: dict[str, Any]) -> str:

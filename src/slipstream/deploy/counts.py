@@ -29,6 +29,9 @@ class ReplicaCounts:
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
     num_draft_failures: int = 0
+    num_replayed_passes: int = 0
+    num_eager_passes: int = 0
+    """Passes outside a recorded graph, where passes are recorded."""
     draft_s: float = 0.0
     verify_s: float = 0.0
 

@@ -50,6 +50,8 @@ _COUNTS = {
     "num_accepted_tokens": ("accepted_tokens", "Draft tokens that were accepted and emitted."),
     "num_preemptions": ("preemptions", "Times a full cache took an answer's place."),
     "num_draft_failures": ("draft_failures", "Times a drafter was retired for an answer that it failed."),
+    "num_replayed_passes": ("replayed_passes", "Passes that were replays of recorded ones."),
+    "num_eager_passes": ("eager_passes", "Passes outside a recorded graph; the replica's log says why."),
     "draft_s": ("draft_seconds", "Time spent drafting."),
     "verify_s": ("verify_seconds", "Time spent in target passes and verification."),
 }

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.core.metrics.decoded import CountedStep, DecodedRow, DecodedSteps
+from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.core.metrics.step import StepReport
 from slipstream.core.request import RequestOptions, tenant_account
 from slipstream.core.step import StepItem
@@ -40,14 +42,13 @@ class StepCounter:
         self._guard = FaultGuard("counting a step")
         self.by_account = True
         """Whether rows are kept apart by account, the tenant up to its first slash; else they are of no group."""
-        self._before = (0, 0)
-        """Preemptions and failures of drafters before this began to count."""
+        self._before: dict[str, int] = {}
+        """What the engine itself had counted before this began to count."""
         self._since_s = time.monotonic()
 
     def attach(self, engine: Engine) -> None:
         """Count from now on, in addition to other listeners; called between two steps."""
-        stats = engine.stats()
-        self._before = stats.num_preemptions, stats.num_draft_failures
+        self._before = _own_counts(engine.stats())
         on_observe, on_step = engine.on_observe, engine.on_step
 
         def observe(items: list[StepItem]) -> None:
@@ -68,8 +69,8 @@ class StepCounter:
     def report(self, engine: Engine) -> tuple[ReplicaReport, DecodedSteps]:
         """How the engine is, what happened since the last report, and its steps since then."""
         stats, now_s = engine.stats(), time.monotonic()
-        self._counts["num_preemptions"] = stats.num_preemptions - self._before[0]
-        self._counts["num_draft_failures"] = stats.num_draft_failures - self._before[1]
+        for name, number in _own_counts(stats).items():
+            self._counts[name] = number - self._before.get(name, 0)
         counts = ReplicaCounts(**self._counts)
         new, elapsed_s = counts.since(self._reported), max(now_s - self._since_s, 1e-9)
         report = ReplicaReport(
@@ -122,3 +123,14 @@ class StepCounter:
             counts[row] += 1
         elif len(counts) < MAX_ROWS:
             counts[row] = 1
+
+
+def _own_counts(stats: EngineStats) -> dict[str, int]:
+    """Fields of `ReplicaCounts` that the engine counts by itself."""
+    passes = PassCounts.joined(stats.passes.values())
+    return {
+        "num_preemptions": stats.num_preemptions,
+        "num_draft_failures": stats.num_draft_failures,
+        "num_replayed_passes": passes.num_replayed,
+        "num_eager_passes": passes.num_eager,
+    }

@@ -10,7 +10,8 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.registry import footprints
 from slipstream.engine.defaults import sampling_defaults
-from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
+from slipstream.engine.memory import MemoryPlan, plan_memory, recorded_passes, with_passes
+from slipstream.errors import CapacityError, SlipstreamError
 from slipstream.models.configuration import read_generation_config
 from slipstream.models.cpu import threads
 from slipstream.models.files.folder import check_headers, check_weight_files
@@ -62,20 +63,45 @@ def describe(config: EngineConfig, speculative: SpeculativeConfig) -> EngineDesc
     sampling_defaults(config, target.model)  # raises for values that no request could have
     if speculative.method in drafters:
         drafters[speculative.method] = drafters[speculative.method][0], draft
-    planned = plan_memory(
-        config,
-        target,
-        draft.weight_bytes,
-        draft.traits.kv_bytes_per_token + planner.feature_bytes_per_token,
-        draft.traits.max_nodes,
-        is_loaded=False,
-    )
     return EngineDescription(
         model=target,
         draft_model=planner.draft_model,
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(tokenizer, target.model, target.vocab_size),
-        memory_plan=with_passes(planned, config, [target, *draft.models], draft.traits),
+        memory_plan=planned_memory(planner),
         draft=draft,
         drafters=drafters,
     )
+
+
+def planned_memory(planner: Planner) -> MemoryPlan:
+    """What an engine will hold, before its weights are read; raises `CapacityError` as that does."""
+    config, target, draft = planner.config, planner.target, planner.draft
+    models, features = [target, *draft.models], planner.feature_bytes_per_token
+    planned = plan_memory(
+        config,
+        target,
+        draft.weight_bytes,
+        draft.traits.kv_bytes_per_token + features,
+        draft.traits.max_nodes,
+        is_loaded=False,
+        recorded=recorded_passes(config, models, draft.traits.max_nodes, features),
+    )
+    return with_passes(planned, config, models, draft.traits)
+
+
+def check_memory(config: EngineConfig, speculative: SpeculativeConfig) -> None:
+    """Raise `CapacityError` where an engine on a GPU has too little memory, before weights are read.
+
+    What else keeps it from starting is left to loading, which says it all. On a CPU weights may give way to each other,
+    and the memory is planned once they are read.
+    """
+    try:
+        if resolve_device(config.device).type != "cuda":
+            return
+        with threads.limit(config.num_threads), shared_outlines():
+            planned_memory(Planner(config, speculative, ProcessMemory(0, 0, measured=False)))
+    except CapacityError:
+        raise
+    except SlipstreamError as error:
+        log.debug("memory is planned once weights are read: %s", error)

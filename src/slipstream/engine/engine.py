@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from slipstream.control.types import ControlReport
 from slipstream.core.metrics.engine import EngineStats
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.core.metrics.step import StepReport
 from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.core.sequence import Sequence
@@ -121,7 +122,21 @@ class Engine:
             num_paused=len(self.scheduler.paused),
             retired_drafters=self.drafting.retired,
             draft_workers=tuple(self.drafter.worker_stats()),
+            passes=self._passes(),
         )
+
+    def _passes(self) -> dict[str, PassCounts]:
+        """See `EngineStats.passes`; an executor that several models share counts once, for the target first."""
+        drafters = [self.drafter, *self.extension.drafters()]
+        drafting = [model.executor for each in drafters for model in each.drafting_models()]
+        target = self.model.executor
+        roles = {
+            "target": [target],
+            "draft": {id(each): each for each in drafting if each is not target}.values(),
+        }
+        counts = {role: [each.pass_counts for each in executors] for role, executors in roles.items()}
+        known = {role: [each for each in found if each is not None] for role, found in counts.items()}
+        return {role: PassCounts.joined(found) for role, found in known.items() if found}
 
     @property
     def load(self) -> tuple[int, int]:

@@ -17,10 +17,11 @@ from slipstream.draft.base import DraftContext, Drafter
 from slipstream.draft.registry import make_drafter
 from slipstream.engine.control import create_policy
 from slipstream.engine.defaults import sampling_defaults
+from slipstream.engine.description import check_memory
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
 from slipstream.engine.extension import StepExtension
-from slipstream.engine.memory import MemoryPlan, plan_memory, with_passes
+from slipstream.engine.memory import MemoryPlan, plan_memory, recorded_passes, with_passes
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.runner import ModelRunner
@@ -71,6 +72,8 @@ def create_engine(
     speculation = ParsedSpeculation.of(speculative or SpeculativeConfig(), config.allow_lossy)
     speculative = speculation.config
     _warn_of_threads(config.num_threads)
+    if like is None:
+        check_memory(config, speculative)
     with threads.limit(config.num_threads):
         model, tokenizer = load_target(config) if like is None else shared_target(like, config)
         defaults = sampling_defaults(config, model.model)  # raises for values that no request could have
@@ -158,17 +161,20 @@ def _planned(
 ) -> MemoryPlan:
     """What all of them hold; raises `CapacityError`."""
     drafters = [drafter, *extension.drafters()]
+    drafting: Seq[CausalLM] = [each for one in drafters for each in one.drafting_models()]
+    models = list(
+        {id(each): each for each in (model, *drafting)}.values()
+    )  # one that several use counts once
+    feature_bytes = _feature_width(model, drafter) * model.dtype.itemsize
     plan = plan_memory(
         config,
         model,
         sum(each.memory_bytes() for each in drafters),
-        sum(each.traits.kv_bytes_per_token for each in drafters)
-        + _feature_width(model, drafter) * model.dtype.itemsize,
+        sum(each.traits.kv_bytes_per_token for each in drafters) + feature_bytes,
         drafter.traits.max_nodes,
+        recorded=recorded_passes(config, models, drafter.traits.max_nodes, feature_bytes),
     )
-    drafting: Seq[CausalLM] = [each for one in drafters for each in one.drafting_models()]
-    models = {id(each): each for each in (model, *drafting)}  # one that several use counts once
-    plan = with_passes(plan, config, list(models.values()), drafter.traits)
+    plan = with_passes(plan, config, models, drafter.traits)
     logger.info("memory: %s", plan)
     return plan
 

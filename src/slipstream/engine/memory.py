@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from slipstream.config import EngineConfig
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.models.identity import ModelIdentity
-from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
+from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes, recorded_bytes
 from slipstream.plan.sizes import format_bytes
 from slipstream.profiling.memory import available_bytes, total_bytes
 
@@ -45,6 +45,8 @@ class MemoryPlan:
     """Logits of the largest number of checked rows, and what choosing tokens from them takes."""
     table_bytes: int = 0
     """The most that the drafter's tables and caches come to hold."""
+    recorded_bytes: int = 0
+    """What executors come to hold of passes that they record: an estimate, see `models.executor.pass_memory`."""
 
     @property
     def kv_bytes(self) -> int:
@@ -57,10 +59,11 @@ class MemoryPlan:
             f", passes {format_bytes(self.activation_bytes + self.logit_bytes)}" if self.logit_bytes else ""
         )
         tables = f", drafter's tables up to {format_bytes(self.table_bytes)}" if self.table_bytes else ""
+        recorded = f", recorded passes {format_bytes(self.recorded_bytes)}" if self.recorded_bytes else ""
         return (
             f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
-            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{passes}{tables}, "
-            f"at most {self.max_model_len:,} a request"
+            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{passes}"
+            f"{recorded}{tables}, at most {self.max_model_len:,} a request"
         )
 
 
@@ -71,14 +74,17 @@ def plan_memory(
     draft_kv_bytes_per_token: int,
     max_draft_tokens: int,
     is_loaded: bool = True,
+    recorded: Seq[int] = (),
 ) -> MemoryPlan:
     """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
 
-    Where models are not loaded, what they will hold is not free.
+    Where models are not loaded, what they will hold is not free. Nor is what will be `recorded`: the bytes of each
+    model, the target first.
 
-    Raises `CapacityError` when not even a short request would fit, and where the user has not set `max_model_len` and
-    the drafter's share of `kv_cache_bytes` would shorten it: the same request must not end earlier with a drafter.
-    Where the cache is a share of the free memory, that is only a warning.
+    Raises `CapacityError` when not even a short request would fit, where what is recorded has no room beside
+    `kv_cache_bytes`, and where the user has not set `max_model_len` and the drafter's share of `kv_cache_bytes` would
+    shorten it: the same request must not end earlier with a drafter. Where the cache is a share of the free memory,
+    that is only a warning.
     """
     max_model_len = config.max_model_len or model.context_length
     if max_model_len > model.context_length:
@@ -87,22 +93,22 @@ def plan_memory(
         )
     unit = model.kv_unit
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
-    unread = 0 if is_loaded else model.weight_bytes + draft_bytes
-    allowed = config.kv_cache_bytes or _allowed_bytes(
-        config, model.device, unread, model.weight_bytes + draft_bytes
-    )
+    both = model.weight_bytes + draft_bytes
+    unread = 0 if is_loaded else both
+    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded))
     # What a request holds is rounded to units.
     useful = config.max_num_seqs * (max_model_len + max_draft_tokens + unit)
     num_slots = min(useful, allowed // per_token)
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
-    without_draft = config.kv_cache_bytes or _allowed_bytes(config, model.device, unread, model.weight_bytes)
+    without_draft = _allowed_bytes(config, model.device, unread, model.weight_bytes, sum(recorded[:1]))
     alone = min(without_draft // model.kv_bytes_per_token - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
         raise CapacityError(
-            f"{format_bytes(allowed)} hold the keys and values of {allowed // per_token} tokens, too few for a request "
-            f"of {needed}; set {limit}kv_cache_bytes to at least {_mebibytes(needed + unit, per_token)} MiB"
+            f"{format_bytes(allowed)}{_beside(recorded)} hold the keys and values of {allowed // per_token} tokens, "
+            f"too few for a request of {needed}; set {limit}kv_cache_bytes to at least "
+            f"{_mebibytes(needed + unit, per_token)} MiB"
         )
     if longest < alone:
         what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
@@ -113,7 +119,44 @@ def plan_memory(
         )
     fmt = None if model.weight_type == "float32" else model.weight_type
     cache = None if model.cache_dtype == torch.float32 else str(model.cache_dtype).removeprefix("torch.")
-    return MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
+    plan = MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
+    if sum(recorded):
+        _check_room(plan.kv_bytes, recorded, available_bytes(model.device) - unread)
+    return replace(plan, recorded_bytes=sum(recorded))
+
+
+def recorded_passes(
+    config: EngineConfig, models: Seq[ModelIdentity], max_nodes: int, feature_bytes_per_token: int
+) -> list[int]:
+    """What executors come to hold of recorded passes of the `models`, the target first, on the target's device."""
+    target = models[0]
+    context = config.max_model_len or target.context_length
+    limits = PassLimits.of(config, config.max_num_seqs, context, max_nodes)
+    return [
+        recorded_bytes(model, limits, feature_bytes_per_token if model is target else 0)
+        for model in models
+        if model.device == target.device
+    ]
+
+
+def _check_room(kv_bytes: int, recorded: Seq[int], free: int) -> None:
+    """Raise `CapacityError` where a cache whose size was set leaves too little: on a GPU memory does not grow."""
+    left = max(free - sum(recorded), 0)
+    if kv_bytes > left:
+        raise CapacityError(
+            f"{format_bytes(left)} are free for keys and values{_beside(recorded)}, and kv_cache_bytes wants "
+            f"{format_bytes(kv_bytes)} of them; lower it"
+        )
+
+
+def _beside(recorded: Seq[int]) -> str:
+    """What takes memory from the cache, and how to have less of it."""
+    if not sum(recorded):
+        return ""
+    return (
+        f" beside recorded passes of {format_bytes(sum(recorded))} (a smaller max_model_len or max_num_batched_tokens "
+        "has less of them, executor eager none)"
+    )
 
 
 def _warn_of_shorter_texts(config: EngineConfig, what: str, longest: int, needed_mib: int) -> None:
@@ -132,9 +175,13 @@ def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
     return math.ceil(num_tokens * bytes_per_token / 2**20)
 
 
-def _allowed_bytes(config: EngineConfig, device: torch.device, unread: int, weight_bytes: int) -> int:
-    """For keys and values, where `kv_cache_bytes` is not set; `unread` bytes will be taken by models."""
-    free = max(available_bytes(device) - unread, 0)
+def _allowed_bytes(
+    config: EngineConfig, device: torch.device, unread: int, weight_bytes: int, recorded: int
+) -> int:
+    """For keys and values. Of what is free, models will take `unread` bytes, and recorded passes `recorded` ones."""
+    if config.kv_cache_bytes:
+        return config.kv_cache_bytes
+    free = max(available_bytes(device) - unread - recorded, 0)
     if config.gpu_memory_utilization is None:
         return int(free * config.kv_memory_fraction)
     share = int(total_bytes(device) * config.gpu_memory_utilization)
@@ -143,13 +190,13 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, unread: int, weig
             f"gpu_memory_utilization {config.gpu_memory_utilization} is {format_bytes(share)} of the device's "
             f"{format_bytes(total_bytes(device))}, and the weights alone take {format_bytes(weight_bytes)}; raise it"
         )
-    return min(free, share - weight_bytes)
+    return min(free, max(share - weight_bytes - recorded, 0))
 
 
 def with_passes(
     plan: MemoryPlan,
     config: EngineConfig,
-    models: Sequence[ModelIdentity],
+    models: Seq[ModelIdentity],
     drafter: DrafterTraits,
 ) -> MemoryPlan:
     """The plan with what passes of the `models`, the target first, compute with, and what the drafter's tables come to

@@ -82,6 +82,10 @@ class CausalLM(ModelIdentity):
         self._runs_layers = False
 
     @property
+    def executor_type(self) -> type[Executor]:
+        return type(self.executor)
+
+    @property
     def kernels(self) -> str:
         return self.executor.kernels
 

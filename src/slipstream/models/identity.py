@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.cpu.native import instructions
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
 from slipstream.models.support import text_config
+
+if TYPE_CHECKING:
+    from slipstream.models.executor.base import Executor
 
 BESIDE_STORED = "int8"
 """The format of a head whose target's file holds its matrices quantised. No format of ours is what such a target has;
@@ -43,6 +46,11 @@ class ModelIdentity(ABC):
     """What its passes may use on a CPU."""
     fast_prompts: bool
     """Whether prompts are computed in bfloat16."""
+
+    @property
+    @abstractmethod
+    def executor_type(self) -> type[Executor]:
+        """The class of what computes."""
 
     @property
     @abstractmethod
@@ -120,7 +128,8 @@ class ModelIdentity(ABC):
         weights = "" if held == UNCHANGED else f"{held} weights, "
         kernels = f"own kernels ({instructions()})" if self.is_native else "PyTorch's kernels"
         prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
-        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{prompts}"
+        recorded = ", recorded passes" if self.executor_type.records else ""
+        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{recorded}{prompts}"
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -22,7 +22,13 @@ from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.native import fingerprint
 from slipstream.models.executor.base import ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
-from slipstream.models.executor.registry import AUTO, EXECUTORS, check_executor, choose_executor
+from slipstream.models.executor.registry import (
+    AUTO,
+    EXECUTORS,
+    check_attention,
+    check_executor,
+    choose_executor,
+)
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.files.stored import KEPT_AS_STORED
@@ -148,6 +154,8 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
             _check_stored(source, name, stored)
     traits = ModelTraits(source.config, where, kind, native and options.fuses)
     backend = choose_backend(options.attention_backend, traits)
+    if pack:
+        check_attention(options.executor, backend)
     return _Choice(source, stored, where, native, kind, name, fmt, backend)
 
 

@@ -27,7 +27,7 @@ from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.executor.base import Executor, kernels_label
 from slipstream.models.executor.eager import EagerExecutor
-from slipstream.models.executor.registry import EXECUTORS, check_executor
+from slipstream.models.executor.registry import AUTO, EXECUTORS, check_attention, check_executor
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity
@@ -96,19 +96,22 @@ class ModelOutline(ModelIdentity):
     """The type that the checkpoint names as its own."""
     stored_as: str = ""
     fast_prompts: bool = False
+    executor: str = AUTO
+    """The name under which what computes it was requested."""
 
     @property
     def kernels(self) -> str:
-        return kernels_label(self.is_fused, self.is_native)
+        return kernels_label(self.is_fused, self.is_native, self.executor_type.records)
 
     @property
     def is_fused(self) -> bool:
-        return self._executor.is_fused
+        return self.executor_type.is_fused
 
     @cached_property
-    def _executor(self) -> type[Executor]:
+    def executor_type(self) -> type[Executor]:
         """What will compute it; weights that the CPU kernels do not read are as for `eager`."""
-        return EXECUTORS.load(self.backend.executor if self.is_native else EagerExecutor.name)
+        found = EXECUTORS.load(self.backend.executor if self.executor == AUTO else self.executor)
+        return EagerExecutor if found.is_fused and not self.is_native else found
 
     @property
     def is_native(self) -> bool:
@@ -174,7 +177,7 @@ class ModelOutline(ModelIdentity):
             else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
-            adapter_bytes=self._executor.adapter_bytes(self.model, self.is_native),
+            adapter_bytes=self.executor_type.adapter_bytes(self.model, self.is_native),
         )
 
     def _packed_table_bytes(self) -> int:
@@ -232,12 +235,12 @@ class ModelOutline(ModelIdentity):
     @cached_property
     def _layer_parts(self) -> list[LayerParts]:
         """The parts of all layers, where whole layers are packed."""
-        return self._executor.layer_parts(self.model)
+        return self.executor_type.layer_parts(self.model)
 
     @cached_property
     def _groups(self) -> list[list[nn.Linear | GroupedLinear]]:
         """The layers that are packed, together where they are packed as one."""
-        return self._executor.packed_groups(self.model) if self.packs else []
+        return self.executor_type.packed_groups(self.model) if self.packs else []
 
     def _group_bytes(self, group: Sequence[nn.Linear | GroupedLinear]) -> tuple[int, int, int]:
         """Bytes of (weights, scales, biases) of layers that are packed as one."""
@@ -305,7 +308,9 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         stored_dtype=seen.stored_dtype,
         stored_as=seen.stored_as,
         fast_prompts=options.fast_prompts,
+        executor=options.executor,
     )
+    check_attention(options.executor, outline.backend)
     if options.fast_prompts:
         check_fast_prompts(outline.device, outline.is_native, outline.weight_type)
         check_model(outline.family, outline.weight_type, outline.is_fused, outline.has_experts)

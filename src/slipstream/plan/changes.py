@@ -163,6 +163,14 @@ def setting_changes(planner: Planner) -> Iterator[PlanChange]:
             f"--max-num-batched-tokens {rows}",
             {"max_num_batched_tokens": rows},
         )
+    if planner.target.executor_type.records:
+        yield PlanChange(
+            "passes that are not recorded",
+            "a GPU waits for the host, which launches every operation of a pass anew; the text stays",
+            _SPEED + 0.4,
+            "--executor eager",
+            {"executor": "eager"},
+        )
     yield from _smaller_drafters(planner)
     yield from _other_drafters(planner)
     yield from _caches(planner)

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slipstream.config import EngineConfig
 from slipstream.kv.pool import LayerShape
 from slipstream.models.cpu import threads
+from slipstream.models.executor.base import LargestPass
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.support import text_config
 from slipstream.sampling.noise import SMALL_VOCABULARY
@@ -180,6 +183,28 @@ def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:
     """Rows between operations, and scores of attention."""
     scores = sizes.score_bytes(limits.num_rows, limits.context, limits.num_threads)
     return limits.num_rows * sizes.row_bytes() + scores
+
+
+def recorded_bytes(model: ModelIdentity, limits: PassLimits, tap_bytes: int = 0) -> int:
+    """What an executor that records passes holds of them, and the slots of its cache that only fill passes.
+
+    `tap_bytes` of hidden states are kept of a token with its keys and values.
+    """
+    executor, sizes = model.executor_type, PassSizes.of(model)
+    largest = LargestPass(
+        num_rows=limits.num_rows,
+        context=limits.context,
+        vocab=sizes.vocab,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        itemsize=sizes.itemsize,
+        is_int8=model.cache_dtype == torch.int8,
+        row_bytes=sizes.row_bytes(),
+        tap_bytes=tap_bytes,
+    )
+    scratch = executor.num_scratch_slots * (model.kv_bytes_per_token + tap_bytes)
+    return executor.recorded_bytes(largest) + scratch
 
 
 def _quantised_bytes(width: int) -> int:

@@ -18,7 +18,7 @@ from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import ModelOutline, outline_model
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
-from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes
+from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes, recorded_bytes
 from slipstream.plan.process import ProcessMemory
 from slipstream.reasoning.config import ReasoningConfig
 from slipstream.verify.registry import VERIFIERS
@@ -196,6 +196,13 @@ class Planner:
         rows = batch * self.draft.logit_rows
         own += sizes.draft_logit_bytes(self.draft.logit_rows, batch)
         yield PlannedPart("draft activations", PartKind.PASS, own, f"passes and {rows:,} rows of logits")
+        detail = f"an estimate: graphs of up to {limits.num_rows:,} rows and what these compute with"
+        recorded = recorded_bytes(self.target, limits, self.feature_bytes_per_token)
+        yield PlannedPart("recorded passes", PartKind.PASS, recorded, detail)
+        recorded = sum(
+            recorded_bytes(model, limits) for model in self.draft.models if model.device == self.target.device
+        )
+        yield PlannedPart("recorded draft passes", PartKind.PASS, recorded, detail)
         tables = self.draft.traits.table_bytes(batch, batch * context)
         yield PlannedPart("drafter's tables", PartKind.DRAFTER, tables, "at their bounds")
 

@@ -193,7 +193,7 @@ class _Bench:
                 torch.randn(shape.num_kv_heads, self._pool.num_slots, dim, generator=generator)
                 for dim in (shape.key_dim, shape.value_dim)
             ]
-            self._pool.write(layer, slice(None), *entries)
+            self._pool.write(layer, slice(self._pool.num_slots), *entries)
         self._token_ids = torch.randint(model.vocab_size, (row_counts[-1],), generator=generator).tolist()
 
     def pass_s(self, rows: int, context: int) -> float:

@@ -104,7 +104,7 @@ class EngineObserver:
 
     async def read(self) -> None:
         """Bring gauges, alarms and the snapshot up to date. Raises `EngineStoppedError`."""
-        report, self.snapshot = await self._engine.read(self._read)
+        stats, report, self.snapshot = await self._engine.read(self._read)
         self._read_s = time.monotonic()
         self.metrics.set_restarts(self._engine.num_restarts)
         self.latency.add(self.metrics.answers.latencies())
@@ -113,6 +113,9 @@ class EngineObserver:
         for method in report.methods:
             self.metrics.alarms.expect(AlarmKind.DRAFTER_FAILED, None, method.name)
         self.alarms.on_report(report)
+        if stats.passes:
+            self.metrics.alarms.expect(AlarmKind.EAGER_PASSES, None, None)
+            self.alarms.on_passes(stats.passes)
         if self._learning is not None:
             self._learning.raise_alarms(self.alarms)
 
@@ -180,10 +183,10 @@ class EngineObserver:
             self.metrics.steps.on_step(step.report)
         self.history.on_steps(decoded)
 
-    def _read(self, stats: EngineStats, report: ControlReport) -> tuple[ControlReport, Snapshot]:
+    def _read(self, stats: EngineStats, report: ControlReport) -> tuple[EngineStats, ControlReport, Snapshot]:
         self.metrics.on_stats(stats)
         self.history.sample(stats)
-        return report, self.history.snapshot()
+        return stats, report, self.history.snapshot()
 
     # --- alarms -------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,10 @@ from slipstream.models.attention.triton import TritonBackend
 from slipstream.models.executor.base import PassOutput
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor, Graph
 
-REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "equal")
+REFUSED = (
+    *("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "equal"),
+    *("item", "is_nonzero", "argwhere", "allclose"),  # in inference mode these are not taken apart
+)
 """Operators that wait for the device, or whose result has a size that depends on numbers."""
 
 

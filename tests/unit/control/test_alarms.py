@@ -18,6 +18,7 @@ from slipstream.control.monitor.alarms import (
 )
 from slipstream.control.monitor.causes import Traits, suspected_causes
 from slipstream.control.types import ControlReport, MethodReport, TaskReport
+from slipstream.core.metrics.passes import PassCounts
 
 TRAITS = Traits(
     num_prompt_tokens=100, num_output_tokens=60, temperature=0.7, structured=False, method="eagle3"
@@ -229,6 +230,40 @@ def test_a_drafter_that_fails(heard: Heard) -> None:
     assert heard.alarms.raised == []
     heard.report((method(4, retired=True),))
     assert len(heard.alarms.raised) == 1
+
+
+def test_passes_outside_a_graph(heard: Heard) -> None:
+    def after(num_replayed: int, num_eager: int) -> list[AlarmKind]:
+        """What is raised once so many more have run, a few of them of a draft model."""
+        counts["target"] = PassCounts(
+            counts["target"].num_replayed + num_replayed,
+            {"a tree": 1, "too many rows": counts["target"].eager["too many rows"] + num_eager},
+        )
+        heard.alarms.on_passes(counts)
+        return [alarm.kind for alarm in heard.alarms.raised]
+
+    counts = {
+        "target": PassCounts(0, {"a tree": 1, "too many rows": 50}),
+        "draft": PassCounts(90, {"a tree": 2}),
+    }
+    heard.alarms.on_passes(counts)  # what ran while models were loaded
+    assert after(990, 10) == []
+    assert after(500, 400) == [], "too few to judge"
+    assert after(100, 0) == [AlarmKind.EAGER_PASSES]
+    [alarm] = heard.raised
+    assert alarm.value == 0.4
+    assert alarm.message.startswith("40.0% of 1,000 passes ran outside a recorded graph")
+    assert alarm.message.endswith("the commonest reason: too many rows (400)")
+    assert after(999, 11) == [AlarmKind.EAGER_PASSES]
+    assert after(995, 5) == []
+    assert len(heard.raised) == len(heard.cleared) == 1
+    assert after(900, 100) == [AlarmKind.EAGER_PASSES]
+    assert heard.alarms.acknowledge(AlarmKind.EAGER_PASSES, None, None)
+    assert after(10, 1) == []
+    assert after(0, 1000) == [AlarmKind.EAGER_PASSES]
+    counts["target"] = PassCounts(0, {"a tree": 0, "too many rows": 0})  # an engine that was started again
+    assert after(0, 0) == [AlarmKind.EAGER_PASSES], "nothing is known of it yet"
+    assert after(2000, 0) == []
 
 
 def test_tasks_are_bounded_and_their_alarms_go_with_them(heard: Heard) -> None:

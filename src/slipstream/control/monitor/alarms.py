@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from slipstream.control.monitor.causes import Traits, suspected_causes
 from slipstream.control.monitor.drift import REFERENCE_SIZES, Shift, ShiftWatch
+from slipstream.control.monitor.pass_watch import PassWatch
 from slipstream.control.types import ControlReport, MethodReport
 from slipstream.core.bounded import BoundedDict
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.stats.shift import FALSE_ALARM_RATE, Bets, Reference, Value, mean
 
 MAX_TASKS = 64
@@ -35,6 +37,7 @@ class AlarmKind(StrEnum):
     TRUNCATION = "truncation"
     TOKEN_MISMATCH = "token_mismatch"
     DRAFTER_FAILED = "drafter_failed"
+    EAGER_PASSES = "eager_passes"
     LEARNER_DIED = "learner_died"
     NEVER_IMPROVES = "never_improves"
     VERSION_ROLLED_BACK = "version_rolled_back"
@@ -119,6 +122,7 @@ class Alarms:
         self._raised: dict[tuple[AlarmKind, str | None, str | None], Alarm] = {}
         self._tasks: BoundedDict[str, _Task] = BoundedDict(MAX_TASKS, on_drop=self._forget)
         self._failures = _Failures()
+        self._passes = PassWatch()
         self._num_mismatched = 0
 
     @property
@@ -168,6 +172,12 @@ class Alarms:
                 AlarmKind.DRAFTER_FAILED, None, method.name, message, method.num_failures, "no more failures"
             )
 
+    def on_passes(self, passes: Mapping[str, PassCounts]) -> None:
+        """Update from the counts of an engine whose passes are recorded; see `EngineStats.passes`."""
+        self._passes.add(passes)
+        why = "of the passes since hardly any ran outside a graph"
+        self.update(AlarmKind.EAGER_PASSES, None, None, self._passes.message, self._passes.share, why)
+
     def acknowledge(self, kind: AlarmKind, task: str | None, method: str | None) -> bool:
         """Make the present level the reference; the alarm is cleared. False where there is no such alarm."""
         alarm = self._raised.get((kind, task, method))
@@ -176,6 +186,8 @@ class Alarms:
         watched = self._tasks.get(task) if task is not None else None
         if kind == AlarmKind.DRAFTER_FAILED and method is not None:
             self._failures.forgive(method)
+        elif kind == AlarmKind.EAGER_PASSES:
+            self._passes.forgive()
         elif kind == AlarmKind.TOKEN_MISMATCH:
             self._num_mismatched = 0
         elif watched is not None and kind == AlarmKind.ACCEPTANCE_DRIFT:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.core.metrics.worker import WorkerStats
 
 
@@ -36,6 +38,9 @@ class EngineStats:
     """Draft workers elsewhere, in the order in which they were configured."""
     num_paused: int = 0
     """Answers that make no tokens until their readers have read more."""
+    passes: Mapping[str, PassCounts] = field(default_factory=dict)
+    """Passes of the `target` and of the `draft` models since they were loaded, of those whose executors record passes.
+    Engines that share a model share its counts."""
 
     @property
     def cache_usage(self) -> float:

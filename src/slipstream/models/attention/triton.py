@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,10 +52,13 @@ class TritonBackend(PackedBackend):
     def refusal(cls, traits: ModelTraits) -> str | None:
         if traits.device.type != "cuda":
             return "our Triton kernels run on a CUDA device"
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed"
-        if torch.cuda.get_device_capability(traits.device) < (8, 0):
-            return "our Triton kernels need a device of compute capability 8.0 or newer"
+        if torch.cuda.is_available():  # a device that is planned for need not be here
+            if importlib.util.find_spec("triton") is None:
+                return "Triton is not installed"
+            if torch.cuda.get_device_capability(traits.device) < (8, 0):
+                return "our Triton kernels need a device of compute capability 8.0 or newer"
+        if _widest_head(text_config(traits.config)) > MAX_DIM:
+            return f"our Triton kernels take heads of at most {MAX_DIM} numbers"
         return super().refusal(traits)
 
     def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:
@@ -73,3 +77,11 @@ class TritonBackend(PackedBackend):
         group = heads // min(len(keys) for keys in pool.keys)
         widest = max(entries.shape[2] for entries in (*pool.keys, *pool.values))
         return plan_attention(rows, Cut.of(widest, bool(pool.key_scales)).tile // group)
+
+
+def _widest_head(config: Any) -> int:
+    """As far as a configuration says it; some layers of a model may have wider heads than others."""
+    heads = getattr(config, "num_attention_heads", None)
+    usual = config.hidden_size // heads if isinstance(heads, int) and heads else 0
+    named = [getattr(config, name, None) for name in ("head_dim", "global_head_dim", "v_head_dim")]
+    return max([each for each in named if isinstance(each, int)], default=usual)

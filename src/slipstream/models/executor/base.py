@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, Probed
 from slipstream.models.batch import ForwardBatch
@@ -63,9 +64,32 @@ class ReadWeights:
     """Bytes of everything that is read, norms and biases included."""
 
 
-def kernels_label(is_fused: bool, is_native: bool) -> str:
-    """`decoder` for whole passes in our kernels, `native` for linear layers in them, `torch` for neither."""
-    return "decoder" if is_fused else "native" if is_native else "torch"
+@dataclass(frozen=True, slots=True)
+class LargestPass:
+    """The sizes from which an executor says what it will hold of passes that it records."""
+
+    num_rows: int
+    """The most rows of a pass."""
+    context: int
+    """Tokens of the longest text."""
+    vocab: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    """Bytes of a number between the operations, and of a logit."""
+    is_int8: bool
+    """Whether the cache is."""
+    row_bytes: int
+    """What a pass computes with, for one row."""
+    tap_bytes: int = 0
+    """Hidden states that are wanted of a row."""
+
+
+def kernels_label(is_fused: bool, is_native: bool, records: bool = False) -> str:
+    """`decoder` for whole passes in our kernels, `native` for linear layers in them, `recorded` for recorded passes of
+    Transformers' code, `torch` for none of these."""
+    return "decoder" if is_fused else "native" if is_native else "recorded" if records else "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +136,8 @@ class Executor(ABC):
     """Whether it computes whole passes in the CPU kernels."""
     chooses: ClassVar[bool] = False
     """Whether a pass chooses tokens where it is given `Choices`; else they are ignored."""
+    records: ClassVar[bool] = False
+    """Whether it records passes and replays them."""
     num_scratch_slots: ClassVar[int] = 0
     """Slots of a cache that its passes write to beside those of sequences."""
     has_experts: bool = False
@@ -122,6 +148,11 @@ class Executor(ABC):
         self.model = given.model
         self.num_threads = threads.available()
         """What its passes may use on a CPU."""
+
+    @classmethod
+    def misfit(cls, backend: AttentionBackend) -> str | None:
+        """As `refusal`, of what the attention alone tells, before any weights are read."""
+        return None
 
     @classmethod
     def refusal(cls, given: ProbedModel) -> str | None:
@@ -158,6 +189,11 @@ class Executor(ABC):
         packed = sum(packed_adapter_bytes([layer]) for layer in grouped)
         return packed + (0 if change is None else change.nbytes)
 
+    @classmethod
+    def recorded_bytes(cls, largest: LargestPass) -> int:
+        """What it will come to hold of recorded passes, but for the `num_scratch_slots` of its caches."""
+        return 0
+
     @property
     def is_native(self) -> bool:
         """Whether the CPU kernels compute its linear layers, if not whole passes."""
@@ -166,7 +202,7 @@ class Executor(ABC):
     @property
     def kernels(self) -> str:
         """What computes, in a word for people."""
-        return kernels_label(self.is_fused, self.is_native)
+        return kernels_label(self.is_fused, self.is_native, self.records)
 
     @property
     def num_operator_threads(self) -> int:
@@ -212,6 +248,11 @@ class Executor(ABC):
     @abstractmethod
     def project(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab]; see `CausalLM.project`."""
+
+    @property
+    def pass_counts(self) -> PassCounts | None:
+        """How many passes were replays of recorded ones; None for an executor that records none."""
+        return None
 
     def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         """Raise `ConfigError` where some layers cannot run without the others. `trial` is a pass to try it on."""

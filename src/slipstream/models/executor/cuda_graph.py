@@ -17,25 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.core.metrics.passes import PassCounts
 from slipstream.kv.pool import KVPool
 from slipstream.kv.upload import upload
+from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
 from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cuda.attention_plan import PlanSizes
 from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.tree_attention import Reads
-from slipstream.models.executor.base import Choices, PassOutput, ProbedModel
+from slipstream.models.executor.base import Choices, LargestPass, PassOutput, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
-from slipstream.models.executor.pass_layout import PassLayout, PassShape
+from slipstream.models.executor.pass_layout import (
+    LEAST_ITEMS,
+    LEAST_SEEN,
+    ROWS,
+    WANTED,
+    PassLayout,
+    PassShape,
+)
+from slipstream.models.executor.pass_memory import recorded_bytes
 
 log = logging.getLogger(__name__)
-
-ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Rows of a bucket."""
-WANTED = (64, 256)
-"""The most rows of a bucket whose logits are computed: of few sequences, or of many and of trees."""
-LEAST_SEEN, LEAST_ITEMS = 256, 64
-"""The smallest arrays of single entries and of items; larger ones double."""
 
 
 class Graph(Protocol):
@@ -99,6 +102,7 @@ class CudaGraphExecutor(EagerExecutor):
 
     name: ClassVar[str] = "cuda_graph"
     chooses: ClassVar[bool] = True
+    records: ClassVar[bool] = True
     num_scratch_slots: ClassVar[int] = 64
     graph: ClassVar[type[Graph]] = CudaGraph
 
@@ -115,12 +119,23 @@ class CudaGraphExecutor(EagerExecutor):
         """Passes that none did, by why."""
         self._failure: str | None = None
         """Why passes of this model cannot be recorded."""
+        self._has_warned = False
+        self._outputs: dict[int | None, Tensor] = {}
+        """Where all graphs leave logits, under None, and hidden states by layer. Else each would hold its own."""
+
+    @classmethod
+    def misfit(cls, backend: AttentionBackend) -> str | None:
+        if isinstance(backend, TritonBackend):
+            return None
+        return TritonBackend.refusal(backend.traits) or "its attention_backend is not triton"
 
     @classmethod
     def refusal(cls, given: ProbedModel) -> str | None:
-        if not isinstance(given.backend, TritonBackend):
-            return "its attention is not that of our Triton kernels"
-        return super().refusal(given)
+        return cls.misfit(given.backend) or super().refusal(given)
+
+    @classmethod
+    def recorded_bytes(cls, largest: LargestPass) -> int:
+        return recorded_bytes(largest)
 
     def forward(
         self,
@@ -136,12 +151,14 @@ class CudaGraphExecutor(EagerExecutor):
                 try:
                     output = self._replay(rows, pool, tuple(hidden_layers), choices)
                 except RuntimeError as error:
-                    reason = self._failure = str(error).split("\n")[0]
+                    reason = self._failure = _why(error)
+                    self._recorded.clear()  # no graph is replayed any more
+                    self._outputs.clear()
                     log.warning("passes of %s are not recorded: %s", self.model.config.model_type, reason)
                 else:
                     self.num_replayed += 1
                     return output
-        self.eager[reason] += 1
+        self._count_eager(reason)
         output = super().forward(rows, pool, hidden_layers, layers)
         return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
 
@@ -149,6 +166,20 @@ class CudaGraphExecutor(EagerExecutor):
         """What a pass that is to be recorded calls: the model."""
         model: Callable[..., Any] = self.model
         return model
+
+    @property
+    def pass_counts(self) -> PassCounts:
+        return PassCounts(self.num_replayed, dict(self.eager))
+
+    def _count_eager(self, reason: str) -> None:
+        """Count a pass that no graph computes, and warn once where too many are such; a failure was said already."""
+        self.eager[reason] += 1
+        if self._has_warned or self._failure is not None:
+            return
+        complaint = self.pass_counts.complaint
+        if complaint is not None:
+            self._has_warned = True
+            log.warning("%s: %s", self.model.config.model_type, complaint)
 
     def _reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
         """Why a pass is not computed by a graph."""
@@ -202,7 +233,7 @@ class CudaGraphExecutor(EagerExecutor):
             items, partials = layout.part(buffer, "items"), layout.part(buffer, "partials")
             reads = Reads.of(views, items.view(-1, 5), partials)
             attention = TritonAttention(pool, reads, shape.plan.num_partials)
-            output = self.run(padded, attention, shape.hidden_layers, call)
+            output = self._left(self.run(padded, attention, shape.hidden_layers, call))
             if not shape.chooses:
                 return output
             temperatures = layout.part(buffer, "temperatures").view(torch.float64).float()
@@ -210,12 +241,31 @@ class CudaGraphExecutor(EagerExecutor):
 
         return RecordedPass(self.graph(), layout.size, device, compute)
 
+    def _left(self, output: PassOutput) -> PassOutput:
+        """The outputs of a pass, moved to where the next pass leaves its own: they are copied out before that."""
+        logits = self._leave(None, output.logits, WANTED[-1])
+        hidden = {layer: self._leave(layer, states, ROWS[-1]) for layer, states in output.hidden.items()}
+        return replace(output, logits=logits, hidden=hidden)
+
+    def _leave(self, name: int | None, values: Tensor, most: int) -> Tensor:
+        if name not in self._outputs:
+            with torch.inference_mode(False):  # passes in either mode write to it
+                self._outputs[name] = values.new_empty(most, values.shape[1])
+        return self._outputs[name][: len(values)].copy_(values)
+
 
 def _chosen(logits: Tensor, choices: Choices) -> Tensor:
     """The tokens of a pass that was not recorded, by the arithmetic of those that were: a text takes both routes."""
     temperatures = upload(np.array(choices.temperatures, np.float32), logits.device)
     tokens: Tensor = choose(logits, upload(choices.keys, logits.device), temperatures)
     return tokens
+
+
+def _why(error: RuntimeError) -> str:
+    """Why a pass cannot be recorded, in one line. A want of memory may hide behind what it made of the recording."""
+    if any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__, error.__context__)):
+        return "the device has no memory left for a graph; give the cache less with kv_cache_bytes"
+    return str(error).split("\n")[0]
 
 
 def _doubled(number: int) -> int:

@@ -13,6 +13,13 @@ from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes
 from slipstream.models.executor.base import Choices
 
+ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows of a bucket."""
+WANTED = (64, 256)
+"""The most rows of a bucket whose logits are computed: of few sequences, or of many and of trees."""
+LEAST_SEEN, LEAST_ITEMS = 256, 64
+"""The smallest arrays of single entries and of items; larger ones double."""
+
 
 class PassShape(NamedTuple):
     """What passes have in common that one graph serves."""

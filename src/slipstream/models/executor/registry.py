@@ -11,10 +11,17 @@ and code with `EXECUTORS.register("my_executor", MyExecutor)`. Without either, `
 
 from __future__ import annotations
 
+import functools
+import logging
+
 from slipstream.config import reject_unknown
 from slipstream.errors import ConfigError
+from slipstream.models.attention.base import AttentionBackend
+from slipstream.models.attention.registry import ATTENTION
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.registry import Registry
+
+log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "slipstream.executors"
 
@@ -43,11 +50,30 @@ def check_executor(name: str) -> None:
     EXECUTORS.load(name)
 
 
+def check_attention(name: str, backend: AttentionBackend) -> None:
+    """Raise `ConfigError` where the executor called `name` does not compute passes that attend by `backend`."""
+    reason = None if name == AUTO else EXECUTORS.load(name).misfit(backend)
+    if reason is not None:
+        raise _cannot_run(name, backend.traits.config.model_type, reason)
+
+
 def choose_executor(name: str, given: ProbedModel) -> type[Executor]:
     """The executor called `name` for a model; raises `ConfigError` where it cannot run it."""
     found = EXECUTORS.load(given.backend.executor if name == AUTO else name)
     reason = found.refusal(given)
     if reason is not None:
-        family = given.model.config.model_type
-        raise ConfigError(f"executor {name!r} cannot run {family}: {reason}; use {AUTO!r}")
+        raise _cannot_run(name, given.model.config.model_type, reason)
+    if name == AUTO and given.backend.traits.device.type == "cuda" and not found.records:
+        # On a GPU most of a step's time is then the host's.
+        why = ATTENTION.load("triton").refusal(given.backend.traits) or "its attention_backend is not triton"
+        _warn_of_eager_passes(given.model.config.model_type, why)
     return found
+
+
+def _cannot_run(name: str, family: str, reason: str) -> ConfigError:
+    return ConfigError(f"executor {name!r} cannot run {family}: {reason}; use {AUTO!r}")
+
+
+@functools.cache
+def _warn_of_eager_passes(family: str, why: str) -> None:
+    log.warning("passes of %s are not recorded as CUDA graphs, which is slower: %s", family, why)

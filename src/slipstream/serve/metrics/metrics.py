@@ -18,6 +18,7 @@ from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.metrics.alarm_metrics import AlarmMetrics
 from slipstream.serve.metrics.answer_metrics import AnswerMetrics, RequestClock
 from slipstream.serve.metrics.instruments import Instruments
+from slipstream.serve.metrics.pass_metrics import PassMetrics
 from slipstream.serve.metrics.step_metrics import StepMetrics
 from slipstream.serve.metrics.vllm_metrics import LabelledMetrics
 from slipstream.serve.metrics.worker_metrics import WorkerMetrics
@@ -62,6 +63,7 @@ class Metrics:
             "kv_cache_usage_perc", "Share of the cache that running answers hold; 1 is all of it."
         )
         self._draft_workers = WorkerMetrics(new)
+        self._passes = PassMetrics(new)
         self.alarms = AlarmMetrics(new, task_label)
         self.alarms.expect(AlarmKind.TOKEN_MISMATCH, None, None)
 
@@ -104,12 +106,13 @@ class Metrics:
         self._closed.labels(reason).inc(num)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Set the gauges of the queue and the cache, and what is known of draft workers."""
+        """Set the gauges of the queue and the cache, and what is known of draft workers and of recorded passes."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._paused.set(stats.num_paused)
         self._kv_usage.set(stats.cache_usage)
         self._draft_workers.on_stats(stats.draft_workers)
+        self._passes.on_stats(stats.passes)
 
     def exposition(self) -> bytes:
         """Prometheus text."""
