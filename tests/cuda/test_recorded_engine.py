@@ -11,7 +11,9 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
-from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.executor import cuda_graph
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor, RecordedPass
+from slipstream.testing.recorded_graph import RecordedExecutor
 from slipstream.testing.wait_audit import WaitAudit
 
 RECORDED: dict[str, Any] = {
@@ -81,6 +83,23 @@ def test_the_texts_are_those_of_passes_that_are_not_recorded(spec: str, kind: st
     assert answers(llm, kind) == expected(kind)
     assert executor.num_replayed > replayed
     assert executor.eager.total() == eager
+
+
+def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Listed(RecordedPass):
+        def __init__(self, graph: Any, size: int, *others: Any) -> None:
+            sizes.append(size)
+            super().__init__(graph, size, *others)
+
+    monkeypatch.setattr(RecordedExecutor, "warms_up", True)
+    monkeypatch.setattr(cuda_graph, "RecordedPass", Listed)
+    llm = LLM(speculative_config=CHAIN, **RECORDED | {"max_num_batched_tokens": 60, "max_num_seqs": 4})
+    assert len(sizes) == 6, "64, 32 and 16 rows of draft and target"
+    assert sizes[:3] == sorted(sizes[:3], reverse=True)
+    assert sizes[3:] == sorted(sizes[3:], reverse=True)
+    assert answers(llm, "greedy", 3) == expected("greedy")[:3]
 
 
 @pytest.mark.parametrize("number", [1, 8])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class PendingNumbers(Seq[int]):
     """Reads its numbers, and waits for the device, when one of them is asked for; but for that a tuple.
 
-    A pass takes them from `tensor` as they are, and `settle` is told what they were once the pass's result is read.
+    A pass takes them from `tensor` as they are, and `resolve` is told what they were once the pass's result is read.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -25,7 +25,7 @@ class PendingNumbers(Seq[int]):
         """Whether the host does not know them yet."""
         return self._numbers is None
 
-    def settle(self, numbers: Seq[int]) -> None:
+    def resolve(self, numbers: Seq[int]) -> None:
         """What they are, from someone who has read them with others."""
         self._numbers = tuple(numbers)
 

@@ -76,7 +76,7 @@ class Proposal:
         return isinstance(self.token_ids, PendingNumbers)
 
     def known(self) -> Proposal:
-        """The same without pending numbers; waits for the device where they are not settled."""
+        """The same without pending numbers; waits for the device where they are not resolved."""
         if not self.is_pending:
             return self
         return Proposal(tuple(self.token_ids), tuple(self.parents), self.kind, self.draft_probs)

@@ -185,7 +185,9 @@ def _runner(config: EngineConfig, model: CausalLM, drafter: Drafter, plan: Memor
         prefix_caching=config.enable_prefix_caching,
         feature_width=_feature_width(model, drafter),
     )
-    return ModelRunner(model, cache, drafter.traits.feature_layers)
+    layers = drafter.traits.feature_layers
+    model.executor.warm_up(cache.pool, config.max_num_batched_tokens, layers, chooses=True)
+    return ModelRunner(model, cache, layers)
 
 
 def _feature_width(model: CausalLM, drafter: Drafter) -> int:

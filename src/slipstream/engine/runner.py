@@ -39,7 +39,7 @@ class ModelRunner:
         """
         if not self.model.executor.chooses:
             for item in items:
-                _settle(item)
+                _resolve(item)
         groups = [self._row_group(item) for item in items]
         order = side_by_side(groups)
         items, groups = [items[i] for i in order], [groups[i] for i in order]
@@ -59,7 +59,7 @@ class ModelRunner:
                 item.chosen = own[first:]
 
     def _read(self, tokens: torch.Tensor | None, items: Seq[StepItem]) -> list[int]:
-        """The tokens that a pass has chosen; settles the proposals of the items. The one wait of a step."""
+        """The tokens that a pass has chosen; resolves the proposals of the items. The one wait of a step."""
         proposals = [item.proposal for item in items if item.proposal.is_pending]
         parts = [part for each in proposals for part in (each.token_ids, each.parents)]
         pending = [part for part in parts if isinstance(part, PendingNumbers) and part.is_pending]
@@ -68,10 +68,10 @@ class ModelRunner:
             return []
         numbers = torch.cat(tensors).tolist() if len(tensors) > 1 else tensors[0].tolist()
         for part in pending:
-            part.settle(numbers[: len(part)])
+            part.resolve(numbers[: len(part)])
             del numbers[: len(part)]
         for item in items:
-            _settle(item)
+            _resolve(item)
         return list(numbers)
 
     def _choices(self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None) -> Choices | None:
@@ -111,7 +111,7 @@ class ModelRunner:
         return tree_rows(slots, past, token_ids, item.proposal, first_logit, sequence.num_fast_tokens, shared)
 
 
-def _settle(item: StepItem) -> None:
+def _resolve(item: StepItem) -> None:
     """Have the item's proposal known to the host."""
     if item.proposal.is_pending:
         known = item.proposal.known()

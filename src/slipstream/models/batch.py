@@ -240,7 +240,7 @@ class ForwardBatch:
             missing = bucket.num_rows - sum(len(group.token_ids) for group in groups)
             if missing < 0:
                 raise ValueError(f"{bucket.num_rows - missing} rows in a bucket of {bucket.num_rows}")
-            # Groups of padding share slots, and overwrite each other's entries, which nobody reads for a text.
+            # Groups of padding share slots, and overwrite each other's entries, which no text reads.
             sizes = [min(len(scratch), missing - row) for row in range(0, missing, len(scratch) or 1)]
             groups = [*groups, *(RowGroup(scratch, 0, [0] * size, []) for size in sizes)]
         self.groups = groups

@@ -120,6 +120,7 @@ class RecordedExecutor(CudaGraphExecutor):
     """Replays recorded passes on a CPU."""
 
     num_scratch_slots: ClassVar[int] = 8
+    warms_up: ClassVar[bool] = False  # a CPU takes seconds for the largest
     graph: ClassVar[type[Graph]] = RecordedGraph
 
 

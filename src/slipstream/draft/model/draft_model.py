@@ -132,7 +132,9 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         return self.model if loaded_as == self._loaded_as else None
 
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
-        return self.model.new_cache(num_tokens, prefix_caching=prefix_caching)
+        cache = self.model.new_cache(num_tokens, prefix_caching=prefix_caching)
+        self.model.executor.warm_up(cache.pool, self.context.engine_config.max_num_batched_tokens)
+        return cache
 
     def weight_bytes(self) -> int:
         """0 for a model that another drafter has loaded and counts."""

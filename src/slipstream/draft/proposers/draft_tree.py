@@ -155,7 +155,7 @@ class DraftTree:
 
     def take_chain(self, token_ids: Seq[int]) -> None:
         """Take what `Chains.tokens` says of a whole chain. All its tokens but the last were fed, and that one too where
-        the chain ended behind it for lack of confidence. Those that are pending have no nodes until `settle`."""
+        the chain ended behind it for lack of confidence. Those that are pending have no nodes until `resolve`."""
         self.frontier = []
         if isinstance(token_ids, PendingNumbers) and token_ids.is_pending:
             kind = ProposalKind.COUPLED if self.shape.method == "coupled" else ProposalKind.ONE_HOT
@@ -172,7 +172,7 @@ class DraftTree:
                 break
             self.nodes.append(DraftNode(token_id, parent, len(self.nodes) + 1, 0.0))
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Make the nodes of pending tokens, which the target has checked meanwhile; raises `NotFiniteError`."""
         if self.pending is None:
             return

@@ -91,7 +91,7 @@ class CachedDrafter(EntriesDrafter):
             if tree is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
                 continue
             try:
-                tree.settle()
+                tree.resolve()
             except NotFiniteError:
                 self._damaged[sequence.id] = True
                 self._drop_entries(sequence.id)

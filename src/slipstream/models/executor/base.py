@@ -241,6 +241,13 @@ class Executor(ABC):
             rows, lambda level, _: self.forward(level, pool, layers=layers).logits, may_pend=self.chooses
         )
 
+    def warm_up(
+        self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False
+    ) -> None:
+        """Prepare for passes of up to `max_rows` over this cache, before the first request; `chooses` is whether they
+        will be given `Choices`. By default nothing is done."""
+        return
+
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]; see `CausalLM.embed`."""

@@ -7,6 +7,7 @@ a fixed place, which one copy fills. What cannot be recorded is computed as `eag
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.upload import upload
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
-from slipstream.models.batch import Bucket, ForwardBatch
+from slipstream.models.batch import Bucket, ForwardBatch, RowGroup
 from slipstream.models.cuda.attention_plan import PlanSizes
 from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.tree_attention import Reads
@@ -104,6 +105,8 @@ class CudaGraphExecutor(EagerExecutor):
     chooses: ClassVar[bool] = True
     records: ClassVar[bool] = True
     num_scratch_slots: ClassVar[int] = 64
+    warms_up: ClassVar[bool] = True
+    """Whether passes are recorded before the first request."""
     graph: ClassVar[type[Graph]] = CudaGraph
 
     def __init__(self, given: ProbedModel, packs: bool = True) -> None:
@@ -161,6 +164,22 @@ class CudaGraphExecutor(EagerExecutor):
         self._count_eager(reason)
         output = super().forward(rows, pool, hidden_layers, layers)
         return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
+
+    def warm_up(
+        self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False
+    ) -> None:
+        """Record a pass of every bucket, the largest first, so that smaller ones fit into the memory that it took."""
+        started_s, before = time.perf_counter(), self.num_replayed
+        scratch = len(pool.scratch)
+        for size in reversed([size for size in ROWS if size < 2 * max_rows] if self.warms_up else []):
+            starts = range(0, size, scratch)
+            groups = [RowGroup(pool.scratch, 0, [0] * min(scratch, size - row), [0]) for row in starts]
+            choices = Choices([0] * len(groups), [0.0] * len(groups)) if chooses else None
+            with torch.inference_mode():
+                self.forward(ForwardBatch(groups), pool, hidden_layers, choices=choices)
+        if self.num_replayed > before:
+            num, took_s = self.num_replayed - before, time.perf_counter() - started_s
+            log.info("recorded passes of %d sizes of %s in %.1f s", num, self.model.config.model_type, took_s)
 
     def callable(self) -> Callable[..., Any]:
         """What a pass that is to be recorded calls: the model."""
