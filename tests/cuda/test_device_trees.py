@@ -32,7 +32,8 @@ class Recorded:
 
     def __init__(self, seed: int, num_nodes: int, depth: int, top_k: int, temperature: float) -> None:
         is_greedy = temperature == 0
-        self.shape = SimpleNamespace(top_k=top_k, method="greedy" if is_greedy else "coupled")
+        method = "greedy" if is_greedy else "coupled"
+        self.shape = SimpleNamespace(top_k=top_k, method=method, num_nodes=num_nodes, depth=depth)
         self.max_nodes, self.max_depth = num_nodes, depth
         self.noise = Noise(seed, 5, is_greedy)
         self.sequence = SimpleNamespace(token_ids=[1] * 5)
@@ -99,15 +100,16 @@ def test_a_tree_is_what_a_beam_search_finds(
                 rows.append(logits_after(path, seeds[number]))
         return torch.stack(rows)
 
+    trees[1].max_nodes, trees[1].max_depth = max(num_nodes - 2, 1), max(depth - 1, 1)
     grower.draw(torch.stack([logits_after((), seed) for seed in seeds]), run)
     for tree, levels in zip(trees, expected, strict=True):
         proposal = tree.proposal
         assert proposal is not None
         known = proposal.known()
-        assert [known.depth, len(known)] == [len(widths), sum(widths)]
+        assert len(known) == min(tree.max_nodes, sum(widths[: tree.max_depth]))
         assert known.depths == proposal.depths
         paths = [tuple(known.token_ids[node] for node in known.path(end)) for end in range(len(known))]
-        assert paths == [path for level in levels for path in level]
+        assert paths == [path for level in levels for path in level][: len(known)]
         ranks = proposal.ranks.tolist()
         for node, first in enumerate(proposal.first_paths()):
             assert [begin + ranks.pop(0) for begin in first] == known.path(node)

@@ -58,24 +58,18 @@ class AutoregressiveDrafter(EntriesDrafter):
         """Grow the trees that a device can grow by itself; returns the other feeds."""
         if self._correction is not None or not self.grows_on_device():
             return feeds
-        by_size: dict[tuple[int, int], list[Feed]] = {}
-        for feed in feeds:
-            tree = feed.tree
-            if feed.rows.logit_rows and grows_on_device(tree):
-                by_size.setdefault((tree.max_nodes, tree.max_depth), []).append(feed)
-        for grown in by_size.values():
-            firsts = [
-                (
-                    self.cache.accounting.slots(feed.tree.sequence.id)[self.first_entry :],
-                    feed.tree.length - self.first_entry,
-                )
-                for feed in grown
-            ]
-            trees = DeviceTrees([feed.tree for feed in grown], firsts, self._trees.vocab_size)
-            logits = self._forward(grown)
-            for feed in grown:
-                self.commit_feed(feed)
-            trees.draw(logits, self._logits_of)
+        grown = [feed for feed in feeds if feed.rows.logit_rows and grows_on_device(feed.tree)]
+        if not grown:
+            return feeds
+        firsts = []
+        for feed in grown:
+            slots = self.cache.accounting.slots(feed.tree.sequence.id)[self.first_entry :]
+            firsts.append((slots, feed.tree.length - self.first_entry))
+        trees = DeviceTrees([feed.tree for feed in grown], firsts, self._trees.vocab_size)
+        logits = self._forward(grown)
+        for feed in grown:
+            self.commit_feed(feed)
+        trees.draw(logits, self._logits_of)
         return [feed for feed in feeds if feed.tree.pending is None]
 
     def grows_on_device(self) -> bool:

@@ -2,7 +2,8 @@
 them.
 
 Every level has a fixed number of nodes, so that the host knows all shapes: the best of the tokens below the nodes of
-the level before, by the product of the probabilities on their paths. `DraftTree` chooses its nodes among all levels.
+the level before, by the product of the probabilities on their paths. `DraftTree` chooses its nodes among all levels. A
+tree with a smaller budget is the first nodes of a whole one, so that all grow together.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def grows_on_device(tree: DraftTree) -> bool:
 
 
 class DeviceTrees:
-    """Grows trees of the same size together, from the logits behind their texts to their proposals."""
+    """Grows trees of the same shape together, from the logits behind their texts to their proposals."""
 
     def __init__(self, trees: Seq[DraftTree], firsts: Seq[tuple[SlotMap, int]], vocab_size: int) -> None:
         """`firsts` are each sequence's slots and how many of its entries lie before the tree's. Tokens from id
@@ -72,7 +73,8 @@ class DeviceTrees:
         shape = trees[0].shape
         self._top_k = min(shape.top_k, vocab_size)
         self._is_coupled = shape.method == "coupled" and not all(tree.noise.greedy for tree in trees)
-        self.widths = level_widths(trees[0].max_nodes, trees[0].max_depth, self._top_k)
+        depth = max(tree.max_depth for tree in trees)
+        self.widths = level_widths(shape.num_nodes, shape.depth, self._top_k)[:depth]
         self._fed = [min(self._top_k, width) for width in self.widths[:-1]]
         """Nodes of each level but the last that are fed."""
         self._levels: list[Level] = []
@@ -162,5 +164,20 @@ class DeviceTrees:
         ranks = torch.cat([level.paths.flatten(1) for level in levels], dim=1)
         kind = ProposalKind.COUPLED if self._trees[0].shape.method == "coupled" else ProposalKind.ONE_HOT
         for number, tree in enumerate(self._trees):
-            numbers = (PendingNumbers(tokens[number]), PendingNumbers(parents_of_all[number]))
-            tree.take_pending(PendingTree(*numbers, kind, None, self.widths, ranks[number]), self._fed)
+            widths = _within(self.widths[: tree.max_depth], tree.max_nodes)
+            num_nodes, num_ranks = sum(widths), sum(depth * width for depth, width in enumerate(widths, 1))
+            numbers = (
+                PendingNumbers(tokens[number, :num_nodes]),
+                PendingNumbers(parents_of_all[number, :num_nodes]),
+            )
+            tree.take_pending(PendingTree(*numbers, kind, None, widths, ranks[number, :num_ranks]), self._fed)
+
+
+def _within(widths: tuple[int, ...], num_nodes: int) -> tuple[int, ...]:
+    """The levels of the first `num_nodes` nodes."""
+    begins = accumulate(widths[:-1], initial=0)
+    return tuple(
+        min(width, num_nodes - begin)
+        for width, begin in zip(widths, begins, strict=True)
+        if begin < num_nodes
+    )
