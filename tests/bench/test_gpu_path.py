@@ -352,6 +352,6 @@ def test_every_part_runs_on_a_cpu_in_small_sizes(tmp_path: Path) -> None:
     assert cells["kernels"]["cells"]["choice of 1,500"]["equal"] == 4
     assert cells["bits"]["cells"]["attention of 1G"] == {"rows": 6, "equal": 6}
     assert cells["bits"]["cells"]["noise"]["integers_equal"]
-    assert page._unequal(cells["engine"]["cells"]) == 0
-    assert page._outside(cells["engine"]["cells"]) == 0
+    assert page.unequal_texts(cells["engine"]["cells"]) == 0
+    assert page.share_outside(cells["engine"]["cells"]) == 0
     assert cells["tests"]["cells"]["tests"]["skipped"] > 50

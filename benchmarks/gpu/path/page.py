@@ -85,7 +85,7 @@ def bars(result: Result) -> list[Bar]:
         found.append((f"64 rows over one at 1 G, context {context:,}", 1.15, _ratio(many, few)))
     few, many = (_pass(steps, 128, 1, sequences) for sequences in (1, 8))
     found.append(("a pass of eight requests over one of one, 1 G, context 128", 1.15, _ratio(many, few)))
-    outside, unequal = _outside(engine), _unequal(engine)
+    outside, unequal = share_outside(engine), unequal_texts(engine)
     found.append(("passes outside graphs after warm-up, targets and drafts", 0.01, outside))
     found.append(("answers that differ from off, of 28, at one and at eight requests", 0, unequal))
     return found
@@ -125,7 +125,7 @@ def _outside_of(cell: Mapping[str, Any]) -> float:
     return outside / max(1, outside + sum(each["replayed"] for each in cell["passes"]))
 
 
-def _outside(cells: Cells) -> float | None:
+def share_outside(cells: Cells) -> float | None:
     """The largest share of any configuration."""
     return max(map(_outside_of, _speeds(cells)), default=None)
 
@@ -137,7 +137,7 @@ def _unequal_of(cell: Mapping[str, Any], cells: Cells) -> int | None:
     return sum(mine != plain for mine, plain in zip(cell["texts"], off["texts"], strict=True))
 
 
-def _unequal(cells: Cells) -> int | None:
+def unequal_texts(cells: Cells) -> int | None:
     """The most answers of any configuration that differ from off's; None before all are there."""
     found = [_unequal_of(cell, cells) for cell in _speeds(cells) if cell["configuration"] != "off"]
     known = [number for number in found if number is not None]
