@@ -19,9 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.models.cuda import attention_kernels
+from slipstream.models.cuda import attention_kernels, choice_kernels, verdict_kernels
 from slipstream.models.cuda.attention_plan import SPLIT
+from slipstream.models.cuda.choice import BLOCK
 from slipstream.models.cuda.tree_attention import Cut
+from slipstream.models.cuda.verdict import NUM_PIECES, PIECE_BYTES
+from slipstream.models.executor.pass_layout import WANTED
 
 ARCHITECTURES = (80, 90, 100)
 INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "STL", "LDL")
@@ -33,7 +36,12 @@ POINTERS = {
     "peaks": "*fp32", "masses": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32", "sinks": "*bf16",
     "query": "*bf16", "key": "*bf16", "value": "*bf16", "output": "*bf16", "keys": "*bf16", "values": "*bf16",
 }  # fmt: skip
+POINTERS |= dict.fromkeys(
+    ("tokens", "token_ids", "logit_rows", "parents", "sizes", "verdicts", "pieces"), "*i64"
+) | {"logits": "*bf16", "temperatures": "*fp32", "best": "*fp64", "best_ids": "*i32"}
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
+OTHERS = {"choose_in_blocks": {"keys": "*i64"}}
+"""Of a kernel the types that are others there."""
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -52,15 +60,26 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
         for has_sinks in (False, True):
             constants = {"VALUE_DIM": dim, "VALUE_BLOCK": block, "HAS_SINKS": has_sinks}
             yield attention_kernels.add_partials, constants, 4
+    yield choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4
+    yield choice_kernels.choose_among_blocks, {"BLOCK": 256}, 4
+    for size in WANTED:
+        yield verdict_kernels.walk_trees, {"BLOCK": size}, 1
+    for size in (1, 4):
+        constants = {"PIECES": NUM_PIECES, "WORDS": PIECE_BYTES // size, "WORD_BYTES": size}
+        yield verdict_kernels.move_pieces, constants, 4
 
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, architecture: int) -> dict[str, Any]:
     """What the kernel takes."""
-    types = {}
+    types, others = {}, OTHERS.get(kernel.fn.__name__, {})
     for name in kernel.arg_names:
         held = "*i8" if constants.get("IS_INT8") and name in ("keys", "values") else None
         types[name] = (
-            held or POINTERS.get(name) or NUMBERS.get(name) or ("constexpr" if name in constants else "i32")
+            held
+            or others.get(name)
+            or POINTERS.get(name)
+            or NUMBERS.get(name)
+            or ("constexpr" if name in constants else "i32")
         )
     aligned = [kernel.arg_names.index(name) for name, kind in types.items() if kind.startswith("*")]
     aligned += [kernel.arg_names.index(name) for name in ("query_row", "query_head") if name in types]

@@ -11,11 +11,14 @@ from benchmarks.gpu.path.part import Part
 from benchmarks.gpu.path.shapes import SHAPES, TINY, WAYS, Way, bytes_of, causal_lm
 from benchmarks.gpu.path.timing import wall_ms
 from benchmarks.gpu.trace import profiled
+from slipstream.core.proposal import Proposal
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.executor.base import Choices
+from slipstream.models.executor.choices import Choices, OwnTokens
+from slipstream.sampling.params import SamplingParams
 
 ROWS = (1, 8, 16, 64)
 CONTEXTS = (128, 2048, 8192)
+GREEDY = SamplingParams(temperature=0.0)
 MANY = 8
 """Requests of one row each."""
 NUM_TIMED = 20
@@ -38,9 +41,11 @@ class Passes:
             RowGroup(range(number * room, (number + 1) * room), context, [5] * rows, range(rows))
             for number in range(sequences)
         ]
-        wanted = rows * sequences
-        output = self.lm.forward(groups, self._pool, choices=Choices([0] * wanted, [0.0] * wanted))
-        (output.logits.argmax(-1) if output.tokens is None else output.tokens).tolist()
+        choices = Choices()
+        for _ in groups:
+            choices.add(OwnTokens([0] * rows, GREEDY), Proposal.chain([5] * (rows - 1)))
+        output = self.lm.forward(groups, self._pool, choices=choices)
+        (output.logits.argmax(-1) if output.verdicts is None else output.verdicts).tolist()
 
 
 def measure(part: Part) -> None:

@@ -51,10 +51,12 @@ class StepItem:
     """[1 + n, vocab], the last of `rows`: row 0 follows the text as it was, row i + 1 follows node i of the proposal.
     Only of a sequence that decodes."""
 
-    chooses_in_pass: bool = False
-    """Whether the pass may choose its tokens."""
     chosen: Seq[int] | None = None
-    """The target's own token of each row of `logits`, where the pass has chosen them."""
+    """The target's own token of each row of `logits`, where the pass has chosen them; -1 in a row that it could not
+    choose for."""
+    walked: Verdict | None = None
+    """What they make of the proposal that the pass checked, where the pass has walked down it. The entries of the
+    accepted nodes lie behind the text then."""
 
     # judged
     num_given: int = 0

@@ -26,9 +26,10 @@ from slipstream.engine.outputs import Update
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import UpdateCallback
 from slipstream.engine.steps import StepClock, record_times
-from slipstream.engine.verification import row_choices, verify_items
+from slipstream.engine.verification import own_tokens, verify_items
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
+from slipstream.models.executor.choices import OwnTokens
 from slipstream.sampling.grammars.grammar import Grammar
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import EncodedPrompt, Prompt
@@ -232,7 +233,7 @@ class Engine:
             clock.planned()
             self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
-            self.runner.forward(plan.scheduled, self._choose if self.verifier.takes_tokens else None)
+            self.runner.forward(plan.scheduled, self._choose if self.verifier.walks else None)
             self.extension.verify(plan.decoding, self._verify)
             clock.verified()
         updates = self._commit(plan)
@@ -242,8 +243,8 @@ class Engine:
         _call(self.on_step, report)
         return updates
 
-    def _choose(self, item: StepItem) -> list[tuple[int, float]] | None:
-        return row_choices(item, self._answers.of(item.sequence).processor)
+    def _choose(self, item: StepItem) -> OwnTokens | None:
+        return own_tokens(item, self._answers.of(item.sequence).processor)
 
     def _verify(self, items: Seq[StepItem]) -> None:
         processors = [self._answers.of(item.sequence).processor for item in items]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import islice
 
 import torch
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.step import StepItem
 from slipstream.kv.cache import KVCache
+from slipstream.kv.upload import download
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import side_by_side, tree_rows
-from slipstream.models.executor.base import Choices
+from slipstream.models.executor.choices import Choices, OwnTokens, PassVerdicts
 
-Choose = Callable[[StepItem], list[tuple[int, float]] | None]
+Choose = Callable[[StepItem], OwnTokens | None]
 
 
 class ModelRunner:
@@ -30,8 +30,8 @@ class ModelRunner:
     def forward(self, items: Seq[StepItem], choose: Choose | None = None) -> None:
         """One pass over all scheduled rows and all proposals.
 
-        `choose` says how each row's token is chosen, of items that decode; None where the pass cannot choose. Where the
-        executor chooses, `chosen` is filled in.
+        `choose` says how the tokens of an item that decodes are chosen; None where the pass cannot choose. Where the
+        executor chooses, `chosen` and `walked` are filled in.
 
         Fills in each item's `rows`, the logits of its rows that matter: every computed row while prompt
         log-probabilities are wanted, else the last committed token's row and one a draft node (none for a prompt chunk
@@ -45,48 +45,50 @@ class ModelRunner:
         items, groups = [items[i] for i in order], [groups[i] for i in order]
         choices = self._choices(items, groups, choose)
         output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices)
-        tokens = iter(self._read(output.tokens, items))
-        if self.feature_layers:
+        verdicts = self._read(output.verdicts, items)
+        if self.feature_layers and verdicts is None:  # else the pass has kept them
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
+        end = 0
         for item, group, rows in zip(items, groups, output.rows.by_group(output.logits), strict=True):
             item.rows = rows
-            if item.decodes:
-                first = len(group.logit_rows) - 1 - len(item.proposal)
-                item.logits = rows[first:] if first else rows
-            own = list(islice(tokens, len(group.logit_rows)))
-            if own and item.decodes and item.chooses_in_pass:
-                item.chosen = own[first:]
+            end += len(group.logit_rows)
+            if not item.decodes:
+                continue
+            size = 1 + len(item.proposal)
+            item.logits = rows[len(rows) - size :] if len(rows) > size else rows
+            root = end - size
+            if choices is not None and verdicts is not None and choices.sizes[root]:
+                item.chosen = verdicts.tokens[root:end]
+                item.walked = verdicts.verdict(root)
 
-    def _read(self, tokens: torch.Tensor | None, items: Seq[StepItem]) -> list[int]:
-        """The tokens that a pass has chosen; resolves the proposals of the items. The one wait of a step."""
+    def _read(self, verdicts: torch.Tensor | None, items: Seq[StepItem]) -> PassVerdicts | None:
+        """The verdicts of a pass; resolves the proposals of the items. The one wait of a step."""
         proposals = [item.proposal for item in items if item.proposal.is_pending]
         parts = [part for each in proposals for part in (each.token_ids, each.parents)]
         pending = [part for part in parts if isinstance(part, PendingNumbers) and part.is_pending]
-        tensors = [part.tensor for part in pending] + ([] if tokens is None else [tokens])
+        tensors = [part.tensor for part in pending] + ([] if verdicts is None else [verdicts.flatten()])
         if not tensors:
-            return []
-        numbers = torch.cat(tensors).tolist() if len(tensors) > 1 else tensors[0].tolist()
+            return None
+        numbers = download(torch.cat(tensors) if len(tensors) > 1 else tensors[0])
         for part in pending:
             part.resolve(numbers[: len(part)])
             del numbers[: len(part)]
         for item in items:
             _resolve(item)
-        return list(numbers)
+        return None if verdicts is None else PassVerdicts.of(numbers)
 
     def _choices(self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None) -> Choices | None:
-        """How the pass chooses tokens; None where it does not."""
+        """How the pass chooses tokens; None where it does for no item."""
         if choose is None or not self.model.executor.chooses:
             return None
-        keys: list[int] = []
-        temperatures: list[float] = []
+        choices = Choices()
         for item, group in zip(items, groups, strict=True):
-            rows = choose(item) if item.decodes else None
-            item.chooses_in_pass = rows is not None
-            rows = [(0, 0.0)] * (len(group.logit_rows) - len(rows or ())) + (rows or [])
-            keys += [key for key, _ in rows]
-            temperatures += [temperature for _, temperature in rows]
-        return Choices(keys, temperatures) if any(item.chooses_in_pass for item in items) else None
+            own = choose(item) if item.decodes else None
+            choices.skip(len(group.logit_rows) - (0 if own is None else len(own.keys)))
+            if own is not None:
+                choices.add(own, item.proposal)
+        return choices if any(choices.sizes) else None
 
     def commit(self, item: StepItem) -> None:
         """Keep the entries of the computed committed tokens and of the kept nodes; forget the others.
@@ -94,9 +96,13 @@ class ModelRunner:
         The tokens of the kept nodes are already in `sequence.token_ids`.
         """
         sequence = item.sequence
-        rows = [*range(item.num_rows), *(item.num_rows + node for node in item.kept_nodes)]
-        end = sequence.num_computed + len(rows)
-        self.cache.commit(sequence.id, sequence.entry_ids(sequence.num_computed, end), rows)
+        end = sequence.num_computed + item.num_rows + len(item.kept_nodes)
+        token_ids = sequence.entry_ids(sequence.num_computed, end)
+        if item.walked is not None:  # the pass has moved them into place
+            self.cache.accounting.commit(sequence.id, token_ids)
+        else:
+            rows = [*range(item.num_rows), *(item.num_rows + node for node in item.kept_nodes)]
+            self.cache.commit(sequence.id, token_ids, rows)
         sequence.num_computed = end
 
     def _row_group(self, item: StepItem) -> RowGroup:

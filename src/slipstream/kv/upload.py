@@ -1,4 +1,4 @@
-"""Brings the host's numbers to a device without waiting for it."""
+"""Brings numbers to a device without waiting for it, and from there with one wait."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def upload(numbers: NDArray[np.int64] | NDArray[np.float32] | Sequence[int], dev
     """
     own = torch.from_numpy(numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64))
     return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
+
+
+def download(numbers: Tensor) -> list[int]:
+    """The numbers, int64 [n]; the host waits for them, and for nothing that is launched behind them."""
+    host = numbers.to("cpu", non_blocking=True)  # from a CUDA device into pinned memory
+    if numbers.is_cuda:
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        copied.synchronize()
+    read: list[int] = host.tolist()
+    return read

@@ -15,8 +15,9 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.experts import file_stacks
-from slipstream.models.executor.base import Choices, Executor, ProbedModel
+from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.choices import Choices
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.trial import NUM_TRIAL_ROWS
@@ -32,8 +33,9 @@ class ForwardOutput:
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
     rows: ForwardBatch
     """The rows that were computed."""
-    tokens: Tensor | None = None
-    """int64 [wanted rows]: the tokens that the pass chose; None where it chose none."""
+    verdicts: Tensor | None = None
+    """As in `PassOutput`: what the pass made of the trees of `Choices`; None where it was given none, or its executor
+    takes none."""
 
 
 class CausalLM(ModelIdentity):
@@ -152,13 +154,14 @@ class CausalLM(ModelIdentity):
 
         `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
         them. Hidden states are those of whole passes only. `added` [rows, hidden] is added to the embeddings. With
-        `choices` an executor that `chooses` yields tokens too. Raises as `check_layers` does.
+        `choices` an executor that `chooses` yields verdicts and keeps the hidden states itself. Raises as
+        `check_layers` does.
         """
         rows = self._rows(groups, layers, hidden_layers)
         rows.added = added
         chosen = {} if choices is None else {"choices": choices}  # others take none
         done = self.executor.forward(rows, pool, hidden_layers, layers, **chosen)
-        return ForwardOutput(done.logits, done.hidden, rows, done.tokens)
+        return ForwardOutput(done.logits, done.hidden, rows, done.verdicts)
 
     @torch.inference_mode()
     def draft_chain(

@@ -27,8 +27,6 @@ class Judgement:
     proposal: Proposal
     noise: Noise
     """The randomness of this sequence at this step."""
-    chosen: Seq[int] | None = None
-    """The target's own token of each row, for a verifier that `takes_tokens`; `log_probs` are raw logits then."""
 
 
 class Verifier(ABC):
@@ -51,8 +49,15 @@ class Verifier(ABC):
     needs_distributions: ClassVar[bool] = True
     """False when only the argmax of a greedy row is looked at: such rows may then be raw logits."""
 
-    takes_tokens: ClassVar[bool] = False
-    """True where the target's own token of each row, by the position's noise, is all that a verdict depends on."""
+    walks: ClassVar[bool] = False
+    """True where the verdict is the walk down the tree along the target's own tokens, each of them by its position's
+    noise: a pass may then take it, and `verify` is not called."""
+
+    def __init_subclass__(cls) -> None:
+        """A verdict of one's own is not the walk that was inherited."""
+        super().__init_subclass__()
+        if "verify" in cls.__dict__ and "walks" not in cls.__dict__:
+            cls.walks = False
 
     @classmethod
     def traits(cls) -> VerifierTraits:

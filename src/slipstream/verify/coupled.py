@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
@@ -23,20 +22,16 @@ class CoupledVerifier(Verifier):
     kinds: ClassVar[frozenset[ProposalKind]] = frozenset(ProposalKind)
     reproducible: ClassVar[bool] = True
     needs_distributions: ClassVar[bool] = False
-    takes_tokens: ClassVar[bool] = True
+    walks: ClassVar[bool] = True
 
     def verify(self, judgements: Seq[Judgement]) -> list[Verdict]:
-        open_ones = [judgement for judgement in judgements if judgement.chosen is None]
-        choices: Iterator[Seq[int]] = iter(())
-        if open_ones:
-            choices = iter(
-                type(open_ones[0].noise).choose_all(
-                    [(judgement.noise, judgement.log_probs, _positions(judgement)) for judgement in open_ones]
-                )
-            )
+        if not judgements:
+            return []
+        choices = type(judgements[0].noise).choose_all(
+            [(judgement.noise, judgement.log_probs, _positions(judgement)) for judgement in judgements]
+        )
         return [
-            _walk(judgement.proposal, next(choices) if judgement.chosen is None else judgement.chosen)
-            for judgement in judgements
+            walk(judgement.proposal, chosen) for judgement, chosen in zip(judgements, choices, strict=True)
         ]
 
 
@@ -46,7 +41,7 @@ def _positions(judgement: Judgement) -> list[int]:
     return [root, *(root + depth for depth in judgement.proposal.depths)]
 
 
-def _walk(proposal: Proposal, chosen: Seq[int]) -> Verdict:
+def walk(proposal: Proposal, chosen: Seq[int]) -> Verdict:
     """Follow the target's tokens down the tree; chosen[0] is the root's, chosen[i + 1] node i's."""
     node, accepted = ROOT, list[int]()
     while True:

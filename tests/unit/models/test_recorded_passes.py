@@ -23,7 +23,8 @@ from slipstream.models.attention.packed import PackedBackend
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.attention.triton import TritonBackend
 from slipstream.models.executor import registry
-from slipstream.models.executor.base import Choices, LargestPass, ProbedModel
+from slipstream.models.executor.base import LargestPass, ProbedModel
+from slipstream.models.executor.choices import Choices
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_memory import graph_bytes, output_bytes
@@ -280,7 +281,9 @@ def test_graphs_hold_what_is_planned_for_them() -> None:
     pool, slots = lm.trial_cache(60)
     assert len(pool.keys[0][0]) == pool.num_slots + executor.num_scratch_slots
     for count in (1, 12, 40):
-        for choices in (None, Choices([0] * count, [0.0] * count)):
+        chosen = Choices()
+        chosen.skip(count)
+        for choices in (None, chosen):
             token_ids = [TEXT[row % len(TEXT)] for row in range(count)]
             layers = [0, 2] if count == 12 else []
             lm.forward([RowGroup(slots, 0, token_ids, range(count))], pool, layers, choices=choices)
@@ -290,7 +293,7 @@ def test_graphs_hold_what_is_planned_for_them() -> None:
     for shape, graph in recorded.items():
         output = graph._output
         assert output is not None
-        held = graph._buffer.nbytes + (0 if output.tokens is None else output.tokens.nbytes)
+        held = graph._buffer.nbytes + (0 if output.verdicts is None else output.verdicts.nbytes)
         assert graph_bytes(shape) == held
         assert output.logits.data_ptr() == outputs[None].data_ptr(), "it holds none of its own"
         assert all(states.data_ptr() == outputs[layer].data_ptr() for layer, states in output.hidden.items())

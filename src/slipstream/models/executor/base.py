@@ -24,21 +24,12 @@ from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.packed_weight import packed_adapter_bytes
 from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.choices import Choices
 from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.weight_check import WeightCheck
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """How the model's own token of each wanted row is chosen: see `models.cuda.choice.choose`."""
-
-    keys: Sequence[int]
-    """[wanted rows]: of the noise, as the int64 with these bits."""
-    temperatures: Sequence[float]
-    """[wanted rows]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +40,9 @@ class PassOutput:
     """[wanted rows, vocab]"""
     hidden: dict[int, Tensor]
     """Layer index (0 is the embedding) to [all rows, width]; only the layers that are wanted."""
-    tokens: Tensor | None = None
-    """int64 [wanted rows]: what was chosen; None where nothing was."""
+    verdicts: Tensor | None = None
+    """int64 [5, wanted rows], see `PassVerdicts`; None where the pass chose no tokens. The next pass may overwrite
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,7 @@ class Executor(ABC):
     is_fused: ClassVar[bool] = False
     """Whether it computes whole passes in the CPU kernels."""
     chooses: ClassVar[bool] = False
-    """Whether a pass chooses tokens where it is given `Choices`; else they are ignored."""
+    """Whether a pass does what `Choices` says where it is given some; else they are ignored."""
     records: ClassVar[bool] = False
     """Whether it records passes and replays them."""
     num_scratch_slots: ClassVar[int] = 0

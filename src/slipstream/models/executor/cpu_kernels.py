@@ -33,7 +33,6 @@ from slipstream.models.cpu.structs import (
     ModelStruct,
 )
 from slipstream.models.executor.base import (
-    Choices,
     Executor,
     PackedChecks,
     PassOutput,
@@ -41,6 +40,7 @@ from slipstream.models.executor.base import (
     ReadWeights,
 )
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.choices import Choices
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.grouped import GroupedLinear
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +24,10 @@ from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
 from slipstream.models.batch import Bucket, ForwardBatch, RowGroup
 from slipstream.models.cuda.attention_plan import PlanSizes
-from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.tree_attention import Reads
-from slipstream.models.executor.base import Choices, LargestPass, PassOutput, ProbedModel
+from slipstream.models.cuda.verdict import conclude
+from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
+from slipstream.models.executor.choices import Choices
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_layout import (
     LEAST_ITEMS,
@@ -163,7 +163,11 @@ class CudaGraphExecutor(EagerExecutor):
                     return output
         self._count_eager(reason)
         output = super().forward(rows, pool, hidden_layers, layers)
-        return output if choices is None else replace(output, tokens=_chosen(output.logits, choices))
+        if choices is None:
+            return output
+        # By the arithmetic of recorded passes: a text takes both routes.
+        table = choices.fill_in(upload(choices.table(rows.num_logit_rows), self.model.device))
+        return conclude(output, table, rows.on(self.model.device), pool)
 
     def warm_up(
         self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False
@@ -174,9 +178,10 @@ class CudaGraphExecutor(EagerExecutor):
         for size in reversed([size for size in ROWS if size < 2 * max_rows] if self.warms_up else []):
             starts = range(0, size, scratch)
             groups = [RowGroup(pool.scratch, 0, [0] * min(scratch, size - row), [0]) for row in starts]
-            choices = Choices([0] * len(groups), [0.0] * len(groups)) if chooses else None
+            choices = Choices()
+            choices.skip(len(groups))
             with torch.inference_mode():
-                self.forward(ForwardBatch(groups), pool, hidden_layers, choices=choices)
+                self.forward(ForwardBatch(groups), pool, hidden_layers, choices=choices if chooses else None)
         if self.num_replayed > before:
             num, took_s = self.num_replayed - before, time.perf_counter() - started_s
             log.info("recorded passes of %d sizes of %s in %.1f s", num, self.model.config.model_type, took_s)
@@ -227,18 +232,21 @@ class CudaGraphExecutor(EagerExecutor):
         plan = self.backend.plan(padded, pool)
         sizes = plan.sizes
         sizes = PlanSizes(num_rows, max(LEAST_ITEMS, _doubled(sizes.num_items)), _doubled(sizes.num_partials))
-        shape = PassShape(bucket, sizes, hidden_layers, choices is not None)
+        chooses, filters = choices is not None, choices is not None and choices.filtered
+        shape = PassShape(bucket, sizes, hidden_layers, chooses, filters)
         layout = PassLayout(shape, padded.buffer.size)
         recorded = self._recorded.setdefault(pool, {})
         if shape not in recorded:
             recorded[shape] = self._record(padded, pool, shape, layout)
         numbers = upload(layout.numbers(padded, plan, choices), self.model.device)
         padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks)
+        if choices is not None:
+            choices.fill_in(layout.choices(numbers))
         output = recorded[shape].replay(numbers)
         return PassOutput(
             output.logits[: rows.num_logit_rows].clone(),
             {layer: hidden[: rows.num_rows].clone() for layer, hidden in output.hidden.items()},
-            None if output.tokens is None else output.tokens[: rows.num_logit_rows],
+            output.verdicts,
         )
 
     def _record(
@@ -252,11 +260,10 @@ class CudaGraphExecutor(EagerExecutor):
             items, partials = layout.part(buffer, "items"), layout.part(buffer, "partials")
             reads = Reads.of(views, items.view(-1, 5), partials)
             attention = TritonAttention(pool, reads, shape.plan.num_partials)
-            output = self._left(self.run(padded, attention, shape.hidden_layers, call))
-            if not shape.chooses:
-                return output
-            temperatures = layout.part(buffer, "temperatures").view(torch.float64).float()
-            return replace(output, tokens=choose(output.logits, layout.part(buffer, "keys"), temperatures))
+            output = self.run(padded, attention, shape.hidden_layers, call)
+            if shape.chooses:
+                output = conclude(output, layout.choices(buffer), views, pool)
+            return self._left(output)
 
         return RecordedPass(self.graph(), layout.size, device, compute)
 
@@ -271,13 +278,6 @@ class CudaGraphExecutor(EagerExecutor):
             with torch.inference_mode(False):  # passes in either mode write to it
                 self._outputs[name] = values.new_empty(most, values.shape[1])
         return self._outputs[name][: len(values)].copy_(values)
-
-
-def _chosen(logits: Tensor, choices: Choices) -> Tensor:
-    """The tokens of a pass that was not recorded, by the arithmetic of those that were: a text takes both routes."""
-    temperatures = upload(np.array(choices.temperatures, np.float32), logits.device)
-    tokens: Tensor = choose(logits, upload(choices.keys, logits.device), temperatures)
-    return tokens
 
 
 def _why(error: RuntimeError) -> str:

@@ -14,13 +14,13 @@ from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.executor.base import (
-    Choices,
     Executor,
     PackedChecks,
     PassOutput,
     ProbedModel,
     ReadWeights,
 )
+from slipstream.models.executor.choices import Choices
 from slipstream.models.files.stored import quantised_layers
 from slipstream.models.layers import LayerStack, tried_layers
 from slipstream.models.linear.layers import NativeLinear

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes
-from slipstream.models.executor.base import Choices
+from slipstream.models.executor.choices import NUM_FILTER_ROWS, NUM_ROWS, Choices
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows of a bucket."""
@@ -28,6 +28,13 @@ class PassShape(NamedTuple):
     plan: PlanSizes
     hidden_layers: tuple[int, ...]
     chooses: bool
+    filters: bool
+    """Whether some tokens are chosen among those that filters leave."""
+
+    @property
+    def num_choice_rows(self) -> int:
+        """Rows of `Choices.table`."""
+        return (NUM_ROWS if self.chooses else 0) + (NUM_FILTER_ROWS if self.filters else 0)
 
 
 class PassLayout:
@@ -35,13 +42,12 @@ class PassLayout:
 
     def __init__(self, shape: PassShape, batch_size: int) -> None:
         """`batch_size` numbers are those of the `ForwardBatch`."""
-        wanted = shape.bucket.num_wanted if shape.chooses else 0
+        self._num_wanted = shape.bucket.num_wanted
         sizes = {
             "batch": batch_size,
             "items": 5 * shape.plan.num_items,
             "partials": shape.plan.num_rows + 1,
-            "keys": wanted,
-            "temperatures": wanted,
+            "choices": shape.num_choice_rows * self._num_wanted,
         }
         ends = list(accumulate(sizes.values()))
         self._parts = {
@@ -53,19 +59,19 @@ class PassLayout:
         """A view of one part."""
         return buffer[self._parts[name]]
 
+    def choices(self, buffer: Tensor) -> Tensor:
+        """What `Choices.table` says."""
+        return self.part(buffer, "choices").view(-1, self._num_wanted)
+
     def numbers(
         self, padded: ForwardBatch, plan: AttentionPlan, choices: Choices | None
     ) -> NDArray[np.int64]:
         """The buffer of a pass; zeros where a bucket has more than the pass."""
         numbers = np.zeros(self.size, np.int64)
         numbers[self._parts["batch"]] = padded.buffer
-        self._fill(numbers, "items", plan.items.ravel())
+        begin = self._parts["items"].start
+        numbers[begin : begin + plan.items.size] = plan.items.ravel()
         numbers[self._parts["partials"]] = plan.partials
         if choices is not None:
-            self._fill(numbers, "keys", np.array(choices.keys, np.int64))
-            self._fill(numbers, "temperatures", np.array(choices.temperatures, np.float64).view(np.int64))
+            numbers[self._parts["choices"]] = choices.table(self._num_wanted).ravel()
         return numbers
-
-    def _fill(self, numbers: NDArray[np.int64], name: str, values: NDArray[np.int64]) -> None:
-        begin = self._parts[name].start
-        numbers[begin : begin + len(values)] = values

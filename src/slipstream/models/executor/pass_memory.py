@@ -1,9 +1,9 @@
 """What recorded passes hold, from shapes alone: an estimate that is made before anything is loaded.
 
-Every graph keeps the numbers that it reads and the tokens that it chooses. Graphs share the memory that their passes
+Every graph keeps the numbers that it reads and its verdicts. Graphs share the memory that their passes
 compute with, so the largest counts, and where they leave logits and hidden states. A graph is counted for each bucket
 of rows and of wanted rows, for each size that the partials of its attention double to up to the longest text, with
-tokens chosen and without. What CUDA itself keeps of a graph is not known.
+tokens chosen, also among filtered ones, and without. What CUDA itself keeps of a graph is not known.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.models.batch import Bucket
+from slipstream.models.cuda import filters
 from slipstream.models.cuda.attention_plan import MANY_ITEMS, SPLIT, PlanSizes
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.executor.base import LargestPass
+from slipstream.models.executor.choices import PassVerdicts
 from slipstream.models.executor.pass_layout import (
     LEAST_ITEMS,
     LEAST_SEEN,
@@ -37,21 +39,24 @@ def recorded_bytes(largest: LargestPass) -> int:
         ROWS[0], max(_most_partials(size, largest) for size in ROWS if size <= num_rows)
     )
     scratch = partials * largest.num_heads * (largest.head_dim + 2) * _FLOAT
-    logits = min(num_rows, WANTED[-1]) * largest.vocab * largest.itemsize
-    return held + num_rows * largest.row_bytes + scratch + logits + output_bytes(largest)
+    num_wanted = min(num_rows, WANTED[-1])
+    logits = 2 * num_wanted * largest.vocab * largest.itemsize  # as computed and filtered
+    filtering = min(num_wanted, filters.ROWS) * largest.vocab * filters.ROW_BYTES
+    return held + num_rows * largest.row_bytes + scratch + logits + filtering + output_bytes(largest)
 
 
 def _shapes(bucket: Bucket, largest: LargestPass) -> Iterator[PassShape]:
     for num_partials in _doublings(bucket.num_rows, _most_partials(bucket.num_rows, largest)):
         plan = PlanSizes(bucket.num_rows, max(LEAST_ITEMS, min(num_partials, MANY_ITEMS)), num_partials)
-        yield from (PassShape(bucket, plan, (), chooses) for chooses in (False, True))
+        ways = ((False, False), (True, False), (True, True))
+        yield from (PassShape(bucket, plan, (), *way) for way in ways)
 
 
 def graph_bytes(shape: PassShape) -> int:
-    """What one graph reads, and its tokens."""
+    """What one graph reads, and its verdicts."""
     num_rows, num_wanted, num_seen = shape.bucket
     numbers = PassLayout(shape, 6 * num_rows + 1 + 3 * num_seen + num_wanted).size
-    return (numbers + (num_wanted if shape.chooses else 0)) * _NUMBER
+    return (numbers + (len(PassVerdicts._fields) * num_wanted if shape.chooses else 0)) * _NUMBER
 
 
 def output_bytes(largest: LargestPass) -> int:
