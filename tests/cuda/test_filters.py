@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.core.proposal import Proposal
 from slipstream.models.cuda.filters import filtered
-from slipstream.models.executor.choices import NUM_ROWS, Choices, OwnTokens
+from slipstream.models.executor.choices import NUM_ROWS, OwnTokens, TokenChoices
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import NUM_NUCLEUS_CANDIDATES, LogitsProcessor
 
@@ -19,7 +19,7 @@ VOCABULARIES = [40, NUM_NUCLEUS_CANDIDATES, 5000]
 
 def on_device(logits: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:
     """What a pass makes of a row for each of the parameters."""
-    choices = Choices()
+    choices = TokenChoices()
     for each in params:
         choices.add(OwnTokens([0], each), Proposal())
     table = torch.from_numpy(choices.table(len(params)))

@@ -37,9 +37,9 @@ def test_a_family_that_attends_by_itself(tmp_path: Path) -> None:
 def test_an_error_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = captured_cases.tiny_folder("llama", tmp_path / "model")
     monkeypatch.setattr(captured_cases, "PARENTS", [-1, -1, 0, 1, 1, 3, 5])
-    paths = captured_cases._paths()
+    paths = captured_cases.checked_paths()
     monkeypatch.undo()
-    monkeypatch.setattr(captured_cases, "_paths", lambda: paths)
+    monkeypatch.setattr(captured_cases, "checked_paths", lambda: paths)
     assert captured_cases.tree_error(folder, "cpu")[0] > 0.01
 
 
@@ -55,7 +55,7 @@ def test_passes_outside_graphs_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     llm = LLM(speculative_config=spec, max_num_batched_tokens=32, **captured_cases.options("cpu"))
     assert captured_cases.share_outside(llm, PROMPTS) == 0
     executor = llm.engine.model.executor
-    monkeypatch.setattr(type(executor), "_reason_not", lambda *_: "a test")
+    monkeypatch.setattr(type(executor), "reason_not", lambda *_: "a test")
     assert captured_cases.share_outside(llm, PROMPTS) == 1
 
 

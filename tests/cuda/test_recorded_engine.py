@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ RECORDED: dict[str, Any] = {
     "executor": "slipstream.testing.recorded_graph:RecordedExecutor",
     "cpu_kernels": "torch",
     "max_model_len": 512,
+    "max_num_batched_tokens": 128,
 }
 CHAIN = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 TREE = {**CHAIN, "tree_top_k": 3}
@@ -68,7 +69,7 @@ def expected(kind: str) -> list[list[int]]:
     return answers(LLM(**RECORDED | {"executor": "eager", "attention_backend": "packed"}), kind)
 
 
-@cache
+@lru_cache(maxsize=1)  # what is recorded keeps every number in between
 def recorded(spec: str) -> LLM:
     return LLM(speculative_config=SPECS[spec], **RECORDED)
 
@@ -117,12 +118,15 @@ def test_a_step_waits_once(spec: str, kind: str, number: int, monkeypatch: pytes
             return step()
 
     answers(llm, kind, number)  # what is recorded now waits
+    before = sum(counts.num_passes for counts in engine.stats().passes.values())
     monkeypatch.setattr(engine, "step", audited)
     answers(llm, kind, number)
     assert sum(audit.waits.values()) <= num_steps, audit.waits
     assert sum(audit.uploads.values()) == 0, audit.uploads
-    if spec == "off":
-        assert sum(audit.copies.values()) <= num_steps, audit.copies
+    passes = sum(counts.num_passes for counts in engine.stats().passes.values()) - before
+    # Of drafts the noise's keys of a step too, and what each sequence moves in the draft model's cache.
+    others = 0 if spec == "off" else (1 + number) * num_steps
+    assert sum(audit.copies.values()) <= passes + others, audit.copies
 
 
 @pytest.mark.parametrize("spec", ["chain", "tree"])

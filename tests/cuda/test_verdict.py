@@ -12,7 +12,7 @@ from verdict_cases import MOVING, POOLS, Trees, random_pool, random_tree
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.pending_tree import PendingTree
 from slipstream.models.cuda.verdict import move_entries, pieces, walk, word_bytes
-from slipstream.models.executor.choices import Choices, OwnTokens
+from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.sampling.params import SamplingParams
 
 
@@ -76,7 +76,7 @@ def test_the_kernels_interpreted() -> None:
 def test_parents_that_only_the_device_knows_are_filled_in() -> None:
     generator = random.Random(4)
     trees = [random_tree(generator, size) for size in (5, 0, 8, 3)]
-    known, pending = Choices(), Choices()
+    known, pending = TokenChoices(), TokenChoices()
     for number, tree in enumerate(trees):
         own = OwnTokens([0] * (1 + len(tree)), SamplingParams())
         numbers = (PendingNumbers(torch.tensor(part)) for part in (tree.token_ids, tree.parents))

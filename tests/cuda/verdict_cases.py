@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.proposal import Proposal, Verdict
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models.batch import ForwardBatch, RowGroup, tree_rows
-from slipstream.models.executor.choices import Choices, OwnTokens, PassVerdicts
+from slipstream.models.executor.choices import OwnTokens, PassVerdicts, TokenChoices
 from slipstream.sampling.params import SamplingParams
 from slipstream.verify.coupled import walk
 
@@ -47,14 +47,14 @@ class Trees:
     roots: list[int]
     """The wanted row of each root."""
     batch: ForwardBatch
-    choices: Choices
+    choices: TokenChoices
     num_wanted: int
 
     @classmethod
     def random(cls, seed: int, num_trees: int = 5) -> Trees:
         """Prompts, trees and chains; in some rows nothing was chosen."""
         generator = random.Random(seed)
-        proposals, chosen, roots, groups, choices = [], [], [], list[RowGroup](), Choices()
+        proposals, chosen, roots, groups, choices = [], [], [], list[RowGroup](), TokenChoices()
         for number in range(num_trees):
             tree = random_tree(generator, generator.choice([0, 1, 4, 9, 12]))
             if generator.random() < 0.3:

@@ -105,7 +105,7 @@ def test_passes_that_are_not_recorded_choose_by_the_same_arithmetic(
     expected: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RecordedExecutor, "_reason_not", lambda *_: "not in this test")
+    monkeypatch.setattr(RecordedExecutor, "reason_not", lambda *_: "not in this test")
     llm = make_llm(TREE, **RECORDED)
     found, (before, _) = watch(llm.engine), passes(llm.engine)
     assert texts(llm, prompts) == expected["auto"]

@@ -72,11 +72,11 @@ def pass_error(lm: CausalLM, theirs: Any) -> float:
     lm.forward([RowGroup(slots, 0, TEXT[:NUM_PAST], [NUM_PAST - 1])], pool)
     for _ in range(2):
         ours = lm.forward([tree_rows(slots, NUM_PAST, [TEXT[NUM_PAST]], tree, 0)], pool).logits
-    expected = torch.stack([_last_logits(theirs, path) for path in _paths()])
+    expected = torch.stack([_last_logits(theirs, path) for path in checked_paths()])
     return float((ours - expected).float().abs().nan_to_num(torch.inf).max() / expected.float().abs().max())
 
 
-def _paths() -> list[list[int]]:
+def checked_paths() -> list[list[int]]:
     """The texts that the rows of the pass stand behind."""
     nodes: list[list[int]] = []
     for token, parent in zip(NODES, PARENTS, strict=True):

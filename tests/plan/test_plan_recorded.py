@@ -71,10 +71,10 @@ def test_what_is_recorded_is_within_what_was_planned() -> None:
         )
     executor = llm.engine.model.executor
     assert isinstance(executor, RecordedExecutor)
-    [recorded] = executor._recorded.values()
+    [recorded] = executor.recorded.values()
     assert len(recorded) > 4
-    held = sum(graph._buffer.nbytes for graph in recorded.values())
-    held += sum(tensor.nbytes for tensor in executor._outputs.values())
+    held = sum(graph.buffer.nbytes for graph in recorded.values())
+    held += sum(tensor.nbytes for tensor in executor.outputs.values())
     assert 0 < held < llm.engine.memory_plan.recorded_bytes
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.path.timing import wall_ms
 from benchmarks.gpu.trace import profiled
 from slipstream.core.proposal import Proposal
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.executor.choices import Choices, OwnTokens
+from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.sampling.params import SamplingParams
 
 ROWS = (1, 8, 16, 64)
@@ -41,7 +41,7 @@ class Passes:
             RowGroup(range(number * room, (number + 1) * room), context, [5] * rows, range(rows))
             for number in range(sequences)
         ]
-        choices = Choices()
+        choices = TokenChoices()
         for _ in groups:
             choices.add(OwnTokens([0] * rows, GREEDY), Proposal.chain([5] * (rows - 1)))
         output = self.lm.forward(groups, self._pool, choices=choices)

@@ -13,7 +13,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.upload import download
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import side_by_side, tree_rows
-from slipstream.models.executor.choices import Choices, OwnTokens, PassVerdicts
+from slipstream.models.executor.choices import OwnTokens, PassVerdicts, TokenChoices
 
 Choose = Callable[[StepItem], OwnTokens | None]
 
@@ -78,11 +78,13 @@ class ModelRunner:
             _resolve(item)
         return None if verdicts is None else PassVerdicts.of(numbers)
 
-    def _choices(self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None) -> Choices | None:
+    def _choices(
+        self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None
+    ) -> TokenChoices | None:
         """How the pass chooses tokens; None where it does for no item."""
         if choose is None or not self.model.executor.chooses:
             return None
-        choices = Choices()
+        choices = TokenChoices()
         for item, group in zip(items, groups, strict=True):
             own = choose(item) if item.decodes else None
             choices.skip(len(group.logit_rows) - (0 if own is None else len(own.keys)))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,8 +126,8 @@ class KVPool:
             in_place += 1
         if in_place == len(kept):
             return
-        destinations = self.index(slots[first + in_place : first + len(kept)])
-        sources = self.index([slots[first + row] for row in kept[in_place:]])
+        moved = [slots[first + in_place : first + len(kept)], [slots[first + row] for row in kept[in_place:]]]
+        destinations, sources = upload(np.array(moved, np.int64), self.features.device)
         for tensor in self.tensors:
             tensor[destinations] = tensor[sources]
 

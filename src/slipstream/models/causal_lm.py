@@ -17,7 +17,7 @@ from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.experts import file_stacks
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
-from slipstream.models.executor.choices import Choices
+from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.trial import NUM_TRIAL_ROWS
@@ -34,8 +34,8 @@ class ForwardOutput:
     rows: ForwardBatch
     """The rows that were computed."""
     verdicts: Tensor | None = None
-    """As in `PassOutput`: what the pass made of the trees of `Choices`; None where it was given none, or its executor
-    takes none."""
+    """As in `PassOutput`: what the pass made of the trees of `TokenChoices`; None where it was given none, or its
+    executor takes none."""
 
 
 class CausalLM(ModelIdentity):
@@ -148,7 +148,7 @@ class CausalLM(ModelIdentity):
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
         added: Tensor | None = None,
-        choices: Choices | None = None,
+        choices: TokenChoices | None = None,
     ) -> ForwardOutput:
         """One pass over all rows of all groups; writes their keys and values to `pool`.
 

@@ -24,7 +24,7 @@ from slipstream.models.attention.registry import choose_backend
 from slipstream.models.attention.triton import TritonBackend
 from slipstream.models.executor import registry
 from slipstream.models.executor.base import LargestPass, ProbedModel
-from slipstream.models.executor.choices import Choices
+from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_memory import graph_bytes, output_bytes
@@ -149,7 +149,7 @@ def test_a_device_without_memory_for_a_graph(
     pool, slots = lm.trial_cache(12)
     group = RowGroup(slots, 0, TEXT, range(len(TEXT)))
     lm.forward([group], pool)
-    held = executor_of(lm)._recorded[pool]
+    held = executor_of(lm).recorded[pool]
 
     def record(self: RecordedGraph, compute: Any) -> Any:
         full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -169,7 +169,7 @@ def test_a_device_without_memory_for_a_graph(
     assert line.startswith("passes of llama are not recorded: the device has no memory left for a graph")
     assert executor_of(lm).pass_counts.num_eager == 2
     assert held, "it was recorded"
-    assert not executor_of(lm)._recorded, "and its memory is given back"
+    assert not executor_of(lm).recorded, "and its memory is given back"
 
 
 # --- why there are no graphs ------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(triton.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(triton.torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: object())
-    registry._warn_of_eager_passes.cache_clear()
+    registry.warn_of_eager_passes.cache_clear()
     yield monkeypatch
-    registry._warn_of_eager_passes.cache_clear()
+    registry.warn_of_eager_passes.cache_clear()
 
 
 def take_away(gpu: pytest.MonkeyPatch, what: str) -> None:
@@ -281,19 +281,19 @@ def test_graphs_hold_what_is_planned_for_them() -> None:
     pool, slots = lm.trial_cache(60)
     assert len(pool.keys[0][0]) == pool.num_slots + executor.num_scratch_slots
     for count in (1, 12, 40):
-        chosen = Choices()
+        chosen = TokenChoices()
         chosen.skip(count)
         for choices in (None, chosen):
             token_ids = [TEXT[row % len(TEXT)] for row in range(count)]
             layers = [0, 2] if count == 12 else []
             lm.forward([RowGroup(slots, 0, token_ids, range(count))], pool, layers, choices=choices)
-    recorded = executor._recorded[pool]
+    recorded = executor.recorded[pool]
     assert len(recorded) == 6
-    outputs = {None: executor._outputs[None], **{layer: executor._outputs[layer] for layer in (0, 2)}}
+    outputs = {None: executor.outputs[None], **{layer: executor.outputs[layer] for layer in (0, 2)}}
     for shape, graph in recorded.items():
-        output = graph._output
+        output = graph.output
         assert output is not None
-        held = graph._buffer.nbytes + (0 if output.verdicts is None else output.verdicts.nbytes)
+        held = graph.buffer.nbytes + (0 if output.verdicts is None else output.verdicts.nbytes)
         assert graph_bytes(shape) == held
         assert output.logits.data_ptr() == outputs[None].data_ptr(), "it holds none of its own"
         assert all(states.data_ptr() == outputs[layer].data_ptr() for layer, states in output.hidden.items())

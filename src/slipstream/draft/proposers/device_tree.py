@@ -15,6 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
@@ -82,25 +83,29 @@ class DeviceTrees:
     def draw(self, logits: Tensor, run: Callable[[list[RowGroup]], Tensor]) -> None:
         """Grow the trees from `logits` [trees, vocab], and have each take its proposal. `run` computes a level."""
         device = logits.device
-        temperatures = [
-            tree.processor.filters_only.temperature for tree in self._trees if tree.processor.filters_only
-        ]
-        self._temperatures = upload(np.array(temperatures, np.float32), device)
-        if self._is_coupled:
-            keys = [
-                [tree.noise.signed_key(len(tree.sequence.token_ids) + level) for tree in self._trees]
-                for level in range(len(self.widths))
-            ]
-            self._keys = upload(np.array(keys, np.int64), device)
-            self._is_noisy = (
-                upload(np.array([not tree.noise.greedy for tree in self._trees], np.int64), device) > 0
-            )
+        numbers = upload(self._numbers(), device)
+        self._temperatures = numbers[0].view(torch.float64).float()
+        self._is_noisy, self._keys = numbers[1] > 0, numbers[2:]
         self._is_finite = torch.ones(len(self._trees), dtype=torch.bool, device=device)
         for level in range(len(self.widths)):
             if level:
                 logits = run(self._rows(level))
             self._grow(level, logits[:, : self._vocab_size])
         self._finish()
+
+    def _numbers(self) -> NDArray[np.int64]:
+        """[2 + levels, trees]: the bits of the temperatures as float64, who draws with noise, and the noise's keys."""
+        numbers = np.zeros((2 + len(self.widths), len(self._trees)), np.int64)
+        for number, tree in enumerate(self._trees):
+            assert tree.processor.filters_only is not None
+            numbers[:1, number].view(np.float64)[:] = tree.processor.filters_only.temperature
+            numbers[1, number] = self._is_coupled and not tree.noise.greedy
+            if numbers[1, number]:
+                first = len(tree.sequence.token_ids)
+                numbers[2:, number] = [
+                    tree.noise.signed_key(first + level) for level in range(len(self.widths))
+                ]
+        return numbers
 
     def _grow(self, level: int, logits: Tensor) -> None:
         """The nodes of a level, from `logits` [trees * nodes above, vocab]."""

@@ -34,7 +34,7 @@ def conclude(output: PassOutput, table: Tensor, batch: BatchTensors, pool: KVPoo
     """The output with verdicts, without hidden states where the pool keeps them. The accepted nodes' entries, features
     included, have moved behind the text.
 
-    `table` is that of `Choices`, and `batch` what the pass computed.
+    `table` is that of `TokenChoices`, and `batch` what the pass computed.
     """
     keys, temperatures, parents, sizes = table[:NUM_ROWS]
     logits, temperatures = output.logits, temperatures.view(torch.float64).float()
@@ -87,7 +87,7 @@ def walk(
     """The verdicts, `PassVerdicts`, int64 [5, wanted], about the trees of a pass; all arguments are int64.
 
     tokens [wanted]: what was chosen in each wanted row, -1 for nothing. token_ids and positions [rows] and logit_rows
-    [wanted] are those of the pass. parents and sizes [wanted] are those of `Choices`.
+    [wanted] are those of the pass. parents and sizes [wanted] are those of `TokenChoices`.
     """
     if not _by_kernels(tokens):
         return _walk_in_pytorch(tokens, token_ids, logit_rows, positions, parents, sizes)

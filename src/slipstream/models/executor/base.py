@@ -24,7 +24,7 @@ from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.packed_weight import packed_adapter_bytes
 from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.executor.chains import Chains
-from slipstream.models.executor.choices import Choices
+from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
@@ -127,7 +127,7 @@ class Executor(ABC):
     is_fused: ClassVar[bool] = False
     """Whether it computes whole passes in the CPU kernels."""
     chooses: ClassVar[bool] = False
-    """Whether a pass does what `Choices` says where it is given some; else they are ignored."""
+    """Whether a pass does what `TokenChoices` says where it is given some; else they are ignored."""
     records: ClassVar[bool] = False
     """Whether it records passes and replays them."""
     num_scratch_slots: ClassVar[int] = 0
@@ -217,7 +217,7 @@ class Executor(ABC):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
-        choices: Choices | None = None,
+        choices: TokenChoices | None = None,
     ) -> PassOutput:
         """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
 
@@ -237,7 +237,7 @@ class Executor(ABC):
         self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False
     ) -> None:
         """Prepare for passes of up to `max_rows` over this cache, before the first request; `chooses` is whether they
-        will be given `Choices`. By default nothing is done."""
+        will be given `TokenChoices`. By default nothing is done."""
         return
 
     @abstractmethod

@@ -139,9 +139,8 @@ class Chains:
         logits = run(rows, [])
         device, number = logits.device, len(ends)
         drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
-        keys = upload(self._signed_keys(), device)
-        heats = [0.0 if draw.greedy else draw.temperature for draw in self._draws]
-        temperatures = upload(np.array(heats, np.float32), device)
+        numbers = upload(self._numbers(), device)
+        temperatures, keys = numbers[0].view(torch.float64).float(), numbers[1:]
         growing = list(range(number))
         for level in range(self.depth):
             above = [place for place, chain in enumerate(growing) if self.lengths[chain] > level]
@@ -160,12 +159,15 @@ class Chains:
             drawn[level][some] = torch.where(logits.amax(-1).isfinite(), tokens, NOT_FINITE)
         return [PendingNumbers(drawn[:length, chain]) for chain, length in enumerate(self.lengths)]
 
-    def _signed_keys(self) -> NDArray[np.int64]:
-        """[depth, chains]: the bits of the keys; 0 behind a chain's end."""
-        keys = np.zeros((self.depth, len(self._draws)), np.uint64)
+    def _numbers(self) -> NDArray[np.int64]:
+        """[1 + depth, chains]: the bits of the temperatures as float64 and of the keys; 0 behind a chain's end."""
+        numbers = np.zeros((1 + self.depth, len(self._draws)), np.uint64)
         for chain, draw in enumerate(self._draws):
-            keys[: len(draw.keys), chain] = draw.keys
-        return keys.view(np.int64)
+            numbers[1 : 1 + len(draw.keys), chain] = draw.keys
+        numbers[0] = np.array([0.0 if draw.greedy else draw.temperature for draw in self._draws]).view(
+            np.uint64
+        )
+        return numbers.view(np.int64)
 
     def draw_levels(self, logits: Callable[[list[int]], Tensor], firsts: Seq[int]) -> list[list[int]]:
         """Draw all chains from logits that do not depend on what is drawn.

@@ -19,7 +19,7 @@ from slipstream.sampling.params import SamplingParams
 NO_FILTERS = (0, 1.0, -math.inf)
 """top-k, top-p and the logarithm of min-p where nothing is left out."""
 NUM_ROWS, NUM_FILTER_ROWS = 4, 3
-"""Rows of `Choices.table` that are always there, and those for filters."""
+"""Rows of `TokenChoices.table` that are always there, and those for filters."""
 
 
 class OwnTokens(NamedTuple):
@@ -31,7 +31,7 @@ class OwnTokens(NamedTuple):
 
 
 @dataclass(slots=True)
-class Choices:
+class TokenChoices:
     """How the model's own token of each wanted row is chosen, and which of these rows are trees.
 
     A pass that is given choices walks down each tree along its own tokens, moves the entries of the accepted nodes

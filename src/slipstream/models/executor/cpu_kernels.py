@@ -40,7 +40,7 @@ from slipstream.models.executor.base import (
     ReadWeights,
 )
 from slipstream.models.executor.chains import Chains
-from slipstream.models.executor.choices import Choices
+from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.grouped import GroupedLinear
 
@@ -151,7 +151,7 @@ class CpuKernels(PackedModel, Executor):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
-        choices: Choices | None = None,
+        choices: TokenChoices | None = None,
     ) -> PassOutput:
         """As `Executor.forward`; a run must lie in consecutive slots."""
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)

@@ -27,7 +27,7 @@ from slipstream.models.cuda.attention_plan import PlanSizes
 from slipstream.models.cuda.tree_attention import Reads
 from slipstream.models.cuda.verdict import conclude
 from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
-from slipstream.models.executor.choices import Choices
+from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_layout import (
     LEAST_ITEMS,
@@ -86,16 +86,16 @@ class RecordedPass:
         """`compute` reads the buffer that it is given, of `size` numbers, at every replay."""
         self._graph = graph
         self._compute = compute
-        self._buffer = torch.zeros(size, dtype=torch.int64, device=device)
-        self._output: PassOutput | None = None
+        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
+        self.output: PassOutput | None = None
 
     def replay(self, numbers: Tensor) -> PassOutput:
         """What the pass with these numbers yields. The next replay overwrites it."""
-        self._buffer.copy_(numbers)
-        if self._output is None:
-            self._output = self._graph.record(lambda: self._compute(self._buffer))
+        self.buffer.copy_(numbers)
+        if self.output is None:
+            self.output = self._graph.record(lambda: self._compute(self.buffer))
         self._graph.replay()
-        return self._output
+        return self.output
 
 
 class CudaGraphExecutor(EagerExecutor):
@@ -113,7 +113,7 @@ class CudaGraphExecutor(EagerExecutor):
         super().__init__(given, packs)
         assert isinstance(given.backend, TritonBackend)
         self.backend: TritonBackend = given.backend
-        self._recorded: weakref.WeakKeyDictionary[KVPool, dict[PassShape, RecordedPass]] = (
+        self.recorded: weakref.WeakKeyDictionary[KVPool, dict[PassShape, RecordedPass]] = (
             weakref.WeakKeyDictionary()
         )
         self.num_replayed = 0
@@ -123,7 +123,7 @@ class CudaGraphExecutor(EagerExecutor):
         self._failure: str | None = None
         """Why passes of this model cannot be recorded."""
         self._has_warned = False
-        self._outputs: dict[int | None, Tensor] = {}
+        self.outputs: dict[int | None, Tensor] = {}
         """Where all graphs leave logits, under None, and hidden states by layer. Else each would hold its own."""
 
     @classmethod
@@ -146,17 +146,17 @@ class CudaGraphExecutor(EagerExecutor):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
-        choices: Choices | None = None,
+        choices: TokenChoices | None = None,
     ) -> PassOutput:
-        reason = self._reason_not(rows, pool, layers)
+        reason = self.reason_not(rows, pool, layers)
         if reason is None:
             with self._lock:
                 try:
                     output = self._replay(rows, pool, tuple(hidden_layers), choices)
                 except RuntimeError as error:
                     reason = self._failure = _why(error)
-                    self._recorded.clear()  # no graph is replayed any more
-                    self._outputs.clear()
+                    self.recorded.clear()  # no graph is replayed any more
+                    self.outputs.clear()
                     log.warning("passes of %s are not recorded: %s", self.model.config.model_type, reason)
                 else:
                     self.num_replayed += 1
@@ -178,7 +178,7 @@ class CudaGraphExecutor(EagerExecutor):
         for size in reversed([size for size in ROWS if size < 2 * max_rows] if self.warms_up else []):
             starts = range(0, size, scratch)
             groups = [RowGroup(pool.scratch, 0, [0] * min(scratch, size - row), [0]) for row in starts]
-            choices = Choices()
+            choices = TokenChoices()
             choices.skip(len(groups))
             with torch.inference_mode():
                 self.forward(ForwardBatch(groups), pool, hidden_layers, choices=choices if chooses else None)
@@ -205,7 +205,7 @@ class CudaGraphExecutor(EagerExecutor):
             self._has_warned = True
             log.warning("%s: %s", self.model.config.model_type, complaint)
 
-    def _reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
+    def reason_not(self, rows: ForwardBatch, pool: KVPool, layers: Sequence[int] | None) -> str | None:
         """Why a pass is not computed by a graph."""
         if self._failure is not None:
             return self._failure
@@ -222,7 +222,7 @@ class CudaGraphExecutor(EagerExecutor):
         return None
 
     def _replay(
-        self, rows: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...], choices: Choices | None
+        self, rows: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...], choices: TokenChoices | None
     ) -> PassOutput:
         num_rows = next(size for size in ROWS if size >= rows.num_rows)
         num_seen = max(LEAST_SEEN, _doubled(int(rows.tail_begin[-1])))
@@ -235,7 +235,7 @@ class CudaGraphExecutor(EagerExecutor):
         chooses, filters = choices is not None, choices is not None and choices.filtered
         shape = PassShape(bucket, sizes, hidden_layers, chooses, filters)
         layout = PassLayout(shape, padded.buffer.size)
-        recorded = self._recorded.setdefault(pool, {})
+        recorded = self.recorded.setdefault(pool, {})
         if shape not in recorded:
             recorded[shape] = self._record(padded, pool, shape, layout)
         numbers = upload(layout.numbers(padded, plan, choices), self.model.device)
@@ -274,10 +274,10 @@ class CudaGraphExecutor(EagerExecutor):
         return replace(output, logits=logits, hidden=hidden)
 
     def _leave(self, name: int | None, values: Tensor, most: int) -> Tensor:
-        if name not in self._outputs:
+        if name not in self.outputs:
             with torch.inference_mode(False):  # passes in either mode write to it
-                self._outputs[name] = values.new_empty(most, values.shape[1])
-        return self._outputs[name][: len(values)].copy_(values)
+                self.outputs[name] = values.new_empty(most, values.shape[1])
+        return self.outputs[name][: len(values)].copy_(values)
 
 
 def _why(error: RuntimeError) -> str:

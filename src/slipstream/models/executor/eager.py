@@ -20,7 +20,7 @@ from slipstream.models.executor.base import (
     ProbedModel,
     ReadWeights,
 )
-from slipstream.models.executor.choices import Choices
+from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.files.stored import quantised_layers
 from slipstream.models.layers import LayerStack, tried_layers
 from slipstream.models.linear.layers import NativeLinear
@@ -91,7 +91,7 @@ class EagerExecutor(Executor):
         pool: KVPool,
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
-        choices: Choices | None = None,
+        choices: TokenChoices | None = None,
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
             if layers is None:

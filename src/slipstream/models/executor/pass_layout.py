@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cuda.attention_plan import AttentionPlan, PlanSizes
-from slipstream.models.executor.choices import NUM_FILTER_ROWS, NUM_ROWS, Choices
+from slipstream.models.executor.choices import NUM_FILTER_ROWS, NUM_ROWS, TokenChoices
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows of a bucket."""
@@ -33,7 +33,7 @@ class PassShape(NamedTuple):
 
     @property
     def num_choice_rows(self) -> int:
-        """Rows of `Choices.table`."""
+        """Rows of `TokenChoices.table`."""
         return (NUM_ROWS if self.chooses else 0) + (NUM_FILTER_ROWS if self.filters else 0)
 
 
@@ -60,11 +60,11 @@ class PassLayout:
         return buffer[self._parts[name]]
 
     def choices(self, buffer: Tensor) -> Tensor:
-        """What `Choices.table` says."""
+        """What `TokenChoices.table` says."""
         return self.part(buffer, "choices").view(-1, self._num_wanted)
 
     def numbers(
-        self, padded: ForwardBatch, plan: AttentionPlan, choices: Choices | None
+        self, padded: ForwardBatch, plan: AttentionPlan, choices: TokenChoices | None
     ) -> NDArray[np.int64]:
         """The buffer of a pass; zeros where a bucket has more than the pass."""
         numbers = np.zeros(self.size, np.int64)

@@ -66,7 +66,7 @@ def choose_executor(name: str, given: ProbedModel) -> type[Executor]:
     if name == AUTO and given.backend.traits.device.type == "cuda" and not found.records:
         # On a GPU most of a step's time is then the host's.
         why = ATTENTION.load("triton").refusal(given.backend.traits) or "its attention_backend is not triton"
-        _warn_of_eager_passes(given.model.config.model_type, why)
+        warn_of_eager_passes(given.model.config.model_type, why)
     return found
 
 
@@ -75,5 +75,5 @@ def _cannot_run(name: str, family: str, reason: str) -> ConfigError:
 
 
 @functools.cache
-def _warn_of_eager_passes(family: str, why: str) -> None:
+def warn_of_eager_passes(family: str, why: str) -> None:
     log.warning("passes of %s are not recorded as CUDA graphs, which is slower: %s", family, why)
