@@ -134,7 +134,7 @@ METHODS = {
 
 _ONE_PROCESS = "a model runs in one process on one device"
 _TEXT_ONLY = "models read and write text only"
-_CAPTURE = "steps are not compiled or captured; omit it"
+_CAPTURE = "passes are recorded in sizes of their own, on a GPU; omit it"
 _MERGED = "give lora the folder of an adapter, which is merged into the model when it is loaded"
 _HUB = "set HF_HOME, HF_TOKEN or HF_HUB_OFFLINE in the environment"
 _SPECULATION = "use speculative_config"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,11 +108,11 @@ class Layer:
         for group in batch.groups:
             past = numbers(case.kv_heads, group.num_past, case.key_dim + case.value_dim)
             where = slice(group.slots[0], group.slots[0] + group.num_past)
-            pool.write(0, where, *past.split([case.key_dim, case.value_dim], dim=2))
+            pool.write(0, where, past[..., : case.key_dim], past[..., case.key_dim :])
         n = batch.num_rows
-        rows = [numbers(n, heads, case.key_dim) for heads in (case.num_heads, case.kv_heads)]
+        query, key = (numbers(n, heads, case.key_dim) for heads in (case.num_heads, case.kv_heads))
         sinks = numbers(case.num_heads) if case.has_sinks else None
-        return cls(case, batch, pool, *rows, numbers(n, case.kv_heads, case.value_dim), sinks)
+        return cls(case, batch, pool, query, key, numbers(n, case.kv_heads, case.value_dim), sinks)
 
     @property
     def device(self) -> torch.device:
@@ -139,8 +138,10 @@ class Layer:
         output = self.query.new_empty(*self.query.shape[:2], case.value_dim)
         for tensor in (*scratch, output):
             tensor.fill_(float("nan"))
-        given: Any = (self.query, self.key, self.value, self.entries, reads, scratch, output)
-        launch(*given, case.scaling, case.window, case.softcap, self.sinks, case.cut, case.split)
+        launch(
+            self.query, self.key, self.value, self.entries, reads, scratch, output,
+            case.scaling, case.window, case.softcap, self.sinks, case.cut, case.split,
+        )  # fmt: skip
         return output
 
     def expected(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run by `test_verdict.py` in a process with TRITON_INTERPRET=1: walk and gather, interpreted."""
+"""Run by `test_pass_verdict.py` in a process with TRITON_INTERPRET=1: walk and gather, interpreted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Triton's interpreter with three faults mended: numpy's newer scalars, bfloat16 products, and the order of sums.
 
-The interpreter of Triton 3.6 cannot take a loop's bounds from memory under numpy 2.4 and multiplies the bit patterns of
-bfloat16 numbers. A product's sums are numpy's there, and a row's bits depend on its place; a GPU's instruction adds in
-an order that does not, and so does the product here.
+The interpreter of Triton 3.6 and 3.7 cannot take a loop's bounds from memory under numpy 2.4 and multiplies the bit
+patterns of bfloat16 numbers. A product's sums are numpy's there, and a row's bits depend on its place; a GPU's
+instruction adds in an order that does not, and so does the product here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
+from slipstream.core.pending import PendingNumbers
 from slipstream.models.executor import cuda_graph
+from slipstream.models.executor.chains import NOT_FINITE, Chains
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor, RecordedPass
 from slipstream.testing.recorded_graph import RecordedExecutor
 from slipstream.testing.wait_audit import WaitAudit
@@ -144,4 +146,18 @@ def test_a_draft_that_is_not_finite_is_found_once_it_was_checked(spec: str) -> N
             assert answers(llm, "greedy", 2) == wanted
         finally:
             row.copy_(kept)  # models of one file share their weights
+    assert llm.engine.stats().num_draft_failures >= 1
+
+
+@pytest.mark.parametrize("spec", ["chain", "eagle3"])
+def test_whoever_drafts_what_is_not_finite_is_retired(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads keep no entries of accepted tokens, and are told of them all the same."""
+    draw = Chains.draw_pending
+
+    def damaged(self: Chains, *given: Any) -> list[PendingNumbers]:
+        return [PendingNumbers(torch.full_like(drawn.tensor, NOT_FINITE)) for drawn in draw(self, *given)]
+
+    monkeypatch.setattr(Chains, "draw_pending", damaged)
+    llm = LLM(speculative_config=SPECS[spec], **RECORDED)
+    assert answers(llm, "greedy", 2) == expected("greedy")[:2]
     assert llm.engine.stats().num_draft_failures >= 1

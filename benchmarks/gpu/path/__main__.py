@@ -41,6 +41,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.page:
+        if page.read(options.output).keys() <= {"run"}:
+            print(
+                f"no results in {options.output}; measure first, with --output {options.output}",
+                file=sys.stderr,
+            )
+            sys.exit(2)
         print(page.publish(options.output, DOCS))
         return
     if options.device == "cuda" and not torch.cuda.is_available():

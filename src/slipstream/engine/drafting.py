@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from slipstream.control.policy import Policy
 from slipstream.control.report import control_report
@@ -32,6 +33,9 @@ from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter, Predic
 from slipstream.engine.forced import under_grammar
 from slipstream.kv.cache import KVCache
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS = "reasoning"
 """The name in metrics of whole steps that were drafted ahead (`engine.reasoning`)."""
@@ -376,6 +380,11 @@ class Drafting:
             self.guards[0].attach(cache)
         else:
             self._group.attach(cache)
+
+    def let_pend(self, device: torch.device) -> None:
+        """Drafts may be pending on the target's `device`; but for those that a group makes of several."""
+        for guard in self.guards:
+            guard.let_pend(device)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""

@@ -88,6 +88,8 @@ def create_engine(
     runner = _runner(config, model, drafter, plan)
     drafting = Drafting(drafter, speculative.method, create_policy(speculative, drafter, model))
     drafting.attach(runner.cache)
+    if verifier.walks and model.executor.chooses:
+        drafting.let_pend(model.device)
     return Engine(
         EngineParts(
             config=config,

@@ -25,7 +25,7 @@ def download(numbers: Tensor) -> list[int]:
     host = numbers.to("cpu", non_blocking=True)  # from a CUDA device into pinned memory
     if numbers.is_cuda:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
+        copied.record(torch.cuda.current_stream(numbers.device))
         copied.synchronize()
     read: list[int] = host.tolist()
     return read

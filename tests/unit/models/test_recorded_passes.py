@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,7 @@ from slipstream.models.attention.packed import PackedBackend
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.attention.triton import TritonBackend
 from slipstream.models.executor import registry
-from slipstream.models.executor.base import LargestPass, ProbedModel
+from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
 from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
 from slipstream.models.executor.eager import EagerExecutor
@@ -310,3 +312,34 @@ def test_more_rows_longer_texts_and_wider_vocabularies_take_more() -> None:
     assert planned() < min(planned(rows=200), planned(context=4000), planned(vocab=6000))
     assert planned(rows=100) == planned(rows=128) < planned(rows=2048) == planned(rows=9000)
     assert EagerExecutor.recorded_bytes(LargestPass(100, 1000, 5000, 8, 2, 64, 2, False, 4096)) == 0
+
+
+class KeepsNothing:
+    """A graph that holds no Python object, as CUDA's does."""
+
+    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
+        return compute()
+
+    def replay(self) -> None:
+        return
+
+
+def test_a_cache_ends_though_passes_over_it_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedExecutor, "graph", KeepsNothing)
+    lm = recorded_llama()
+    pool, slots = lm.trial_cache(8)
+    lm.forward([RowGroup(slots, 0, [1, 2, 3], [2])], pool)
+    assert executor_of(lm).num_replayed > 0
+    kept = weakref.ref(pool)
+    del pool, slots
+    gc.collect()
+    assert kept() is None
+
+
+def test_layers_are_tried_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed trial would compare a pass with itself."""
+    lm = recorded_llama()
+    replayed = executor_of(lm).num_replayed
+    with torch.inference_mode():
+        lm.check_layers()
+    assert executor_of(lm).num_replayed == replayed

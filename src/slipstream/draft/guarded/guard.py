@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
@@ -16,6 +16,9 @@ from slipstream.draft.base import DraftContext, Drafter, Observation
 from slipstream.draft.guarded.call_thread import CallThread, CallTimeout
 from slipstream.draft.guarded.copies import SequenceCopies, copies_of_proposals, copy_of_observation
 from slipstream.kv.cache import KVCache, ReadOnlyCache
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +131,11 @@ class Guard:
             for seen in served:
                 self._retire(seen.sequence, error)
             self._count_failure(error)
+
+    def let_pend(self, device: torch.device) -> None:
+        """See `Drafter.let_pend`; drafters of other packages hand out copies."""
+        if self._worker is None:
+            self.drafter.let_pend(device)
 
     def rewind(self, sequence: Sequence) -> None:
         """Tokens of the sequence were taken back: it ends earlier than at the last call."""

@@ -71,7 +71,7 @@ class FeatureExecutor(HeadExecutor):
             last, level = states[batch.on(states.device).logit_rows], level + 1
             return logits
 
-        return chains.draw(rows, run, may_pend=self.target.executor.chooses)
+        return chains.draw(rows, run)
 
 
 class EagleExecutor(FeatureExecutor):

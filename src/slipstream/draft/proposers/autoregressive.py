@@ -48,7 +48,8 @@ class AutoregressiveDrafter(EntriesDrafter):
         drawn = [feed for feed in feeds if feed.tree.sequence.id in draws]
         if not drawn:
             return feeds
-        chains = self._chains(drawn, Chains(list(draws.values()), self._trees.vocab_size))
+        draw = Chains(list(draws.values()), self._trees.vocab_size, self.may_pend)
+        chains = self._chains(drawn, draw)
         for feed, token_ids in zip(drawn, chains, strict=True):
             self.commit_feed(feed)
             feed.tree.take_chain(token_ids)
@@ -56,7 +57,7 @@ class AutoregressiveDrafter(EntriesDrafter):
 
     def _draft_trees(self, feeds: list[Feed]) -> list[Feed]:
         """Grow the trees that a device can grow by itself; returns the other feeds."""
-        if self._correction is not None or not self.grows_on_device():
+        if self._correction is not None or not (self.may_pend and self.grows_on_device()):
             return feeds
         grown = [feed for feed in feeds if feed.rows.logit_rows and grows_on_device(feed.tree)]
         if not grown:

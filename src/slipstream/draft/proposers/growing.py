@@ -106,6 +106,8 @@ class Feed:
 class EntriesDrafter(GrowingDrafter):
     """One whose passes read and write keys and values; whose these are, its subclasses say."""
 
+    may_pend = False
+    """Whether whole drafts may be pending."""
     first_entry = 0
     """Index of the first committed token that gets an entry."""
     _cache: KVCache | None = None

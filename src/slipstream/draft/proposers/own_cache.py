@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import torch
+
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError
@@ -63,6 +65,9 @@ class CachedDrafter(EntriesDrafter):
 
     # --- the contract -----------------------------------------------------------------------------------------
 
+    def let_pend(self, device: torch.device) -> None:
+        self.may_pend = self._device == device
+
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
         prefix_caching = self.context.engine_config.enable_prefix_caching
@@ -88,13 +93,15 @@ class CachedDrafter(EntriesDrafter):
         for seen in observations:
             sequence = seen.sequence
             tree = self._open.pop(sequence.id, None)
-            if tree is None or not self.keeps_accepted or sequence.id not in self.cache.accounting:
+            if tree is None or sequence.id not in self.cache.accounting:
                 continue
             try:
                 tree.resolve()
             except NotFiniteError:
                 self._damaged[sequence.id] = True
                 self._drop_entries(sequence.id)
+                continue
+            if not self.keeps_accepted:
                 continue
             first = tree.length
             token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]

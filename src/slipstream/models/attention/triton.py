@@ -51,7 +51,7 @@ class TritonBackend(PackedBackend):
     @classmethod
     def refusal(cls, traits: ModelTraits) -> str | None:
         if traits.device.type != "cuda":
-            return "our Triton kernels run on a CUDA device"
+            return f"our Triton kernels run on a CUDA device, and this is {traits.device.type}"
         if torch.cuda.is_available():  # a device that is planned for need not be here
             if importlib.util.find_spec("triton") is None:
                 return "Triton is not installed"

@@ -227,11 +227,9 @@ class Executor(ABC):
         """The tokens of whole chains, behind the rows whose logits are wanted; see `Chains`.
 
         Their entries but the last tokens' are in `pool`, behind those rows'. Raises `ValueError` where a sequence has
-        no slots for them. By default a pass a level, whose tokens stay on the device where it `chooses`.
+        no slots for them. By default a pass a level.
         """
-        return chains.draw(
-            rows, lambda level, _: self.forward(level, pool, layers=layers).logits, may_pend=self.chooses
-        )
+        return chains.draw(rows, lambda level, _: self.forward(level, pool, layers=layers).logits)
 
     def warm_up(
         self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False

@@ -72,8 +72,11 @@ class Chains:
     An executor draws them level by level with `take`, or in one call that reads and writes `struct`, as chain.h says.
     """
 
-    def __init__(self, draws: Seq[Draw], num_tokens: int) -> None:
-        """Tokens from id `num_tokens` on are never drafted."""
+    def __init__(self, draws: Seq[Draw], num_tokens: int, may_pend: bool = False) -> None:
+        """Tokens from id `num_tokens` on are never drafted. With `may_pend` chains that are drawn a pass a level may be
+        `PendingNumbers`: the tokens of a level then go to the next on the device, and the host does not wait for any.
+        """
+        self._may_pend = may_pend
         self.lengths: Seq[int] = [len(draw.keys) for draw in draws]
         """The most tokens of each chain."""
         self.depth = max(self.lengths)
@@ -103,21 +106,18 @@ class Chains:
         if next(lengths, None) is not None:
             raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
 
-    def draw(
-        self, rows: ForwardBatch, run: Callable[[ForwardBatch, list[int]], Tensor], may_pend: bool = False
-    ) -> Seq[Seq[int]]:
+    def draw(self, rows: ForwardBatch, run: Callable[[ForwardBatch, list[int]], Tensor]) -> Seq[Seq[int]]:
         """Draw all chains behind the wanted rows, a pass a level; `run` computes the logits of a pass.
 
         It is given the rows of the level, one a chain that goes on, and which of the wanted rows of the pass before
-        each continues; none in the first pass. With `may_pend` the chains may be `PendingNumbers`: the tokens of a
-        level then go to the next on the device, and the host does not wait for any.
+        each continues; none in the first pass.
         """
         self.check(rows)
         ends = [
             (group.slots, group.num_before + row + 1) for group in rows.groups for row in group.logit_rows
         ]
-        if may_pend and all(draw.is_blind for draw in self._draws):
-            return self._draw_pending(rows, run, ends)
+        if self._may_pend and all(draw.is_blind for draw in self._draws):
+            return self.draw_pending(rows, run, ends)
         before = list(range(len(ends)))
         growing = self.take(run(rows, []))
         while growing:
@@ -129,7 +129,7 @@ class Chains:
             before, growing = growing, self.take(run(ForwardBatch(below), above), growing)
         return self.drawn
 
-    def _draw_pending(
+    def draw_pending(
         self,
         rows: ForwardBatch,
         run: Callable[[ForwardBatch, list[int]], Tensor],

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
-from slipstream.models.attention.base import Variant
+from slipstream.models.attention.base import AttentionBackend, Variant
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.cpu.families import Family, find_family
@@ -98,10 +98,14 @@ class CpuKernels(PackedModel, Executor):
         free_numbers(model)
 
     @classmethod
-    def refusal(cls, given: ProbedModel) -> str | None:
-        if given.backend.executor == cls.name:
+    def misfit(cls, backend: AttentionBackend) -> str | None:
+        if backend.executor == cls.name:
             return None
         return "its attention_backend is not native, or the native kernels do not know it"
+
+    @classmethod
+    def refusal(cls, given: ProbedModel) -> str | None:
+        return cls.misfit(given.backend)
 
     @classmethod
     def layer_trial(cls, given: ProbedModel) -> LayerTrial | None:

@@ -7,10 +7,12 @@ a fixed place, which one copy fills. What cannot be recorded is computed as `eag
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -23,19 +25,19 @@ from slipstream.kv.upload import upload
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
 from slipstream.models.batch import Bucket, ForwardBatch, RowGroup
-from slipstream.models.cuda.attention_plan import PlanSizes
 from slipstream.models.cuda.tree_attention import Reads
 from slipstream.models.cuda.verdict import conclude
 from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
 from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_layout import (
-    LEAST_ITEMS,
-    LEAST_SEEN,
     ROWS,
     WANTED,
     PassLayout,
     PassShape,
+    doubled,
+    plan_sizes,
+    usual_seen,
 )
 from slipstream.models.executor.pass_memory import recorded_bytes
 
@@ -53,24 +55,34 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph`; all share one pool of memory."""
+    """A `torch.cuda.CUDAGraph`; all of a device share one pool of memory."""
 
-    _memory: ClassVar[Any] = None
+    _pools: ClassVar[dict[int, tuple[Any, Any]]] = {}
+    """By device the pool's handle, and a graph that is never freed: a pool without graphs cannot be used again."""
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    """One pass at a time is recorded, of all models."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
         """See `Graph`. The first call, before the recording, compiles kernels and chooses algorithms."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        if CudaGraph._memory is None:
-            CudaGraph._memory = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(self._graph, pool=CudaGraph._memory):
-            return compute()
+        compute()
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        with CudaGraph._lock:
+            if device not in CudaGraph._pools:
+                kept, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+                with torch.cuda.graph(kept, pool=handle, capture_error_mode="thread_local"):
+                    torch.zeros(1, device="cuda")
+                CudaGraph._pools[device] = (handle, kept)
+            handle, _ = CudaGraph._pools[device]
+            try:
+                with torch.cuda.graph(self._graph, pool=handle, capture_error_mode="thread_local"):
+                    return compute()
+            except BaseException:
+                torch.cuda.set_stream(stream)  # a recording that is broken off leaves its own behind,
+                del CudaGraph._pools[device]  # and a pool that is still being recorded to
+                raise
 
     def replay(self) -> None:
         """See `Graph`."""
@@ -85,15 +97,20 @@ class RecordedPass:
     ) -> None:  # fmt: skip
         """`compute` reads the buffer that it is given, of `size` numbers, at every replay."""
         self._graph = graph
-        self._compute = compute
+        self._compute: Callable[[Tensor], PassOutput] | None = compute
         self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
         self.output: PassOutput | None = None
 
     def replay(self, numbers: Tensor) -> PassOutput:
         """What the pass with these numbers yields. The next replay overwrites it."""
         self.buffer.copy_(numbers)
-        if self.output is None:
-            self.output = self._graph.record(lambda: self._compute(self.buffer))
+        if self._compute is not None:
+            compute, self._compute = (
+                self._compute,
+                None,
+            )  # it holds the cache, which may end before its graphs
+            self.output = self._graph.record(lambda: compute(self.buffer))
+        assert self.output is not None
         self._graph.replay()
         return self.output
 
@@ -147,6 +164,22 @@ class CudaGraphExecutor(EagerExecutor):
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
         choices: TokenChoices | None = None,
+    ) -> PassOutput:
+        with self._on_device():
+            return self._forward(rows, pool, hidden_layers, layers, choices)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Kernels and graphs are launched on the current device."""
+        device = self.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _forward(
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        hidden_layers: Sequence[int],
+        layers: Sequence[int] | None,
+        choices: TokenChoices | None,
     ) -> PassOutput:
         reason = self.reason_not(rows, pool, layers)
         if reason is None:
@@ -225,13 +258,12 @@ class CudaGraphExecutor(EagerExecutor):
         self, rows: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...], choices: TokenChoices | None
     ) -> PassOutput:
         num_rows = next(size for size in ROWS if size >= rows.num_rows)
-        num_seen = max(LEAST_SEEN, _doubled(int(rows.tail_begin[-1])))
         num_wanted = min(num_rows, next(size for size in WANTED if size >= rows.num_logit_rows))
+        num_seen = max(usual_seen(num_rows), doubled(int(rows.tail_begin[-1])))
         bucket = Bucket(num_rows, num_wanted, num_seen)
         padded = ForwardBatch(rows.groups, bucket, pool.scratch)
         plan = self.backend.plan(padded, pool)
-        sizes = plan.sizes
-        sizes = PlanSizes(num_rows, max(LEAST_ITEMS, _doubled(sizes.num_items)), _doubled(sizes.num_partials))
+        sizes = plan_sizes(num_rows, plan.sizes.num_partials)
         chooses, filters = choices is not None, choices is not None and choices.filtered
         shape = PassShape(bucket, sizes, hidden_layers, chooses, filters)
         layout = PassLayout(shape, padded.buffer.size)
@@ -246,7 +278,7 @@ class CudaGraphExecutor(EagerExecutor):
         return PassOutput(
             output.logits[: rows.num_logit_rows].clone(),
             {layer: hidden[: rows.num_rows].clone() for layer, hidden in output.hidden.items()},
-            output.verdicts,
+            None if output.verdicts is None else output.verdicts.clone(),
         )
 
     def _record(
@@ -285,8 +317,3 @@ def _why(error: RuntimeError) -> str:
     if any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__, error.__context__)):
         return "the device has no memory left for a graph; give the cache less with kv_cache_bytes"
     return str(error).split("\n")[0]
-
-
-def _doubled(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(number - 1, 0).bit_length()

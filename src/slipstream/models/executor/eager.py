@@ -135,7 +135,9 @@ class EagerExecutor(Executor):
     def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         with self._lock:
             if self._layer_stack is None:
-                self._layer_stack = tried_layers(self.model, lambda: self.forward(trial, pool).logits)
+                self._layer_stack = tried_layers(
+                    self.model, lambda: EagerExecutor.forward(self, trial, pool).logits
+                )
 
     def check_packed(self, checks: PackedChecks) -> None:
         checks.weights.check_modules(self.model)

@@ -18,7 +18,26 @@ ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 WANTED = (64, 256)
 """The most rows of a bucket whose logits are computed: of few sequences, or of many and of trees."""
 LEAST_SEEN, LEAST_ITEMS = 256, 64
-"""The smallest arrays of single entries and of items; larger ones double."""
+"""The smallest arrays of single entries and of items."""
+SEEN_BY_A_ROW = 8
+"""Single entries for which a row has room, in a bucket of few enough rows for trees."""
+
+
+def doubled(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def usual_seen(num_rows: int) -> int:
+    """Room for single entries in a bucket of so many rows; more than that doubles."""
+    return max(LEAST_SEEN, SEEN_BY_A_ROW * num_rows if num_rows <= WANTED[-1] else 0)
+
+
+def plan_sizes(num_rows: int, num_partials: int) -> PlanSizes:
+    """Room for a plan with so many partials, which has no more items: all of it doubles together, so that passes of a
+    bucket have few shapes."""
+    times = doubled(-(-num_partials // num_rows))
+    return PlanSizes(num_rows, max(LEAST_ITEMS, num_rows) * times, num_rows * times)
 
 
 class PassShape(NamedTuple):

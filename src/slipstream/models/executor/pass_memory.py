@@ -12,17 +12,17 @@ from collections.abc import Iterator
 
 from slipstream.models.batch import Bucket
 from slipstream.models.cuda import filters
-from slipstream.models.cuda.attention_plan import MANY_ITEMS, SPLIT, PlanSizes
+from slipstream.models.cuda.attention_plan import MANY_ITEMS, SPLIT
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.executor.base import LargestPass
 from slipstream.models.executor.choices import PassVerdicts
 from slipstream.models.executor.pass_layout import (
-    LEAST_ITEMS,
-    LEAST_SEEN,
     ROWS,
     WANTED,
     PassLayout,
     PassShape,
+    plan_sizes,
+    usual_seen,
 )
 
 _NUMBER, _FLOAT = 8, 4
@@ -34,7 +34,9 @@ def recorded_bytes(largest: LargestPass) -> int:
     held = num_rows = 0
     for num_rows in _doublings(ROWS[0], min(largest.num_rows, ROWS[-1])):
         for num_wanted in {min(num_rows, most) for most in WANTED}:
-            held += sum(map(graph_bytes, _shapes(Bucket(num_rows, num_wanted, LEAST_SEEN), largest)))
+            held += sum(
+                map(graph_bytes, _shapes(Bucket(num_rows, num_wanted, usual_seen(num_rows)), largest))
+            )
     *_, partials = _doublings(
         ROWS[0], max(_most_partials(size, largest) for size in ROWS if size <= num_rows)
     )
@@ -47,7 +49,7 @@ def recorded_bytes(largest: LargestPass) -> int:
 
 def _shapes(bucket: Bucket, largest: LargestPass) -> Iterator[PassShape]:
     for num_partials in _doublings(bucket.num_rows, _most_partials(bucket.num_rows, largest)):
-        plan = PlanSizes(bucket.num_rows, max(LEAST_ITEMS, min(num_partials, MANY_ITEMS)), num_partials)
+        plan = plan_sizes(bucket.num_rows, num_partials)
         ways = ((False, False), (True, False), (True, True))
         yield from (PassShape(bucket, plan, (), *way) for way in ways)
 
