@@ -40,6 +40,7 @@ SPECS: dict[str, Any] = {
     },
     "confident": {**CHAIN, "confidence_threshold": 0.4},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
+    "eagle3-chain": {"method": "eagle3", "model": EMBEDDED_EAGLE3, "tree_top_k": 1, "num_speculative_tokens": 3},
 }
 CONVERSATIONS = [row["messages"] for row in sample_prompts()[:8]]
 PARAMS: dict[str, Any] = {
@@ -149,7 +150,7 @@ def test_a_draft_that_is_not_finite_is_found_once_it_was_checked(spec: str) -> N
     assert llm.engine.stats().num_draft_failures >= 1
 
 
-@pytest.mark.parametrize("spec", ["chain", "eagle3"])
+@pytest.mark.parametrize("spec", ["chain", "eagle3-chain"])
 def test_whoever_drafts_what_is_not_finite_is_retired(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads keep no entries of accepted tokens, and are told of them all the same."""
     draw = Chains.draw_pending
