@@ -40,7 +40,7 @@ SPECS: dict[str, Any] = {
     },
     "confident": {**CHAIN, "confidence_threshold": 0.4},
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
-    "eagle3-chain": {"method": "eagle3", "model": EMBEDDED_EAGLE3, "tree_top_k": 1, "num_speculative_tokens": 3},
+    "eagle3-chain": {"method": "eagle3", "model": EMBEDDED_EAGLE3, "tree_top_k": 1, "num_draft_nodes": None},
 }
 CONVERSATIONS = [row["messages"] for row in sample_prompts()[:8]]
 PARAMS: dict[str, Any] = {
