@@ -17,6 +17,8 @@ from slipstream.core.proposal import ROOT
 from slipstream.draft.proposers.device_tree import DeviceTrees, level_widths
 from slipstream.models.batch import RowGroup
 from slipstream.sampling.noise import Noise
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import LogitsProcessor
 
 VOCAB = 13
 
@@ -32,12 +34,13 @@ class Recorded:
 
     def __init__(self, seed: int, num_nodes: int, depth: int, top_k: int, temperature: float) -> None:
         is_greedy = temperature == 0
+        params = SamplingParams(temperature=temperature or 1.0, top_k=7 if temperature > 1 else 0)
         method = "greedy" if is_greedy else "coupled"
         self.shape = SimpleNamespace(top_k=top_k, method=method, num_nodes=num_nodes, depth=depth)
         self.max_nodes, self.max_depth = num_nodes, depth
         self.noise = Noise(seed, 5, is_greedy)
         self.sequence = SimpleNamespace(token_ids=[1] * 5)
-        self.processor = SimpleNamespace(filters_only=SimpleNamespace(temperature=temperature or 1.0))
+        self.processor = SimpleNamespace(filters_only=params)
         self.proposal: PendingTree | None = None
         self.fed: list[int] = []
 
@@ -52,8 +55,9 @@ def beams(tree: Recorded, seed: int, widths: tuple[int, ...]) -> list[list[tuple
     for level, width in enumerate(widths):
         grown = []
         for score, path in frontier:
-            log_probs = (logits_after(path, seed) / tree.processor.filters_only.temperature).log_softmax(-1)
-            log_probs = tree.noise.perturb(log_probs[None], [5 + level])[0].log_softmax(-1)
+            processor = LogitsProcessor(tree.processor.filters_only, (), (), (), VOCAB)
+            log_probs = processor.log_probs(logits_after(path, seed)[None], [], [[]])
+            log_probs = tree.noise.perturb(log_probs, [5 + level])[0].log_softmax(-1)
             for token_id in log_probs.topk(tree.shape.top_k).indices.tolist():
                 grown.append((score + float(log_probs[token_id]), (*path, token_id)))
         best = sorted(grown, key=lambda each: -each[0])[:width]
@@ -62,7 +66,7 @@ def beams(tree: Recorded, seed: int, widths: tuple[int, ...]) -> list[list[tuple
     return levels
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
 @pytest.mark.parametrize(
     ("num_nodes", "depth", "top_k"), [(12, 4, 3), (9, 3, 2), (5, 4, 3), (30, 5, 4), (2, 1, 3)]
 )

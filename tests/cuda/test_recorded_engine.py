@@ -107,7 +107,7 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
 
 
 @pytest.mark.parametrize("number", [1, 8])
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "filtered"])
 @pytest.mark.parametrize("spec", ["off", "chain", "tree"])
 def test_a_step_waits_once(spec: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = recorded(spec)

@@ -10,6 +10,7 @@ import torch
 
 from slipstream import registry
 from slipstream.assets import EMBEDDED_TARGET
+from slipstream.core.pending import PendingNumbers
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_model
@@ -141,12 +142,12 @@ def test_a_recorded_pass_may_have_more_rows_than_the_batch() -> None:
 # --- chains, a pass a level -------------------------------------------------------------------------------------
 
 
-def chains_of(draws: Sequence[Draw], executor: str) -> list[list[int]]:
+def chains_of(draws: Sequence[Draw], executor: str, may_pend: bool = False) -> Sequence[Sequence[int]]:
     """Chains behind as many texts, one of which has no wanted row before its last."""
     lm = llama(executor=executor)
     pool = KVPool(lm.shapes, 20 * len(draws), lm.dtype, lm.device)
     groups = [RowGroup(range(20 * i, 20 * i + 20), 0, TEXT[: 4 + i], [3 + i]) for i in range(len(draws))]
-    return lm.draft_chain(groups, pool, Chains(draws, VOCAB - 1))
+    return lm.draft_chain(groups, pool, Chains(draws, VOCAB - 1, may_pend))
 
 
 DRAWS = [
@@ -165,6 +166,14 @@ def test_a_pass_a_level_draws_the_chains_that_one_call_draws() -> None:
     assert found == chains_of(DRAWS, "cpu_kernels")
     assert [len(chain) for chain in found[:4]] == [5, 3, 5, 4]
     assert found[4][-1] == ENDED
+
+
+def test_chains_that_the_host_does_not_read_are_the_same() -> None:
+    pending = chains_of(DRAWS[:4], "eager", may_pend=True)
+    assert all(isinstance(chain, PendingNumbers) for chain in pending)
+    assert list(map(list, pending)) == chains_of(DRAWS[:4], "eager")
+    confident = chains_of(DRAWS, "eager", may_pend=True)
+    assert confident == chains_of(DRAWS, "eager"), "one may end early, so all are read"
 
 
 def test_a_chain_ends_where_logits_are_not_finite() -> None:

@@ -25,6 +25,7 @@ from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.kv.slots import SlotMap
 from slipstream.kv.upload import upload
 from slipstream.models.batch import RowGroup
+from slipstream.models.cuda.filters import filter_numbers, filtered, filters_of, limits
 from slipstream.models.executor.chains import NOT_FINITE
 from slipstream.sampling.noise import gumbel_of_bits, token_counters, uniform_bits
 
@@ -58,10 +59,9 @@ def level_widths(num_nodes: int, depth: int, top_k: int) -> tuple[int, ...]:
 
 
 def grows_on_device(tree: DraftTree) -> bool:
-    """Whether nothing but the logits and a temperature decides about the tree's tokens."""
-    params = tree.processor.filters_only
-    is_plain = params is not None and not params.filters
-    return is_plain and tree.shape.is_dynamic and tree.shape.method in ("greedy", "coupled")
+    """Whether nothing but the logits, a temperature and filters decides about the tree's tokens."""
+    known = tree.processor.filters_only is not None and tree.shape.method in ("greedy", "coupled")
+    return known and tree.shape.is_dynamic
 
 
 class DeviceTrees:
@@ -79,13 +79,16 @@ class DeviceTrees:
         self._fed = [min(self._top_k, width) for width in self.widths[:-1]]
         """Nodes of each level but the last that are fed."""
         self._levels: list[Level] = []
+        params = (tree.processor.filters_only for tree in trees)
+        self._params = [each for each in params if each is not None]
+        self._has_filters = any(each.filters for each in self._params)
 
     def draw(self, logits: Tensor, run: Callable[[list[RowGroup]], Tensor]) -> None:
         """Grow the trees from `logits` [trees, vocab], and have each take its proposal. `run` computes a level."""
         device = logits.device
         numbers = upload(self._numbers(), device)
         self._temperatures = numbers[0].view(torch.float64).float()
-        self._is_noisy, self._keys = numbers[1] > 0, numbers[2:]
+        self._is_noisy, self._limits, self._keys = numbers[1] > 0, numbers[2:5], numbers[5:]
         self._is_finite = torch.ones(len(self._trees), dtype=torch.bool, device=device)
         for level in range(len(self.widths)):
             if level:
@@ -94,15 +97,16 @@ class DeviceTrees:
         self._finish()
 
     def _numbers(self) -> NDArray[np.int64]:
-        """[2 + levels, trees]: the bits of the temperatures as float64, who draws with noise, and the noise's keys."""
-        numbers = np.zeros((2 + len(self.widths), len(self._trees)), np.int64)
+        """[5 + levels, trees]: the bits of the temperatures as float64, who draws with noise, filters, noise's keys."""
+        numbers = np.zeros((5 + len(self.widths), len(self._trees)), np.int64)
+        numbers[0] = np.array([params.temperature for params in self._params], np.float64).view(np.int64)
+        filters = [filters_of(each.top_k, each.top_p, each.min_p) for each in self._params]
+        numbers[2:5] = filter_numbers(filters)
         for number, tree in enumerate(self._trees):
-            assert tree.processor.filters_only is not None
-            numbers[:1, number].view(np.float64)[:] = tree.processor.filters_only.temperature
             numbers[1, number] = self._is_coupled and not tree.noise.greedy
             if numbers[1, number]:
                 first = len(tree.sequence.token_ids)
-                numbers[2:, number] = [
+                numbers[5:, number] = [
                     tree.noise.signed_key(first + level) for level in range(len(self.widths))
                 ]
         return numbers
@@ -112,6 +116,9 @@ class DeviceTrees:
         trees, width = len(self._trees), self.widths[level]
         above = self._fed[level - 1] if level else 1
         self._is_finite &= logits.amax(-1).isfinite().view(trees, above).all(1)
+        if self._has_filters:  # of a row that needs more than they look at, the tokens that they look at
+            own = [part.repeat_interleave(above) for part in (self._temperatures, *limits(self._limits))]
+            logits, _ = filtered(logits, *own)
         log_probs = self._log_probs(level, logits.float().view(trees, above, -1))
         best_below = log_probs.topk(self._top_k, dim=-1)  # [trees, above, top_k]
         scores = best_below.values

@@ -12,8 +12,11 @@ That depends on its logits and parameters alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.sampling.processors import NUM_NUCLEUS_CANDIDATES
@@ -24,6 +27,29 @@ ROW_BYTES = 26
 """A token takes of it meanwhile."""
 ONE = 2.0**40
 """The weight of the most probable token; the weights of 2**22 tokens add up without overflow."""
+
+
+NO_FILTERS = (0, 1.0, -math.inf)
+"""top-k, top-p and the logarithm of min-p where nothing is left out."""
+
+
+def filters_of(top_k: int, top_p: float, min_p: float) -> tuple[int, float, float]:
+    """Filters of `SamplingParams` as a row has them: top-k, top-p and the logarithm of min-p."""
+    return max(top_k, 0), top_p, math.log(min_p) if min_p > 0 else -math.inf
+
+
+def filter_numbers(filters: Sequence[tuple[int, float, float]]) -> NDArray[np.int64]:
+    """[3, rows]: top-k, and the bits of top-p and of the logarithm of min-p as float64."""
+    top_k, *fractions = zip(*filters, strict=True)
+    rows = [np.array(values, np.float64).view(np.int64) for values in fractions]
+    return np.stack([np.array(top_k, np.int64), *rows])
+
+
+def limits(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """top_k, top_p and log_min_p of `filtered`, from the numbers of `filter_numbers`."""
+    top_k, *fractions = numbers
+    top_p, log_min_p = (part.view(torch.float64) for part in fractions)
+    return top_k, top_p, log_min_p
 
 
 def filtered(

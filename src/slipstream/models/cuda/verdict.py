@@ -18,7 +18,7 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.upload import upload
 from slipstream.models.batch import BatchTensors
 from slipstream.models.cuda.choice import choose
-from slipstream.models.cuda.filters import filtered
+from slipstream.models.cuda.filters import filtered, limits
 from slipstream.models.executor.base import PassOutput
 from slipstream.models.executor.choices import NUM_ROWS, PassVerdicts
 
@@ -41,9 +41,7 @@ def conclude(output: PassOutput, table: Tensor, batch: BatchTensors, pool: KVPoo
     if len(table) == NUM_ROWS:
         tokens = choose(logits, keys, temperatures)
     else:
-        top_k, top_p, log_min_p = table[NUM_ROWS:]
-        fractions = (part.view(torch.float64) for part in (top_p, log_min_p))
-        logits, short = filtered(logits, temperatures, top_k, *fractions)
+        logits, short = filtered(logits, temperatures, *limits(table[NUM_ROWS:]))
         tokens = choose(logits, keys, temperatures).masked_fill(short, -1)
     verdicts: Tensor = walk(tokens, batch.token_ids, batch.logit_rows, batch.positions, parents, sizes)
     keeps = pool.features.shape[1] > 0

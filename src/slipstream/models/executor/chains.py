@@ -21,6 +21,7 @@ from slipstream.kv.upload import upload
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
 from slipstream.models.cuda.choice import choose
+from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filtered, filters_of, limits
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -50,9 +51,14 @@ class Draw:
 
     @property
     def is_blind(self) -> bool:
-        """Whether the next token is drawn without a look at how probable this one or others are."""
-        plain = self.greedy or not self.temperature or (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0)
-        return plain and not self.least_confidence
+        """Whether the chain goes on however probable its tokens are."""
+        return not self.least_confidence
+
+    @property
+    def filters(self) -> tuple[int, float, float]:
+        """top-k, top-p and the logarithm of min-p where they decide about tokens."""
+        is_drawn = self.temperature > 0 and not self.greedy
+        return filters_of(self.top_k, self.top_p, self.min_p) if is_drawn else NO_FILTERS
 
     @property
     def struct(self) -> DrawingStruct:
@@ -140,7 +146,8 @@ class Chains:
         device, number = logits.device, len(ends)
         drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
         numbers = upload(self._numbers(), device)
-        temperatures, keys = numbers[0].view(torch.float64).float(), numbers[1:]
+        temperatures, keys = numbers[0].view(torch.float64).float(), numbers[4:]
+        has_filters = any(draw.filters != NO_FILTERS for draw in self._draws)
         growing = list(range(number))
         for level in range(self.depth):
             above = [place for place, chain in enumerate(growing) if self.lengths[chain] > level]
@@ -155,19 +162,23 @@ class Chains:
                 logits = run(batch, above)
             some = slice(None) if len(growing) == number else upload(growing, device)
             logits = logits[:, : self._num_tokens]
-            tokens = choose(logits, keys[level][some], temperatures[some])
+            kept, own = logits, temperatures[some]
+            if has_filters:  # of a row that needs more than they look at, the tokens that they look at
+                kept, _ = filtered(logits, own, *limits(numbers[1:4, some]))
+            tokens = choose(kept, keys[level][some], own)
             drawn[level][some] = torch.where(logits.amax(-1).isfinite(), tokens, NOT_FINITE)
         return [PendingNumbers(drawn[:length, chain]) for chain, length in enumerate(self.lengths)]
 
     def _numbers(self) -> NDArray[np.int64]:
-        """[1 + depth, chains]: the bits of the temperatures as float64 and of the keys; 0 behind a chain's end."""
-        numbers = np.zeros((1 + self.depth, len(self._draws)), np.uint64)
+        """[4 + depth, chains]: the bits of the temperatures as float64, the filters, and the keys' bits, 0 behind a
+        chain's end."""
+        numbers = np.zeros((4 + self.depth, len(self._draws)), np.int64)
+        heats = [0.0 if draw.greedy else draw.temperature for draw in self._draws]
+        numbers[0] = np.array(heats, np.float64).view(np.int64)
+        numbers[1:4] = filter_numbers([draw.filters for draw in self._draws])
         for chain, draw in enumerate(self._draws):
-            numbers[1 : 1 + len(draw.keys), chain] = draw.keys
-        numbers[0] = np.array([0.0 if draw.greedy else draw.temperature for draw in self._draws]).view(
-            np.uint64
-        )
-        return numbers.view(np.int64)
+            numbers[4 : 4 + len(draw.keys), chain] = np.array(draw.keys, np.uint64).view(np.int64)
+        return numbers
 
     def draw_levels(self, logits: Callable[[list[int]], Tensor], firsts: Seq[int]) -> list[list[int]]:
         """Draw all chains from logits that do not depend on what is drawn.

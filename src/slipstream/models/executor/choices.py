@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import Proposal, Verdict
+from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filters_of
 from slipstream.sampling.params import SamplingParams
 
-NO_FILTERS = (0, 1.0, -math.inf)
-"""top-k, top-p and the logarithm of min-p where nothing is left out."""
 NUM_ROWS, NUM_FILTER_ROWS = 4, 3
 """Rows of `TokenChoices.table` that are always there, and those for filters."""
 
@@ -61,9 +59,7 @@ class TokenChoices:
     def add(self, own: OwnTokens, proposal: Proposal) -> None:
         """The next rows are this tree."""
         params, size = own.params, 1 + len(proposal)
-        filters = NO_FILTERS
-        if params.filters:
-            filters = (params.top_k, params.top_p, math.log(params.min_p) if params.min_p else -math.inf)
+        filters = filters_of(params.top_k, params.top_p, params.min_p) if params.filters else NO_FILTERS
         self.keys += own.keys
         self.temperatures += [params.temperature] * size
         parents = proposal.parents
@@ -91,9 +87,7 @@ class TokenChoices:
             np.array(self.sizes, np.int64),
         ]
         if self.filtered:
-            top_k, top_p, min_p = zip(*self.filters, strict=True)
-            rows.append(np.array(top_k, np.int64))
-            rows += [np.array(values, np.float64).view(np.int64) for values in (top_p, min_p)]
+            rows.extend(filter_numbers(self.filters))
         table = np.zeros((len(rows), num_wanted), np.int64)
         table[:, : len(self.keys)] = rows
         return table
