@@ -12,12 +12,17 @@ from xml.etree import ElementTree
 
 from benchmarks.harness.command import ROOT
 
+PYTEST = """import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))"""
+"""Pytest that can be interrupted, also where this process was started to ignore interrupts, as shells do behind &."""
+
 
 def run_tests(limit_s: float | None = None) -> dict[str, Any]:
     """How many passed, and the names of those that did not. At the limit pytest is interrupted: what has run counts."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-c", PYTEST, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
         command += ["-W", "ignore::pytest.PytestConfigWarning"]  # pytest-timeout need not be there
         process = subprocess.Popen([*command, "tests/gpu"], cwd=ROOT, stdout=sys.stderr)
         try:

@@ -12,6 +12,7 @@ import contextlib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import slipstream
+
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 UPLOADS = ("lift_fresh",)
 COPIES = "kv/upload.py"
+PACKAGE = f"{Path(slipstream.__file__).parent}/"
 
 
 class WaitAudit(TorchDispatchMode):
@@ -88,8 +92,8 @@ class WaitAudit(TorchDispatchMode):
 def _line() -> str:
     """The innermost line of the package that is not this file's."""
     for frame in reversed(traceback.extract_stack()):
-        if "/slipstream/" in frame.filename and not frame.filename.endswith(
+        if frame.filename.startswith(PACKAGE) and not frame.filename.endswith(
             ("wait_audit.py", "recorded_graph.py")
         ):
-            return f"{frame.filename.split('/slipstream/', 1)[1].split('slipstream/')[-1]}:{frame.lineno}"
+            return f"{frame.filename.removeprefix(PACKAGE)}:{frame.lineno}"
     return "elsewhere"
