@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ class FakeEngine:
     """Every so many answers lose their second half."""
     flip_every: int = 0
     """Every so many answers have another token."""
-    flipped: range = range(2**31)
+    flipped: Container[int] = range(2**31)
     """The requests of which some may be flipped."""
     flip_margin: float = 0.5
     """What separates the two tokens there, in nats."""

@@ -182,7 +182,8 @@ def test_fronts_hear_of_accounts_and_never_of_tenants(lone: LLM, prompt: list[in
     async def ask(house: House, by_account: bool, key: str, group: str) -> None:
         """Steps of a request, once replicas know what the front wants, are told under `group`."""
         house.relay.by_account = by_account
-        await until(lambda: all(server.by_account == by_account for server in house.servers.values()))
+        engines = [server.engine.engine for server in house.servers.values()]
+        await until(lambda: all(each.shares_by_account == by_account for each in engines))
         before = told.count(group)
         await house.whole(prompt, params=LONG, options=RequestOptions(tenant=f"{key}/someone"))
         await until(lambda: told.count(group) > before)
