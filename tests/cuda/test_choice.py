@@ -23,4 +23,5 @@ def test_the_operator_chooses_as_the_host_does(dtype: torch.dtype) -> None:
 
 
 def test_the_kernels_interpreted() -> None:
-    interpreted("interpreted_choice.py")
+    done = interpreted("interpreted_choice.py")
+    assert done.returncode == 0, done.stdout

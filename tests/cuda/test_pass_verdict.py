@@ -70,7 +70,8 @@ def test_the_pieces_cover_an_entry_once(kind: str) -> None:
 
 
 def test_the_kernels_interpreted() -> None:
-    interpreted("interpreted_verdict.py")
+    done = interpreted("interpreted_verdict.py")
+    assert done.returncode == 0, done.stdout
 
 
 def test_parents_that_only_the_device_knows_are_filled_in() -> None:

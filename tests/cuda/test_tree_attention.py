@@ -70,14 +70,16 @@ def test_the_operator_in_pytorch(case: Case) -> None:
 
 
 def test_the_kernels_interpreted() -> None:
-    interpreted(
+    done = interpreted(
         "interpreted_attention.py", "-k", "(compute and 0) or (bits and apart-plain-2) or kept or cut"
     )
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long
 def test_the_kernels_interpreted_over_all_cases() -> None:
-    interpreted("interpreted_attention.py")
+    done = interpreted("interpreted_attention.py")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

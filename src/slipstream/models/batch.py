@@ -282,7 +282,7 @@ class ForwardBatch:
         self.num_logit_rows = len(wanted)
         self.num_fast = num_fast
         """How many rows the arithmetic of `fast_prompts` computes."""
-        # A bucket's arrays have one size, whoever shares: recorded passes read entries where each sequence has them.
+        # A bucket's arrays have one size, shared entries or not: a recorded pass reads each sequence's own.
         shared = _shared(groups) if num_shared > 1 and bucket is None else None
         self.shares = shared is not None
         """Whether groups share entries."""
