@@ -19,7 +19,7 @@ from slipstream.cli.flags.flags import field_help
 from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.methods import METHODS, MethodSpec
 from slipstream.engine.speculation import ParsedSpeculation
-from slipstream.models.cpu.families import FAMILIES as FUSED
+from slipstream.models.families.registry import FAMILIES as FUSED
 from slipstream.models.text_tower import text_tower
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from slipstream.kv.pool import LayerShape
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.pages import forget, trim_heap
-from slipstream.models.cpu.parts import LayerParts, outputs
 from slipstream.models.cpu.structs import LayerStruct, NormStruct
+from slipstream.models.families.parts import LayerParts, outputs
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.support import unsupported
 from slipstream.models.trial import num_trial_slots, trial_passes

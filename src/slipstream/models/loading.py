@@ -18,7 +18,6 @@ from slipstream.models.canary import StockPass, check_cache, check_masks, probe_
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, open_checkpoint
 from slipstream.models.configuration import meta_model
-from slipstream.models.cpu.families import FAMILIES
 from slipstream.models.cpu.native import fingerprint
 from slipstream.models.executor.base import ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
@@ -29,6 +28,7 @@ from slipstream.models.executor.registry import (
     check_executor,
     choose_executor,
 )
+from slipstream.models.families.registry import FAMILIES
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.files.stored import KEPT_AS_STORED

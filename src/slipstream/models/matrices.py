@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.models.cpu.experts import ExpertParts
-from slipstream.models.cpu.families import find_family
 from slipstream.models.cpu.pages import forget
+from slipstream.models.families.experts import ExpertParts
+from slipstream.models.families.registry import find_family
 from slipstream.models.huggingface import PreTrainedModel
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.linear.sixteen_bits import widened_product

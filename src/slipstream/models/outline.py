@@ -20,14 +20,15 @@ from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.registry import fitting_backend
 from slipstream.models.cpu import threads
-from slipstream.models.cpu.experts import ExpertParts, file_stacks, packed_expert_bytes
+from slipstream.models.cpu.experts import packed_expert_bytes
 from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
-from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.executor.base import Executor, kernels_label
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import AUTO, EXECUTORS, check_attention, check_executor
+from slipstream.models.families.experts import ExpertParts, file_stacks
+from slipstream.models.families.parts import LayerParts
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from slipstream.models.cpu import native
 from slipstream.models.cpu.native import library
 from slipstream.models.cpu.packed_weight import interleave
-from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.cpu.structs import LayerStruct, LinearStruct, ModelStruct
+from slipstream.models.families.parts import LayerParts
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear

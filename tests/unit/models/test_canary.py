@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config
 from slipstream.errors import UnsupportedModelError
 from slipstream.models import adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME
-from slipstream.models.cpu.families import FAMILIES
-from slipstream.models.cpu.known_families import Llama
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.parts import NormParts
 from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.families.known import Llama
+from slipstream.models.families.parts import NormParts
+from slipstream.models.families.registry import FAMILIES
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedRows, GroupedWeight
 from slipstream.models.linear.packing import pack_linears

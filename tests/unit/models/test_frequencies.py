@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.models.cpu.frequencies import Rotation
+from slipstream.models.families.frequencies import Rotation
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.errors import ConfigError, ModelError, UnsupportedModelError
 from slipstream.models import load_model, unloaded
-from slipstream.models.cpu.known_families import Llama
 from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.families.known import Llama
 from slipstream.models.files.awq import AwqMatrix
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
 from slipstream.models.files.gptq import GptqMatrix, GptqSettings

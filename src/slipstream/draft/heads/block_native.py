@@ -18,16 +18,16 @@ from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
-from slipstream.models.cpu.activations import ACTIVATIONS
-from slipstream.models.cpu.frequencies import STATIC_ROTARY
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import free_numbers, trim_heap
-from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import TABLE_KINDS, LevelsStruct, ModelStruct
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.families.activations import ACTIVATIONS
+from slipstream.models.families.frequencies import STATIC_ROTARY
+from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.formats import WeightFormat
 
 

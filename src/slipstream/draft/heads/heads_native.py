@@ -17,11 +17,9 @@ from slipstream.kv.pool import KVPool
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
-from slipstream.models.cpu.frequencies import STATIC_ROTARY
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.pages import free_numbers, trim_heap
-from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import (
     BatchStruct,
     BlockStruct,
@@ -33,6 +31,8 @@ from slipstream.models.cpu.structs import (
 )
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.cpu_kernels import CpuKernels
+from slipstream.models.families.frequencies import STATIC_ROTARY
+from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.formats import WeightFormat
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from slipstream.draft.heads.head_config import HeadConfig
-from slipstream.models.cpu.activations import ACTIVATIONS
-from slipstream.models.cpu.frequencies import Rotation
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.cpu.structs import LayerStruct, ModelStruct
+from slipstream.models.families.activations import ACTIVATIONS
+from slipstream.models.families.frequencies import Rotation
+from slipstream.models.families.parts import LayerParts
 
 
 class PackedHead(PackedModel):

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.models.attention.base import ModelTraits, Variant
 from slipstream.models.attention.packed import PackedBackend
-from slipstream.models.cpu.families import misfit
+from slipstream.models.cpu.fit import misfit
 from slipstream.models.linear.formats import WeightFormat
 
 

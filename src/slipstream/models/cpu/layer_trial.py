@@ -17,12 +17,12 @@ from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models.attention.base import Variant
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu import native
-from slipstream.models.cpu.families import Family
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LinearStruct, ModelStruct, NormStruct
+from slipstream.models.families.family import Family
+from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

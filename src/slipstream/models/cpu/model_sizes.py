@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slipstream.models.attention.base import Variant
-from slipstream.models.cpu.families import Family
+from slipstream.models.families.family import Family
 
 
 class ModelSizes:

@@ -21,7 +21,6 @@ from slipstream.models.cpu.experts import PackedExperts
 from slipstream.models.cpu.kernel import Kernel, common_kernel
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import moved, release
-from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import (
     ENTRY_TYPES,
     SIXTEEN_BIT_KINDS,
@@ -30,6 +29,7 @@ from slipstream.models.cpu.structs import (
     LayerStruct,
     NormStruct,
 )
+from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
 
 

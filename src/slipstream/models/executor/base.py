@@ -22,9 +22,9 @@ from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.packed_weight import packed_adapter_bytes
-from slipstream.models.cpu.parts import LayerParts
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
+from slipstream.models.families.parts import LayerParts
 from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat

@@ -1,6 +1,6 @@
 """A whole forward pass, or a whole draft chain, in one call of the native CPU kernels: the fused decoder.
 
-It takes over Transformers models of the families in `models.cpu.families`, whose `misfit` says why it cannot take
+It takes over Transformers models of the families in `models.families`, whose `misfit` says why it cannot take
 another. Weights move into the kernels' layout layer by layer and are held once. Rows are computed independently of each
 other, bit for bit, so neither drafts nor neighbours can change a row's result.
 """
@@ -18,14 +18,12 @@ from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, Variant
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
-from slipstream.models.cpu.families import Family, find_family
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight, packed_adapter_bytes
 from slipstream.models.cpu.pages import free_numbers, trim_heap
-from slipstream.models.cpu.parts import LayerParts, NormParts
 from slipstream.models.cpu.structs import (
     TABLE_KINDS,
     LayerStruct,
@@ -41,6 +39,9 @@ from slipstream.models.executor.base import (
 )
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
+from slipstream.models.families.family import Family
+from slipstream.models.families.parts import LayerParts, NormParts
+from slipstream.models.families.registry import find_family
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.grouped import GroupedLinear
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.cpu.experts import ExpertParts, FileStack
 from slipstream.models.cpu.pages import forget
+from slipstream.models.families.experts import ExpertParts, FileStack
 from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.matrices import known_experts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.models.cpu.experts import ExpertParts
+from slipstream.models.families.experts import ExpertParts
 from slipstream.models.linear.grouped import GroupedLinear, GroupedRows
 
 

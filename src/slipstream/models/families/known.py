@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.models.cpu.families import Family
+from slipstream.models.families.family import Family
 
 if TYPE_CHECKING:
     from slipstream.models.attention.base import Variant

@@ -1,16 +1,8 @@
-"""Families of models whose whole passes the CPU kernels compute: where a Transformers class keeps its weights.
+"""What a family of models is: the names by which a Transformers class has what our kernels compute with.
 
-The kernels' decoder (`kernels/decoder.h`) computes layers of rotary grouped-query attention and an MLP, then a final
-norm and the output layer. Norms lie before the two, behind them, or both; they are root mean square norms or layer
-norms. The MLP has a gate or none. Scales and caps are numbers of the model or its configuration. A family is a
-subclass of `Family` that says by what names a model has these parts. A package adds one with one line of its own
-`pyproject.toml`, under the `model_type` of the configuration:
-
-    [project.entry-points."slipstream.families"]
-    my_model_type = "my_package.module:MyFamily"
-
-or a script calls `FAMILIES.register`. Whatever a description says, the model is compared with Transformers' own logits
-when it is loaded, and refused where they differ.
+The kernels compute layers of rotary grouped-query attention and an MLP, then a final norm and the output layer. Norms
+lie before the two, behind them, or both; they are root mean square norms or layer norms. The MLP has a gate or none.
+Scales and caps are numbers of the model or its configuration.
 """
 
 from __future__ import annotations
@@ -21,15 +13,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from slipstream.errors import ModelError
 from slipstream.models.attention.base import Variant
-from slipstream.models.cpu.activations import ACTIVATIONS, CLAMPED_SILU, number_of
-from slipstream.models.cpu.experts import Clamp, ExpertParts
-from slipstream.models.cpu.frequencies import Rotation, rotations
-from slipstream.models.cpu.kernel import Kernel, common_kernel
-from slipstream.models.cpu.parts import LayerParts, NormParts
+from slipstream.models.families.activations import ACTIVATIONS, CLAMPED_SILU, number_of
+from slipstream.models.families.experts import Clamp, ExpertParts
+from slipstream.models.families.frequencies import Rotation, rotations
+from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
-from slipstream.registry import Registry
 
 
 class Family:
@@ -318,79 +307,3 @@ def _norms_fit_heads(parts: Sequence[LayerParts], head_dim: int, whole: tuple[in
         )
         kinds.add("each" if set(widths) <= {None, head_dim} else "whole" if widths == whole else "other")
     return len(kinds) <= 1 and "other" not in kinds
-
-
-FAMILIES = Registry(
-    "family",
-    Family,
-    "slipstream.families",
-    {
-        name: f"slipstream.models.cpu.known_families:{family}"
-        for name, family in {
-            "cwm": "Llama",
-            "gemma": "Gemma",
-            "gemma2": "Gemma2",
-            "gemma3_text": "Gemma3",
-            "gpt_neox": "GptNeoX",
-            "gpt_oss": "GptOss",
-            "granite": "Granite",
-            "internlm3": "Llama",
-            "iquestcoder": "Llama",
-            "llama": "Llama",
-            "ministral": "Llama",
-            "mistral": "Llama",
-            "mixtral": "Mixtral",
-            "olmo2": "Olmo2",
-            "olmoe": "Olmoe",
-            "phi3": "Phi3",
-            "qwen2": "Llama",
-            "qwen3": "Qwen3",
-            "qwen3_moe": "Qwen3Moe",
-            "seed_oss": "Llama",
-            "smollm3": "SmolLM3",
-            "starcoder2": "Starcoder2",
-            "vaultgemma": "VaultGemma",
-        }.items()
-    },
-)
-"""By the configuration's `model_type`. `FAMILIES.register(model_type, cls)` adds one for this process."""
-
-
-def find_family(model: Any) -> Family | None:
-    """The family of a Transformers model; None where none has its `model_type`."""
-    model_type = model.config.model_type
-    return FAMILIES.load(model_type)() if model_type in FAMILIES.names() else None
-
-
-def misfit(model: Any, variants: Sequence[Variant], kernel: Kernel | None) -> str | None:
-    """Why the kernels' decoder does not compute a model in float32 on a CPU; None where it does.
-
-    `variants` says how each layer attends, `kernel` how the kernels hold the weight format, if they can.
-    """
-    family = find_family(model)
-    if family is None:
-        return f"the fused decoder knows {', '.join(FAMILIES.names())}"
-    if kernel is None:
-        return "its weight format has no kernel"
-    return next(_misfits(model, family, variants), None)
-
-
-def _misfits(model: Any, family: Family, variants: Sequence[Variant]) -> Iterator[str]:
-    """Why the kernels' decoder does not compute the layers of this model, in float32 on a CPU."""
-    yield from family.misfits(model, variants)
-    for layer in family.part(model, family.layers):
-        parts = family.layer_parts(layer)
-        if not all(_can_be_stacked(stack) for stack in (parts.qkv, parts.gate_up)):
-            yield "layers that the fused decoder computes as one were not quantised alike"
-
-
-def _can_be_stacked(linears: Sequence[nn.Linear | GroupedLinear]) -> bool:
-    """Whether one kernel can hold these layers as one; plain ones always are."""
-    grouped = [linear for linear in linears if isinstance(linear, GroupedLinear)]
-    if not grouped:
-        return True
-    try:
-        common_kernel(grouped)
-    except ModelError:  # their inputs are in different orders
-        return False
-    return len(grouped) == len(linears)

@@ -1,0 +1,1 @@
+"""Families of models whose whole passes our kernels compute: where a Transformers class keeps its weights."""
