@@ -206,55 +206,88 @@ def test_a_cell_is_not_begun_without_the_time_that_it_needs(tmp_path: Path) -> N
 
 def results(**changed: Any) -> dict[str, Any]:
     """Of a run in which every bar holds, but for what is changed."""
-    values = {"step_ms": 3.0, "idle": 0.1, "many_ms": 2.2, "outside": 0, "text": [1, 2], **changed}
-    passes = {
-        f"{context} {rows} {sequences}": {
-            "shape": "1G", "way": "captured", "context": context, "rows": rows, "sequences": sequences,
+    values = {
+        "off_ms": 1.5, "chain_ms": 2.0, "many_step_ms": 2.0, "idle": 0.1, "many_ms": 2.2, "outside": 0, "text": [1, 2],
+        "large_ms": 2.0, "theirs_ms": 2.1, "loaded": 1.005, "gain": 2.6, "per_step": 3.5, **changed,
+    }  # fmt: skip
+    cells = [("1G", context, *each) for context in (128, 2048) for each in ((1, 1), (64, 1), (1, 8))]
+    passes: dict[str, Any] = {
+        f"{shape} {context} {rows} {sequences}": {
+            "shape": shape, "way": "captured", "context": context, "rows": rows, "sequences": sequences,
             "ms": 2.0 if rows == sequences == 1 else values["many_ms"], "bytes_read": 2e9,
         }
-        for context in (128, 2048) for rows, sequences in ((1, 1), (64, 1), (1, 8))
+        for shape, context, rows, sequences in cells
     }  # fmt: skip
+    passes["8B"] = {**passes["1G 128 1 1"], "shape": "8B", "way": "fused", "ms": values["large_ms"]}
     engine: dict[str, Any] = {}
     for requests in (1, 8):
         for name, text in (("off", [1, 2]), ("chain of 4", values["text"])):
             about = {"configuration": name, "requests": requests}
             counts = [{"replayed": 200 - values["outside"], "outside": {"too many rows": values["outside"]}}]
+            is_off = name == "off"
             engine[f"{name} {requests}"] = {
                 **about,
-                "tokens_per_s": 300.0,
+                "tokens_per_s": 300.0 if is_off else 300.0 * values["gain"],
+                "num_tokens": 700,
+                "decoding_steps": 700 if is_off else 700 / values["per_step"],
                 "passes": counts,
                 "texts": [text] * 28,
             }
-            times = {"step_ms": values["step_ms"], "idle": values["idle"], "draft_ms": 1.0, "host_ms": 0.3}
+            step_ms = values["off_ms" if is_off else "chain_ms"]
+            times = {"step_ms": step_ms, "idle": values["idle"], "draft_ms": 1.0, "host_ms": 0.3}
             engine[f"steps of {name} {requests}"] = {**about, **times, "waits": 1}
+    many = {"configuration": "off", "requests": 64, "step_ms": values["many_step_ms"], "waits": 1}
+    engine["steps of off, 64"] = many
+    engine["loaded"] = {"drafter": "chain of 4", "over_off": values["loaded"], "ratios": [values["loaded"]]}
     refused = {"shape": "1G", "way": "compiled", "refused": "there is no such option"}
-    return {"run": {}, "steps": {"cells": {**passes, "refused": refused}}, "engine": {"cells": engine}}
+    theirs = {f"{name}, compiled": {"ms": values["theirs_ms"], "first_s": 20.0} for name in ("1G", "8B")}
+    rates = {"copy_gb_per_s": 1300, "read_gb_per_s": 1300}
+    parts = {
+        "device": {"rates": rates},
+        "steps": {**passes, "refused": refused},
+        "baseline": theirs,
+        "engine": engine,
+    }
+    return {"run": {}, **{name: {"cells": found} for name, found in parts.items()}}
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
     lines = page.tables(result).splitlines()
-    return [line.split("|")[4].strip() for line in lines if line.startswith("|") and "≤" in line]
+    bars = lines[: lines.index("### The device")] if "### The device" in lines else lines
+    return [
+        line.split("|")[4].strip() for line in bars if line.startswith("|") and ("≤" in line or "≥" in line)
+    ]
+
+
+NUM_BARS = 16
 
 
 @pytest.mark.parametrize(
     ("changed", "missed"),
     [
         ({}, []),
-        ({"step_ms": 3.6}, [0]),
+        ({"off_ms": 3.6, "chain_ms": 4.8, "many_step_ms": 4.8}, [0, 8, 14]),
         ({"idle": 0.2}, [1]),
         ({"many_ms": 2.4}, [2, 3, 4]),
         ({"outside": 3}, [5]),
         ({"text": [1, 3]}, [6]),
+        ({"large_ms": 2.2, "theirs_ms": 2.3}, [7]),
+        ({"chain_ms": 2.1}, [9]),
+        ({"gain": 2.4, "per_step": 3.3}, [10]),
+        ({"per_step": 3.8}, [11]),
+        ({"many_step_ms": 2.5}, [12]),
+        ({"loaded": 1.02}, [13]),
+        ({"theirs_ms": 1.9}, [15]),
     ],
     ids=str,
 )
 def test_the_bars(changed: dict[str, Any], missed: list[int]) -> None:
     found = verdicts(results(**changed))
-    assert found == ["**missed**" if number in missed else "held" for number in range(7)]
+    assert found == ["**missed**" if number in missed else "held" for number in range(NUM_BARS)]
 
 
 def test_nothing_measured_holds_no_bar() -> None:
-    assert verdicts({"run": {}}) == ["not measured"] * 7
+    assert verdicts({"run": {}}) == ["not measured"] * NUM_BARS
 
 
 def test_the_page_is_written_between_its_marks(tmp_path: Path) -> None:
@@ -278,7 +311,7 @@ def test_the_page_is_written_between_its_marks(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "| 1 | chain of 4 | 300 | 1.00 | 0 of 28 | 0.0% | 3.00 | 1.00 | 0.30 | 10% | 1 |" in text
+    assert "| 1 | chain of 4 | 780 | 2.60 | 0 of 28 | 0.0% | 2.00 | 1.00 | 0.30 | 10% | 1 |" in text
     assert "1G compiled: there is no such option." in text
     assert "- bits: out of time" in text
     assert "a GPU, 2026-11-29, commit unknown" in text
@@ -354,4 +387,6 @@ def test_every_part_runs_on_a_cpu_in_small_sizes(tmp_path: Path) -> None:
     assert cells["bits"]["cells"]["noise"]["integers_equal"]
     assert page.unequal_texts(cells["engine"]["cells"]) == 0
     assert page.share_outside(cells["engine"]["cells"]) == 0
+    assert len(cells["engine"]["cells"]["a drafter that is loaded and not asked"]["ratios"]) == 5
+    assert cells["engine"]["cells"]["steps of off, 64 at once"]["step_ms"] > 0
     assert cells["tests"]["cells"]["tests"]["skipped"] > 50

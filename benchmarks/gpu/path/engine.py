@@ -1,4 +1,5 @@
-"""Part `engine`: drafters against off on the embedded target at the cost of 1 G, greedy, one and eight requests."""
+"""Part `engine`: drafters against off on the embedded target at the cost of 1 G, greedy, one and eight requests; steps
+of 64 without drafts, and what a drafter costs that is loaded and never asked."""
 
 from __future__ import annotations
 
@@ -29,6 +30,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tree of 12": DRAFTERS["draft_model, tree of 12"],
 }
 REQUESTS = (1, 8)
+MANY = 64
+"""Requests of one more cell, without drafts."""
+LOADED = "chain of 4"
+"""The drafter that is loaded and not asked."""
+NUM_TURNS = 5
+"""How often steps with and without it take turns."""
 NUM_PROMPTS = 28
 MAX_TOKENS = 32
 
@@ -42,6 +49,8 @@ def measure(part: Part) -> None:
                 about = f"{name}, {requests} at once"
                 part.cell(about, partial(speed, part, engines, name, requests), needs_s=12)
                 part.cell(f"steps of {about}", partial(steps, part, engines, name, requests), needs_s=4)
+        part.cell(f"steps of off, {MANY} at once", partial(steps, part, engines, "off", MANY), needs_s=8)
+        part.cell("a drafter that is loaded and not asked", partial(loaded, part, engines), needs_s=6)
 
 
 class Engines:
@@ -57,7 +66,7 @@ class Engines:
             like = next(iter(self._made.values())).engine if self._made else None
             self._made[name] = Steps(
                 self._model(), self._dtype, CONFIGURATIONS[name], device=self._part.device.type, like=like,
-                max_num_seqs=max(REQUESTS), max_model_len=MAX_MODEL_LEN, **self._names,
+                max_num_seqs=MANY, max_model_len=MAX_MODEL_LEN, **self._names,
             )  # fmt: skip
         return self._made[name]
 
@@ -167,6 +176,21 @@ def steps(part: Part, engines: Engines, name: str, requests: int) -> dict[str, A
         kept = {key: traced[key] for key in ("device_ms", "kernels", "copies", "runtime_calls")}
         found |= kept | {"idle": 1 - traced["device_ms"] / whole_ms}
     return found
+
+
+def loaded(part: Part, engines: Engines) -> dict[str, Any]:
+    """Steps without drafts in an engine that has a drafter, over those in one that has none, in turns."""
+    own = {name: engines.get(name) for name in ("off", LOADED)}
+    for each in own.values():
+        each.begin([jobs_of(part, each.engine)[0].token_ids], asked(max_tokens=256), max_draft_tokens=0)
+    times: dict[str, list[float]] = {name: [] for name in own}
+    for _ in range(NUM_TURNS):
+        for name, each in own.items():
+            times[name].append(_median_ms(each.timed_s(2 if part.is_tiny else NUM_TIMED)["whole"]))
+    for each in own.values():
+        each.end()
+    ratios = sorted(b / a for a, b in zip(times["off"], times[LOADED], strict=True))
+    return {"drafter": LOADED, "over_off": statistics.median(ratios), "ratios": ratios}
 
 
 def audited(run: Any) -> dict[str, float]:
