@@ -44,7 +44,7 @@ def fitted(weight: Tensor, group: int) -> GroupedWeight:
             torch.where(better, minimum, best_minimum),
         )
         least = torch.where(better, left, least)
-    none = torch.zeros(num_out, padded.shape[1], dtype=torch.uint8)[:, :num_in]
+    none = torch.zeros(num_out, padded.shape[1], dtype=torch.uint8, device=weight.device)[:, :num_in]
     found = GroupedWeight.from_minimums(none, best_scale[..., 0], best_minimum[..., 0], group)
     assert found.zeros is not None
     steps_of = numbers / torch.where(found.scales == 0, 1, found.scales)[..., None] + found.zeros[..., None]
