@@ -10,18 +10,20 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.models.cuda import attention_kernels, choice_kernels, verdict_kernels
+from slipstream.models.cuda import attention_kernels, choice_kernels, linear_kernels, verdict_kernels
 from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.choice import BLOCK
+from slipstream.models.cuda.linear import MOST_SPLITS, ProductCut
+from slipstream.models.cuda.linear_codes import Kind
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.cuda.verdict import NUM_PIECES, PIECE_BYTES
 from slipstream.models.executor.pass_layout import WANTED
@@ -39,14 +41,40 @@ POINTERS = {
 POINTERS |= dict.fromkeys(
     ("tokens", "token_ids", "logit_rows", "parents", "sizes", "verdicts", "pieces"), "*i64"
 ) | {"logits": "*bf16", "temperatures": "*fp32", "best": "*fp64", "best_ids": "*i32"}
+POINTERS |= {
+    **{"rows": "*bf16", "tickets": "*i32", "scales": "*fp32", "group_scales": "*fp16", "zeros": "*fp32"},
+    **{"bias": "*fp32", "codes": "*u8"},
+}
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
-OTHERS = {"choose_in_blocks": {"keys": "*i64"}}
+OTHERS = {"choose_in_blocks": {"keys": "*i64"}, "multiply": {"partials": "*fp32"}}
 """Of a kernel the types that are others there."""
+ALIGNED = ("query_row", "query_head", "num_in", "num_out")
+"""Numbers that are multiples of 16."""
+LINEARS = [
+    *((Kind.NUMBERS, 0, dtype) for dtype in (torch.bfloat16, torch.float32)),
+    *((kind, 0, torch.bfloat16) for kind in (Kind.INTEGERS, Kind.FP8)),
+    *((kind, 128, torch.bfloat16) for kind in (Kind.FP8, Kind.CODES8, Kind.CODES4)),
+    *((kind, 32, dtype) for kind in (Kind.CODES8, Kind.CODES4) for dtype in (torch.bfloat16, torch.float32)),
+    (Kind.CODES8, 16, torch.bfloat16),
+]
+"""Weights by how they are held, inputs of a group, and the type of the rows."""
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
-    """(kernel, its constants, warps) of all that is launched."""
+class Built(NamedTuple):
+    """A kernel as it is launched."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 2
+    types: Mapping[str, str] = {}
+    """Of its arguments, where they are others than those above."""
+
+
+def kernels() -> Iterator[Built]:
+    """All that is launched."""
+    yield from products()
     for dim in DIMS:
         block = triton.next_power_of_2(dim)
         sizes = {"KEY_DIM": dim, "VALUE_DIM": dim, "KEY_BLOCK": block, "VALUE_BLOCK": block}
@@ -55,23 +83,39 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
             for window, softcap in ((0, False), (4096, True)):
                 constants = sizes | {"GROUP": 4, "TILE": cut.tile, "BLOCK": cut.block, "SPLIT": SPLIT}
                 constants |= {"WINDOW": window, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
-                yield attention_kernels.attend_splits, constants, cut.num_warps
-            yield attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4
+                yield Built(attention_kernels.attend_splits, constants, cut.num_warps)
+            yield Built(attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4)
         for has_sinks in (False, True):
             constants = {"VALUE_DIM": dim, "VALUE_BLOCK": block, "HAS_SINKS": has_sinks}
-            yield attention_kernels.add_partials, constants, 4
-    yield choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4
-    yield choice_kernels.choose_among_blocks, {"BLOCK": 256}, 4
+            yield Built(attention_kernels.add_partials, constants, 4)
+    yield Built(choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4)
+    yield Built(choice_kernels.choose_among_blocks, {"BLOCK": 256}, 4)
     for size in WANTED:
-        yield verdict_kernels.walk_trees, {"BLOCK": size}, 1
+        yield Built(verdict_kernels.walk_trees, {"BLOCK": size}, 1)
     for size in (1, 4):
         constants = {"PIECES": NUM_PIECES, "WORDS": PIECE_BYTES // size, "WORD_BYTES": size}
-        yield verdict_kernels.move_pieces, constants, 4
+        yield Built(verdict_kernels.move_pieces, constants, 4)
 
 
-def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, architecture: int) -> dict[str, Any]:
+def products() -> Iterator[Built]:
+    """Those of linear layers: with few rows and with many, in one split and in the most."""
+    for kind, group, dtype in LINEARS:
+        for has_zeros in (False, True) if kind in (Kind.CODES8, Kind.CODES4) else (False,):
+            cut = ProductCut.of(kind, group, dtype, 4096, 4096)
+            numbers = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
+            types = {"rows": numbers, "output": numbers}
+            types |= {Kind.NUMBERS: {"codes": numbers}, Kind.INTEGERS: {"codes": "*i8"}}.get(kind, {})
+            for tiles, splits in ((1, MOST_SPLITS), (cut.most_tiles, MOST_SPLITS), (cut.most_tiles, 1)):
+                constants = {"KIND": int(kind), "GROUP": group, "BLOCK": cut.block, "TILES": tiles}
+                constants |= {"SPLITS": splits, "HAS_ZEROS": has_zeros, "HAS_BIAS": True}
+                constants["HAS_SCALES"] = kind == Kind.CODES4 or (not group and kind != Kind.NUMBERS)
+                yield Built(linear_kernels.multiply, constants, 4, cut.num_stages, types)
+
+
+def compiled(built: Built, architecture: int) -> dict[str, Any]:
     """What the kernel takes."""
-    types, others = {}, OTHERS.get(kernel.fn.__name__, {})
+    kernel, constants = built.kernel, built.constants
+    types, others = {}, OTHERS.get(kernel.fn.__name__, {}) | built.types
     for name in kernel.arg_names:
         held = "*i8" if constants.get("IS_INT8") and name in ("keys", "values") else None
         types[name] = (
@@ -82,14 +126,14 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, architectur
             or ("constexpr" if name in constants else "i32")
         )
     aligned = [kernel.arg_names.index(name) for name, kind in types.items() if kind.startswith("*")]
-    aligned += [kernel.arg_names.index(name) for name in ("query_row", "query_head") if name in types]
+    aligned += [kernel.arg_names.index(name) for name in ALIGNED if name in types]
     source = ASTSource(
         fn=kernel,
         signature=types,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    options = {"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False}
+    options = {"num_warps": built.num_warps, "num_stages": built.num_stages, "enable_fp_fusion": False}
     done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
@@ -108,11 +152,13 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, architectur
         "local": local,
         "shared": done.metadata.shared,
         "instructions": {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS},
+        "products": sorted(set(re.findall(rf"\b(?:{'|'.join(INSTRUCTIONS[:3])})[.\w]*", code))),
+        "flushes": ".ftz" in done.asm["ptx"],
     }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for architecture in ARCHITECTURES:
-        for kernel, constants, num_warps in kernels():
-            print(json.dumps(compiled(kernel, constants, num_warps, architecture)), flush=True)
+        for built in kernels():
+            print(json.dumps(compiled(built, architecture)), flush=True)

@@ -20,7 +20,9 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 class FileLinear(GroupedLinear):
     """A layer in groups of random codes."""
 
-    def __init__(self, weight: GroupedWeight, *, bias: Tensor | None = None, order: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: GroupedWeight, *, bias: Tensor | None = None, order: Tensor | None = None
+    ) -> None:
         num_out, num_in = weight.codes.shape
         super().__init__(num_in, num_out, weight.bits, weight.group, weight.zeros is not None)
         self.weight, self.bias, self.order = weight, bias, order
@@ -68,7 +70,9 @@ class LinearCase:
                 layer.bias.data = bias.to(self.dtype)
             return layer.to(device)
         if self.kind == "fp8":
-            rows, columns = (-(-n // each) for n, each in zip((num_out, self.num_in), self.fp8_block, strict=True))
+            rows, columns = (
+                -(-n // each) for n, each in zip((num_out, self.num_in), self.fp8_block, strict=True)
+            )
             numbers = normal(num_out, self.num_in).clamp(-3, 3) * torch.exp2(3 * normal(num_out, self.num_in))
             scales = normal(rows, columns).abs() * 0.01
             made = Fp8Linear(numbers.to(torch.float8_e4m3fn), scales, self.fp8_block, bias)
@@ -79,7 +83,9 @@ class LinearCase:
         zeros = normal(*sizes) + 2.0 ** (self.bits - 1) if self.kind == "zeros" else None
         found = FileLinear(GroupedWeight(codes, scales, zeros, self.group, self.bits), bias=bias, order=order)
         if self.rank:
-            found.change = LowRankChange(normal(self.rank, self.num_in) * 0.1, normal(num_out, self.rank) * 0.1)
+            found.change = LowRankChange(
+                normal(self.rank, self.num_in) * 0.1, normal(num_out, self.rank) * 0.1
+            )
         return found
 
     def weight(self, seed: int, device: torch.device | None = None) -> DeviceWeight:
@@ -106,7 +112,9 @@ class LinearCase:
                 packed = fmt.pack_torch(layer.cpu().float())
                 numbers = packed.unpack(torch.arange(layer.out_features)).to(rows.device)
             product = rows.double() @ numbers.detach().to(rows.device).double().T
-            found.append(product if layer.bias is None else product + layer.bias.detach().to(rows.device).double())
+            found.append(
+                product if layer.bias is None else product + layer.bias.detach().to(rows.device).double()
+            )
         return torch.cat(found, 1)
 
     def error(self, number: int = 5, seed: int = 0, device: torch.device | None = None) -> float:

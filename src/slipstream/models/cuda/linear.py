@@ -25,13 +25,13 @@ from slipstream.models.linear.low_rank import LowRankChange
 
 TILE_ROWS = 16
 """Rows of a tile, as the kernel cuts them."""
-MOST_TILES = 4
-"""Tiles of rows that one read of the weights is multiplied with."""
 MOST_ROWS = 1024
 """Rows of one launch; more are several launches."""
 WANTED_PROGRAMS = 256
 """Two for each multiprocessor of a large GPU. A constant: what depends on the device would change the bits with it."""
 MOST_SPLITS = 8
+LEAST_SPLIT = 256
+"""Inputs of a split, at least."""
 LEAST_GROUP = 16
 """Inputs that a matrix instruction takes at once."""
 
@@ -48,20 +48,27 @@ class ProductCut(NamedTuple):
     splits: int
     num_stages: int
     """Blocks that are on their way at once."""
+    most_tiles: int
+    """Tiles of rows that one read of the weights is multiplied with, at most: as many as spill no register."""
 
     @classmethod
     def of(cls, kind: Kind, group: int, dtype: torch.dtype, num_in: int, num_out: int) -> ProductCut:
         """For rows of `dtype`."""
         if dtype == torch.float32:
-            block, num_stages = max(group, 32), 2
+            block, num_stages = 32, 2
         elif kind == Kind.NUMBERS:
             block, num_stages = 64, 5
         else:
             block, num_stages = 128, 4
         blocks, tiles = -(-num_in // block), -(-num_out // TILE_OUTPUTS)
-        wanted = max(min(MOST_SPLITS, -(-WANTED_PROGRAMS // tiles), blocks * block // 256), 1)
+        wanted = max(min(MOST_SPLITS, -(-WANTED_PROGRAMS // tiles), blocks * block // LEAST_SPLIT), 1)
         split_blocks = -(-blocks // wanted)
-        return cls(block, split_blocks, -(-blocks // split_blocks), num_stages)
+        return cls(block, split_blocks, -(-blocks // split_blocks), num_stages, 2 if group else 4)
+
+    def tiles(self, num_rows: int) -> int:
+        """Tiles of rows for a program of a pass: a power of two."""
+        needed = -(-num_rows // TILE_ROWS)
+        return min(1 << (needed - 1).bit_length(), self.most_tiles)
 
 
 def launch(
@@ -73,8 +80,7 @@ def launch(
 
     (num_rows, num_in), num_out = rows.shape, output.shape[1]
     cut = ProductCut.of(Kind(kind), group, rows.dtype, num_in, num_out)
-    tiles = min(-(-num_rows // TILE_ROWS), MOST_TILES)
-    tiles = MOST_TILES if tiles > 2 else tiles
+    tiles = cut.tiles(num_rows)
     partials = None
     if cut.splits > 1:
         partials = torch.empty(cut.splits, num_rows, num_out, dtype=torch.float32, device=rows.device)
@@ -106,7 +112,9 @@ def linear(
         return output
     held = Codes(Kind(kind), codes, (num_out, rows.shape[1]), scales, group, group_scales, zeros)
     weight = held.numbers(torch.arange(num_out))
-    for row, own in zip(rows.float(), output, strict=True):  # one by one: another number of rows, the same bits
+    for row, own in zip(
+        rows.float(), output, strict=True
+    ):  # one by one: another number of rows, the same bits
         product = weight @ row
         own.copy_(product if bias is None else product + bias.float())
     return output
@@ -137,7 +145,7 @@ class DeviceWeight:
         self._order = None if order is None else order.to(device, torch.int64)
         self._places = None if self._order is None else torch.argsort(self._order)
         cut = ProductCut.of(codes.kind, codes.group, dtype, self.in_features, self.out_features)
-        groups = MOST_ROWS // (MOST_TILES * TILE_ROWS)
+        groups = MOST_ROWS // (cut.most_tiles * TILE_ROWS)
         tiles = -(-self.out_features // TILE_OUTPUTS) if cut.splits > 1 else 0
         self._tickets = torch.zeros(groups * tiles, dtype=torch.int32, device=device)
         self._change: tuple[DeviceWeight, DeviceWeight] | None = None
@@ -176,16 +184,18 @@ class DeviceWeight:
         narrow = [layer for layer in layers if isinstance(layer, Fp8Linear)]
         plain = [layer for layer in layers if isinstance(layer, nn.Linear)]
         if grouped:
-            codes = linear_codes.kept_in_groups(grouped, device or torch.device("cpu"))
+            codes = linear_codes.kept_in_groups(grouped, dtype, device or torch.device("cpu"))
         elif narrow:
-            codes = linear_codes.kept_in_fp8(narrow)
+            codes = linear_codes.kept_in_fp8(narrow, dtype)
         elif isinstance(fmt, Int4):
-            codes = linear_codes.rounded_to_int4(plain, fmt.group)
+            codes = linear_codes.rounded_to_int4(plain, fmt.group, dtype)
         elif isinstance(fmt, Int8):
             codes = linear_codes.rounded_to_int8(plain)
         else:
             codes = linear_codes.plain(plain, dtype)
-        made = cls(codes, dtype, _stacked_bias(layers, codes.codes.device), grouped[0].order if grouped else None)
+        made = cls(
+            codes, dtype, _stacked_bias(layers, codes.codes.device), grouped[0].order if grouped else None
+        )
         made._change = _stacked_change([layer.change for layer in grouped], layers, codes.codes.device)
         return made
 
@@ -243,7 +253,8 @@ def _stacked_bias(layers: Sequence[Linear], device: torch.device) -> Tensor | No
     if all(layer.bias is None for layer in layers):
         return None
     parts = [
-        torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers
+        torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float()
+        for layer in layers
     ]
     return torch.cat([part.to(device) for part in parts])
 
@@ -261,6 +272,9 @@ def _stacked_change(
             for change, layer in zip(changes, layers, strict=True)
         )
     )
-    codes = (Codes(Kind.NUMBERS, part.to(device).contiguous(), (part.shape[0], part.shape[1])) for part in (down, up))
+    codes = (
+        Codes(Kind.NUMBERS, part.to(device).contiguous(), (part.shape[0], part.shape[1]))
+        for part in (down, up)
+    )
     first, second = (DeviceWeight(each, torch.float32) for each in codes)
     return first, second

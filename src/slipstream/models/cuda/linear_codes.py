@@ -17,7 +17,6 @@ from slipstream.models.linear.int4 import fitted
 
 TILE_OUTPUTS = 64
 """Outputs of a tile, as the kernel cuts them."""
-LARGEST_GROUP = 128
 _PART_WEIGHTS = 2**24
 """So many weights are rounded or unpacked at a time."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -117,27 +116,28 @@ def rounded_to_int8(layers: Sequence[nn.Linear]) -> Codes:
     return Codes(Kind.INTEGERS, codes, shape, scales)
 
 
-def rounded_to_int4(layers: Sequence[nn.Linear], group: int) -> Codes:
+def rounded_to_int4(layers: Sequence[nn.Linear], group: int, dtype: torch.dtype) -> Codes:
     """As `Int4Linear` rounds them: scales and zeros are half floats, and each output has a factor, a power of two."""
     weights = [layer.weight.detach() for layer in layers]
     shape = (sum(map(len, weights)), weights[0].shape[1])
-    made = _Groups(shape, 4, group, True, weights[0].device)
+    held = largest_group(group, dtype)
+    made = _Groups(shape, 4, held, True, weights[0].device)
     factors = torch.empty(shape[0], device=made.device)
     for first, part in _parts(weights):
         found = fitted(part, group)
         own = torch.exp2(found.scales.abs().amax(1, keepdim=True).clamp_min(_TINY).log2().floor() - 14)
-        made.put(first, replace(found, scales=(found.scales / own).half()))
+        made.put(first, replace(found, scales=(found.scales / own).half()).converted(4, held, True))
         factors[first : first + len(part)] = own[:, 0]
     assert made.zeros is not None
     made.zeros = made.zeros.half()
     return replace(made.finished(), scales=factors)
 
 
-def kept_in_groups(layers: Sequence[GroupedLinear], device: torch.device) -> Codes:
+def kept_in_groups(layers: Sequence[GroupedLinear], dtype: torch.dtype, device: torch.device) -> Codes:
     """The numbers of layers that a file holds in groups: what one of them needs, all of them get."""
     bits = {layer.bits for layer in layers}
     has_zeros = any(layer.has_zeros for layer in layers) or len(bits) > 1
-    group = math.gcd(*(layer.group for layer in layers), LARGEST_GROUP)
+    group = largest_group(math.gcd(*(layer.group for layer in layers)), dtype)
     shape = (sum(layer.out_features for layer in layers), layers[0].in_features)
     made = _Groups(shape, max(bits), group, has_zeros, device)
     length = max(_PART_WEIGHTS // shape[1], 1)
@@ -150,11 +150,11 @@ def kept_in_groups(layers: Sequence[GroupedLinear], device: torch.device) -> Cod
     return made.finished()
 
 
-def kept_in_fp8(layers: Sequence[Fp8Linear]) -> Codes:
+def kept_in_fp8(layers: Sequence[Fp8Linear], dtype: torch.dtype) -> Codes:
     """The codes of a file, with a scale for each output, or for each group of its inputs."""
     shape = (sum(layer.out_features for layer in layers), layers[0].in_features)
     device = layers[0].codes.device
-    group = math.gcd(*(layer.group for layer in layers), LARGEST_GROUP)
+    group = largest_group(math.gcd(*(layer.group for layer in layers)), dtype)
     if all(layer.group >= shape[1] for layer in layers):
         scales = torch.cat([layer.of_outputs()[:, 0] for layer in layers])
         return Codes(Kind.FP8, torch.cat([layer.codes for layer in layers]), shape, scales)
@@ -165,6 +165,12 @@ def kept_in_fp8(layers: Sequence[Fp8Linear]) -> Codes:
         made.put(first, GroupedWeight(layer.codes, scales, None, group, 8))
         first += layer.out_features
     return replace(made.finished(), kind=Kind.FP8)
+
+
+def largest_group(group: int, dtype: torch.dtype) -> int:
+    """The largest groups that the kernel has, for rows of `dtype`, of which groups of this size are made: products of
+    float32 rows take more registers."""
+    return math.gcd(group, 32 if dtype == torch.float32 else 128)
 
 
 def _parts(weights: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
@@ -180,7 +186,9 @@ def _parts(weights: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
 class _Groups:
     """Groups that are being packed, some outputs at a time."""
 
-    def __init__(self, shape: tuple[int, int], bits: int, group: int, has_zeros: bool, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, int], bits: int, group: int, has_zeros: bool, device: torch.device
+    ) -> None:
         self.shape, self.bits, self.group, self.device = shape, bits, group, device
         self.num_groups = -(-shape[1] // group)
         tiles = -(-shape[0] // TILE_OUTPUTS)
@@ -192,7 +200,9 @@ class _Groups:
     def put(self, first: int, part: GroupedWeight) -> None:
         """The outputs from `first` on."""
         codes = part.codes.to(self.device)
-        codes = F.pad(codes, (0, self.num_groups * self.group - codes.shape[1])).view(len(codes), -1, self.group)
+        codes = F.pad(codes, (0, self.num_groups * self.group - codes.shape[1])).view(
+            len(codes), -1, self.group
+        )
         if self.bits == 4:
             codes = codes[..., : self.group // 2] | codes[..., self.group // 2 :] << 4
         outputs = torch.arange(first, first + len(codes), device=self.device)

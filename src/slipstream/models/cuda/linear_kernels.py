@@ -91,11 +91,13 @@ def _inputs(rows, first_row, k, num_rows, num_in):
 @triton.jit
 def _widened(codes, KIND: tl.constexpr, KEPT: tl.constexpr):
     """The codes as numbers of the rows' type, each of them exactly."""
+    if KIND == NUMBERS:
+        return codes
     if KIND == FP8:
         # The sign to the highest bit, exponent and fraction to where float32 has them; its exponents are 120 larger.
-        bits = (codes.to(tl.int32) << 20) & -2015363072  # 0x87F00000
+        bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -2014314496  # 0x87F00000
         return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(KEPT)  # 2^120
-    return codes.to(KEPT)
+    return codes.to(tl.float32).to(KEPT)  # in two steps: the interpreter has no other way to bfloat16
 
 
 @triton.jit
@@ -123,7 +125,7 @@ def _with_group(
     scale = tl.load(group_scales + at, mask=known, other=0.0).to(tl.float32)
     if HAS_ZEROS:
         zero = tl.load(zeros + at, mask=known, other=0.0).to(tl.float32)
-        ones = tl.full([TILE_OUTPUTS, WIDTH], 1.0, KEPT)
+        ones = tl.full([TILE_OUTPUTS, WIDTH], 1.0, tl.float32).to(KEPT)
     added = ()
     for t in tl.static_range(TILES):
         x = _inputs(rows, first_row + t * TILE_ROWS, group * GROUP + i, num_rows, num_in)

@@ -12,7 +12,9 @@ class Fp8Linear(nn.Module):
     Activations are not rounded to FP8.
     """
 
-    def __init__(self, weight: Tensor, scales: Tensor, block: tuple[int, int], bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, scales: Tensor, block: tuple[int, int], bias: Tensor | None = None
+    ) -> None:
         """weight float8_e4m3fn [out, in]; scales [out / block[0], in / block[1]], rounded up."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
