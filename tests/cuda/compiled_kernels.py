@@ -43,21 +43,27 @@ POINTERS |= dict.fromkeys(
 ) | {"logits": "*bf16", "temperatures": "*fp32", "best": "*fp64", "best_ids": "*i32"}
 POINTERS |= {
     **{"rows": "*bf16", "tickets": "*i32", "scales": "*fp32", "group_scales": "*fp16", "zeros": "*fp32"},
-    **{"bias": "*fp32", "codes": "*u8"},
+    **{"bias": "*fp32"},
 }
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
 OTHERS = {"choose_in_blocks": {"keys": "*i64"}, "multiply": {"partials": "*fp32"}}
 """Of a kernel the types that are others there."""
 ALIGNED = ("query_row", "query_head", "num_in", "num_out")
 """Numbers that are multiples of 16."""
-LINEARS = [
-    *((Kind.NUMBERS, 0, dtype) for dtype in (torch.bfloat16, torch.float32)),
-    *((kind, 0, torch.bfloat16) for kind in (Kind.INTEGERS, Kind.FP8)),
-    *((kind, 128, torch.bfloat16) for kind in (Kind.FP8, Kind.CODES8, Kind.CODES4)),
-    *((kind, 32, dtype) for kind in (Kind.CODES8, Kind.CODES4) for dtype in (torch.bfloat16, torch.float32)),
-    (Kind.CODES8, 16, torch.bfloat16),
-]
-"""Weights by how they are held, inputs of a group, and the type of the rows."""
+LINEARS = (
+    (Kind.NUMBERS, 0, False, torch.bfloat16),
+    (Kind.NUMBERS, 0, False, torch.float32),
+    (Kind.INTEGERS, 0, False, torch.bfloat16),
+    (Kind.FP8, 0, False, torch.bfloat16),
+    (Kind.FP8, 128, False, torch.bfloat16),
+    (Kind.CODES8, 16, True, torch.bfloat16),
+    (Kind.CODES8, 32, False, torch.bfloat16),
+    (Kind.CODES4, 32, True, torch.bfloat16),
+    (Kind.CODES4, 32, True, torch.float32),
+    (Kind.CODES4, 128, True, torch.bfloat16),
+    (Kind.CODES4, 128, False, torch.bfloat16),
+)
+"""Weights: how they are held, inputs of a group, whether groups have zeros, and the type of the rows."""
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -98,18 +104,16 @@ def kernels() -> Iterator[Built]:
 
 
 def products() -> Iterator[Built]:
-    """Those of linear layers: with few rows and with many, in one split and in the most."""
-    for kind, group, dtype in LINEARS:
-        for has_zeros in (False, True) if kind in (Kind.CODES8, Kind.CODES4) else (False,):
-            cut = ProductCut.of(kind, group, dtype, 4096, 4096)
-            numbers = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
-            types = {"rows": numbers, "output": numbers}
-            types |= {Kind.NUMBERS: {"codes": numbers}, Kind.INTEGERS: {"codes": "*i8"}}.get(kind, {})
-            for tiles, splits in ((1, MOST_SPLITS), (cut.most_tiles, MOST_SPLITS), (cut.most_tiles, 1)):
-                constants = {"KIND": int(kind), "GROUP": group, "BLOCK": cut.block, "TILES": tiles}
-                constants |= {"SPLITS": splits, "HAS_ZEROS": has_zeros, "HAS_BIAS": True}
-                constants["HAS_SCALES"] = kind == Kind.CODES4 or (not group and kind != Kind.NUMBERS)
-                yield Built(linear_kernels.multiply, constants, 4, cut.num_stages, types)
+    """Those of linear layers, with few rows and with many."""
+    for kind, group, has_zeros, dtype in LINEARS:
+        cut = ProductCut.of(kind, group, dtype, 4096, 4096)
+        numbers = "*fp32" if dtype == torch.float32 else "*bf16"
+        codes = {Kind.NUMBERS: numbers, Kind.INTEGERS: "*i8"}.get(kind, "*u8")
+        constants = {"KIND": int(kind), "GROUP": group, "BLOCK": cut.block, "SPLITS": MOST_SPLITS}
+        constants |= {"HAS_ZEROS": has_zeros, "HAS_BIAS": True, "HAS_SCALES": kind != Kind.NUMBERS}
+        types = {"rows": numbers, "output": numbers, "codes": codes}
+        for tiles in (1, cut.most_tiles):
+            yield Built(linear_kernels.multiply, constants | {"TILES": tiles}, 4, cut.num_stages, types)
 
 
 def compiled(built: Built, architecture: int) -> dict[str, Any]:
@@ -147,6 +151,7 @@ def compiled(built: Built, architecture: int) -> dict[str, Any]:
         "kernel": kernel.fn.__name__,
         "architecture": architecture,
         "constants": constants,
+        "types": dict(built.types),
         "registers": registers,
         "stack": stack,
         "local": local,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,5 +92,21 @@ def test_every_kernel_compiled_spills_nothing(tmp_path: Path) -> None:
     for kernel in kernels:
         assert kernel["stack"] == kernel["local"] == kernel["instructions"]["STL"] == 0, kernel
         assert kernel["shared"] <= MAX_SHARED_BYTES[kernel["architecture"]], kernel
-        if kernel["kernel"] == "attend_splits":
+        is_exact = "fp32" in kernel["types"].get("rows", "")
+        if kernel["kernel"] in ("attend_splits", "multiply") and not is_exact:
             assert any(kernel["instructions"][name] for name in PRODUCTS), kernel
+        assert not kernel["flushes"], "FP8 is widened through the smallest floats"
+    _check_that_rows_do_not_choose_the_instruction([each for each in kernels if each["kernel"] == "multiply"])
+
+
+def _check_that_rows_do_not_choose_the_instruction(products: list[dict[str, Any]]) -> None:
+    """One shape of matrix instructions for few rows and for many, and Hopper's own on Hopper."""
+    found: dict[str, set[str]] = {}
+    for kernel in products:
+        constants = {name: value for name, value in kernel["constants"].items() if name != "TILES"}
+        of_weight = str((kernel["architecture"], constants, kernel["types"]))
+        found.setdefault(of_weight, set()).update(kernel["products"])
+        if kernel["architecture"] == 90 and kernel["products"]:
+            assert kernel["products"] == ["HGMMA.64x16x16.F32.BF16"]
+    assert len(found) < len(products)
+    assert all(len(shapes) <= 1 for shapes in found.values()), found

@@ -111,7 +111,7 @@ def linear(
                 launch(part, codes, scales, group_scales, zeros, bias, tickets, kind, group, own)
         return output
     held = Codes(Kind(kind), codes, (num_out, rows.shape[1]), scales, group, group_scales, zeros)
-    weight = held.numbers(torch.arange(num_out))
+    weight = codes.float() if kind == Kind.NUMBERS else held.numbers(torch.arange(num_out))
     for row, own in zip(
         rows.float(), output, strict=True
     ):  # one by one: another number of rows, the same bits

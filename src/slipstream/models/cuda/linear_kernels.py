@@ -38,7 +38,7 @@ def multiply(
     o = tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     sums = ()
     for _ in tl.static_range(TILES):
-        sums = sums + (tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32),)
+        sums += (tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32),)
     for block in range(split * split_blocks, tl.minimum((split + 1) * split_blocks, num_blocks)):
         if GROUP == 0:
             k = block * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def multiply(
             added = ()
             for t in tl.static_range(TILES):
                 x = _inputs(rows, first_row + t * TILE_ROWS, k, num_rows, num_in)
-                added = added + (tl.dot(w, x, sums[t], input_precision="ieee"),)
+                added += (tl.dot(w, x, sums[t], input_precision="ieee"),)
             sums = added
         else:
             for part in tl.static_range(BLOCK // GROUP):
@@ -139,7 +139,7 @@ def _with_group(
                 whole = tl.dot(ones, x, whole, input_precision="ieee")
         if HAS_ZEROS:
             product -= whole * zero[:, None]
-        added = added + (sums[t] + product * scale[:, None],)
+        added += (sums[t] + product * scale[:, None],)
     return added
 
 
