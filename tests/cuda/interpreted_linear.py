@@ -60,5 +60,5 @@ def test_tickets_are_zeros_again(num_in: int) -> None:
     rows = LinearCase((130,), num_in).rows(40)
     first = weight(rows)
     assert bool(weight._tickets.eq(0).all())
-    assert (len(weight._tickets) > 0) == (num_in >= 512)
+    assert (len(weight._tickets) > 0) == (num_in >= 384)
     assert torch.equal(weight(rows), first)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.gpu.path.kernels import layer_of, real_cases
 from benchmarks.gpu.path.part import Part
+from benchmarks.gpu.path.products import KINDS, cublas, weight_of
 from benchmarks.gpu.path.shapes import SHAPES, TINY, WAYS, causal_lm, products
 from slipstream.core.proposal import Proposal
 from slipstream.models.batch import RowGroup, tree_rows
@@ -35,10 +35,12 @@ def measure(part: Part) -> None:
     for name, shape in {"tiny": TINY}.items() if part.is_tiny else SHAPES.items():
         for n, k in products(shape):
             part.cell(f"product {name} {n}x{k}", partial(product_bits, part, n, k, torch.bfloat16))
-    part.cell(
-        "product float32",
-        partial(product_bits, part, *((8, 16) if part.is_tiny else (1024, 1024)), torch.float32),
-    )
+            for kind in KINDS[-1:] if part.is_tiny else KINDS:
+                own = partial(product_bits, part, n, k, torch.bfloat16, kind)
+                part.cell(f"own product {name} {n}x{k}, {kind}", own)
+    size = (8, 16) if part.is_tiny else (1024, 1024)
+    part.cell("product float32", partial(product_bits, part, *size, torch.float32))
+    part.cell("own product float32", partial(product_bits, part, *size, torch.float32, "float32"))
     for name, case in real_cases(part.is_tiny).items():
         part.cell(f"attention of {name}", partial(attention_bits, part, case))
     part.cell("noise", partial(noise_bits, part))
@@ -52,28 +54,29 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
-def product_bits(part: Part, n: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Of a linear layer: is a row the same in every place, beside any neighbours, alone, and in every bucket?"""
+def product_bits(part: Part, n: int, k: int, dtype: torch.dtype, kind: str | None = None) -> dict[str, Any]:
+    """Of a linear layer: is a row the same in every place, beside any neighbours, alone, and in every bucket? cuBLAS's,
+    or ours with weights of this kind."""
     most = 4 if part.is_tiny else BUCKETS[-1]
-    weight = torch.randn(n, k, device=part.device).to(dtype)
+    multiply = weight_of(part.device, n, k, kind, dtype) if kind else cublas(part.device, n, k, dtype)
     rows = torch.randn(most, k, device=part.device).to(dtype)
     buckets = [size for size in BUCKETS if size <= most] or [most]
     first: dict[int, Tensor] = {}
     places, neighbours = {}, {}
     for size in buckets:
-        base = F.linear(rows[:size], weight)
+        base = multiply(rows[:size])
         first[size] = base[0]
         shifts = (1, size // 2, size - 1)
         places[size] = all(
-            same(F.linear(rows[:size].roll(shift, 0), weight), base.roll(shift, 0)) for shift in shifts
+            same(multiply(rows[:size].roll(shift, 0)), base.roll(shift, 0)) for shift in shifts
         )
         padded = torch.zeros_like(rows[:size])
         padded[0] = rows[0]
-        neighbours[size] = same(F.linear(padded, weight)[0], base[0])
+        neighbours[size] = same(multiply(padded)[0], base[0])
     seen: list[Tensor] = []
     classes = []
     for count in range(1, most + 1):
-        row = F.linear(rows[:count], weight)[0]
+        row = multiply(rows[:count])[0]
         classes.append(next((i for i, other in enumerate(seen) if same(row, other)), len(seen)))
         if classes[-1] == len(seen):
             seen.append(row)
@@ -81,7 +84,7 @@ def product_bits(part: Part, n: int, k: int, dtype: torch.dtype) -> dict[str, An
         "places": places,
         "neighbours": neighbours,
         "buckets_agree": all(same(first[size], first[buckets[0]]) for size in buckets),
-        "alone_agrees": same(F.linear(rows[:1], weight)[0], first[buckets[0]]),
+        "alone_agrees": same(multiply(rows[:1])[0], first[buckets[0]]),
         "classes_by_rows": _runs(classes),
     }
 

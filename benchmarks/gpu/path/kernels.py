@@ -14,14 +14,18 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.path.part import Part
+from benchmarks.gpu.path.products import product_rates
+from benchmarks.gpu.path.shapes import SHAPES, TINY, products
 from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.sampling.noise import Noise, choose_rows
 from tests.cuda.attention_cases import CASES, Case, Layer, random_groups
+from tests.cuda.linear_cases import LINEAR_CASES, LinearCase
 
 PROCESSES = 16
 TINY_CASES = ("plain", "bfloat16")
+TINY_LINEARS = ("int8", "4 bits of 128 in float16")
 BFLOAT16 = torch.bfloat16
 REAL = {
     "1G": Case(BFLOAT16, None, 28, 28, 64, 64, scaling=0.125),
@@ -46,6 +50,11 @@ def measure(part: Part) -> None:
         part.cell(f"attention of {name}", partial(_large, part, case))
     for vocab_size in (1500,) if part.is_tiny else (4096, 128256):
         part.cell(f"choice of {vocab_size:,}", partial(choices, part, vocab_size))
+    for name in TINY_LINEARS if part.is_tiny else LINEAR_CASES:
+        part.cell(f"linear, {name}", partial(_linear, part, LINEAR_CASES[name]))
+    for name, shape in {"tiny": TINY}.items() if part.is_tiny else SHAPES.items():
+        for n, k in products(shape)[:1] if part.is_tiny else products(shape):
+            part.cell(f"rates of {name} {n}x{k}", partial(product_rates, part, n, k), needs_s=4)
 
 
 def real_cases(is_tiny: bool) -> dict[str, Case]:
@@ -68,6 +77,11 @@ def _small(part: Part, case: Case) -> dict[str, Any]:
     errors = [
         Layer.random(case, seed, device=part.device).error() for seed in range(1 if part.is_tiny else 4)
     ]
+    return {"error": max(errors), "dtype": str(case.dtype)}
+
+
+def _linear(part: Part, case: LinearCase) -> dict[str, Any]:
+    errors = [case.error(5, seed, part.device) for seed in range(1 if part.is_tiny else 3)]
     return {"error": max(errors), "dtype": str(case.dtype)}
 
 

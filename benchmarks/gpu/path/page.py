@@ -271,8 +271,24 @@ def _kernels(cells: Cells) -> list[str]:
     equal = [f"{cell['equal']} of {cell['rows']} ({name})" for name, cell in cells.items() if "equal" in cell]
     if equal:
         found.append(f"Tokens that are the host's: {', '.join(equal)}.")
-    head = ("attention against float64", "type", "largest error over the largest number")
-    return ["### Kernels", *found, *(["\n".join(table(head, errors))] if errors else [])]
+    head = ("kernel against float64", "type", "largest error over the largest number")
+    return ["### Kernels", *found, *(["\n".join(table(head, errors))] if errors else []), *_rates(cells)]
+
+
+def _rates(cells: Cells) -> list[str]:
+    """Of products of linear layers."""
+    rows = []
+    for name, cell in cells.items():
+        if not name.startswith("rates of "):
+            continue
+        for kind, each in cell.items():
+            times = [
+                f"{count}: {us:.1f} µs, {each['gb_per_s'][count]:,.0f} GB/s"
+                for count, us in each["us"].items()
+            ]
+            rows.append((name.removeprefix("rates of "), kind, "; ".join(times)))
+    head = ("product, outputs × inputs", "weights", "by rows")
+    return ["\n".join(table(head, rows))] if rows else []
 
 
 def _bits(cells: Cells) -> list[str]:
@@ -284,7 +300,13 @@ def _bits(cells: Cells) -> list[str]:
          "yes" if cell["buckets_agree"] else "no", "yes" if cell["alone_agrees"] else "no")
         for name, cell in cells.items() if "places" in cell
     ]  # fmt: skip
-    head = ("cuBLAS product", "same in every place", "beside any rows", "in 16, 32, 64 rows", "and alone")
+    head = (
+        "product, cuBLAS's or our own",
+        "same in every place",
+        "beside any rows",
+        "in 16, 32, 64 rows",
+        "and alone",
+    )
     found = ["### Bits of a row", "\n".join(table(head, products))]
     shares = [(name, f"{cell['equal']} of {cell['rows']}") for name, cell in cells.items() if "equal" in cell]
     for name, cell in cells.items():

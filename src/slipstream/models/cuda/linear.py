@@ -27,10 +27,10 @@ TILE_ROWS = 16
 """Rows of a tile, as the kernel cuts them."""
 MOST_ROWS = 1024
 """Rows of one launch; more are several launches."""
-WANTED_PROGRAMS = 256
-"""Two for each multiprocessor of a large GPU. A constant: what depends on the device would change the bits with it."""
+WANTED_PROGRAMS = 192
+"""More than a large GPU has multiprocessors. A constant: what depends on the device would change the bits with it."""
 MOST_SPLITS = 8
-LEAST_SPLIT = 256
+LEAST_SPLIT = 192
 """Inputs of a split, at least."""
 LEAST_GROUP = 16
 """Inputs that a matrix instruction takes at once."""
@@ -43,9 +43,8 @@ class ProductCut(NamedTuple):
 
     block: int
     """Inputs that are read at once."""
-    split_blocks: int
-    """Blocks of a split: a program's."""
     splits: int
+    """Into so many parts the blocks are cut, a power of two."""
     num_stages: int
     """Blocks that are on their way at once."""
     most_tiles: int
@@ -60,10 +59,12 @@ class ProductCut(NamedTuple):
             block, num_stages = 64, 5
         else:
             block, num_stages = 128, 4
-        blocks, tiles = -(-num_in // block), -(-num_out // TILE_OUTPUTS)
-        wanted = max(min(MOST_SPLITS, -(-WANTED_PROGRAMS // tiles), blocks * block // LEAST_SPLIT), 1)
-        split_blocks = -(-blocks // wanted)
-        return cls(block, split_blocks, -(-blocks // split_blocks), num_stages, 2 if group else 4)
+        tiles, splits = -(-num_out // TILE_OUTPUTS), 1
+        while (
+            splits < MOST_SPLITS and tiles * splits < WANTED_PROGRAMS and 2 * splits * LEAST_SPLIT <= num_in
+        ):
+            splits *= 2
+        return cls(block, splits, num_stages, 2 if group else 4)
 
     def tiles(self, num_rows: int) -> int:
         """Tiles of rows for a program of a pass: a power of two."""
@@ -87,7 +88,7 @@ def launch(
     grid = (-(-num_rows // (tiles * TILE_ROWS)), -(-num_out // TILE_OUTPUTS) * cut.splits)
     multiply[grid](
         rows, codes, scales, group_scales, zeros, bias, partials, tickets, output,
-        num_rows, num_in, num_out, -(-num_in // group) if group else 0, -(-num_in // cut.block), cut.split_blocks,
+        num_rows, num_in, num_out, -(-num_in // group) if group else 0, -(-num_in // cut.block),
         kind, group, cut.block, tiles, cut.splits, scales is not None, zeros is not None, bias is not None,
         num_warps=4, num_stages=cut.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -21,14 +21,14 @@ NUMBERS, INTEGERS, FP8, CODES8, CODES4 = (tl.constexpr(kind) for kind in range(5
 @triton.jit
 def multiply(
     rows, codes, scales, group_scales, zeros, bias, partials, tickets, output,
-    num_rows, num_in, num_out, num_groups, num_blocks, split_blocks,
+    num_rows, num_in, num_out, num_groups, num_blocks,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of rows from `program_id(0)`, and one tile of outputs, over one of SPLITS cuts of the inputs.
 
     rows [num_rows, num_in], output [num_rows, num_out]; codes, scales and zeros as `linear_codes.Codes` has them. A cut
-    is `split_blocks` blocks of BLOCK inputs. With several cuts their sums are left in partials, float32
+    is some of the `num_blocks` blocks of BLOCK inputs. With several cuts their sums are left in partials, float32
     [SPLITS, num_rows, num_out], and the last program of a tile adds them in order. `tickets` are zeros, before and
     after.
     """
@@ -39,7 +39,7 @@ def multiply(
     sums = ()
     for _ in tl.static_range(TILES):
         sums += (tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32),)
-    for block in range(split * split_blocks, tl.minimum((split + 1) * split_blocks, num_blocks)):
+    for block in range(split * num_blocks // SPLITS, (split + 1) * num_blocks // SPLITS):
         if GROUP == 0:
             k = block * BLOCK + tl.arange(0, BLOCK)
             at = o.to(tl.int64)[:, None] * num_in + k[None, :]
