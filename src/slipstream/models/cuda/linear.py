@@ -58,7 +58,7 @@ class ProductCut(NamedTuple):
         elif kind == Kind.NUMBERS:
             block, num_stages = 64, 5
         else:
-            block, num_stages = 128, 4
+            block, num_stages = 64 if group == LEAST_GROUP else 128, 4
         tiles, splits = -(-num_out // TILE_OUTPUTS), 1
         while (
             splits < MOST_SPLITS and tiles * splits < WANTED_PROGRAMS and 2 * splits * LEAST_SPLIT <= num_in
