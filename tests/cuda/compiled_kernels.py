@@ -23,7 +23,7 @@ from slipstream.models.cuda import attention_kernels, choice_kernels, linear_ker
 from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.choice import BLOCK
 from slipstream.models.cuda.linear import MOST_SPLITS, ProductCut
-from slipstream.models.cuda.linear_codes import Kind
+from slipstream.models.cuda.linear_codes import HeldAs
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.cuda.verdict import NUM_PIECES, PIECE_BYTES
 from slipstream.models.executor.pass_layout import WANTED
@@ -51,17 +51,17 @@ OTHERS = {"choose_in_blocks": {"keys": "*i64"}, "multiply": {"partials": "*fp32"
 ALIGNED = ("query_row", "query_head", "num_in", "num_out")
 """Numbers that are multiples of 16."""
 LINEARS = (
-    (Kind.NUMBERS, 0, False, torch.bfloat16),
-    (Kind.NUMBERS, 0, False, torch.float32),
-    (Kind.INTEGERS, 0, False, torch.bfloat16),
-    (Kind.FP8, 0, False, torch.bfloat16),
-    (Kind.FP8, 128, False, torch.bfloat16),
-    (Kind.CODES8, 16, True, torch.bfloat16),
-    (Kind.CODES8, 32, False, torch.bfloat16),
-    (Kind.CODES4, 32, True, torch.bfloat16),
-    (Kind.CODES4, 32, True, torch.float32),
-    (Kind.CODES4, 128, True, torch.bfloat16),
-    (Kind.CODES4, 128, False, torch.bfloat16),
+    (HeldAs.NUMBERS, 0, False, torch.bfloat16),
+    (HeldAs.NUMBERS, 0, False, torch.float32),
+    (HeldAs.INTEGERS, 0, False, torch.bfloat16),
+    (HeldAs.FP8, 0, False, torch.bfloat16),
+    (HeldAs.FP8, 128, False, torch.bfloat16),
+    (HeldAs.CODES8, 16, True, torch.bfloat16),
+    (HeldAs.CODES8, 32, False, torch.bfloat16),
+    (HeldAs.CODES4, 32, True, torch.bfloat16),
+    (HeldAs.CODES4, 32, True, torch.float32),
+    (HeldAs.CODES4, 128, True, torch.bfloat16),
+    (HeldAs.CODES4, 128, False, torch.bfloat16),
 )
 """Weights: how they are held, inputs of a group, whether groups have zeros, and the type of the rows."""
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -108,9 +108,9 @@ def products() -> Iterator[Built]:
     for kind, group, has_zeros, dtype in LINEARS:
         cut = ProductCut.of(kind, group, dtype, 4096, 4096)
         numbers = "*fp32" if dtype == torch.float32 else "*bf16"
-        codes = {Kind.NUMBERS: numbers, Kind.INTEGERS: "*i8"}.get(kind, "*u8")
+        codes = {HeldAs.NUMBERS: numbers, HeldAs.INTEGERS: "*i8"}.get(kind, "*u8")
         constants = {"KIND": int(kind), "GROUP": group, "BLOCK": cut.block, "SPLITS": MOST_SPLITS}
-        constants |= {"HAS_ZEROS": has_zeros, "HAS_BIAS": True, "HAS_SCALES": kind != Kind.NUMBERS}
+        constants |= {"HAS_ZEROS": has_zeros, "HAS_BIAS": True, "HAS_SCALES": kind != HeldAs.NUMBERS}
         types = {"rows": numbers, "output": numbers, "codes": codes}
         for tiles in (1, cut.most_tiles):
             yield Built(linear_kernels.multiply, constants | {"TILES": tiles}, 4, cut.num_stages, types)

@@ -14,7 +14,15 @@ from slipstream.models.cuda import linear
 
 interpreter.mend()
 
-BITWISE = ("bfloat16", "float32", "int8", "fp8, blocks", "4 bits of 32", "8 bits of 48", "4 bits of 96 in their middle")
+BITWISE = (
+    "bfloat16",
+    "float32",
+    "int8",
+    "fp8, blocks",
+    "4 bits of 32",
+    "8 bits of 48",
+    "4 bits of 96 in their middle",
+)
 ROWS = (1, 5, 16, 17, 64)
 
 

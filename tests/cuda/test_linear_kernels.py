@@ -13,7 +13,7 @@ from triton_process import interpreted
 
 from slipstream.errors import ModelError
 from slipstream.models.cuda.linear import DeviceWeight, ProductCut, linear
-from slipstream.models.cuda.linear_codes import Kind
+from slipstream.models.cuda.linear_codes import HeldAs
 from slipstream.models.files.awq import AwqMatrix
 from slipstream.models.files.block_formats import FORMATS, BlockFormat
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
@@ -196,9 +196,9 @@ def test_no_rows_are_no_product() -> None:
     assert LINEAR_CASES["int8"].weight(0)(LINEAR_CASES["int8"].rows(0)).shape == (0, 69)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_no_split_is_without_inputs(kind: Kind) -> None:
-    group = 32 if kind in (Kind.CODES4, Kind.CODES8) else 0
+@pytest.mark.parametrize("kind", HeldAs)
+def test_no_split_is_without_inputs(kind: HeldAs) -> None:
+    group = 32 if kind in (HeldAs.CODES4, HeldAs.CODES8) else 0
     for num_in in (16, 100, 1792, 4928, 14336):
         for num_out in (1, 64, 1792, 28672, 128256):
             cut = ProductCut.of(kind, group, torch.bfloat16, num_in, num_out)

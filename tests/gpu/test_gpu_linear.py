@@ -35,7 +35,11 @@ def test_a_row_on_a_gpu_has_the_same_bits_among_any_others(name: str) -> None:
 
 def test_a_product_can_be_captured() -> None:
     case = LINEAR_CASES["4 bits of 32"]
-    weight, rows, outputs = case.weight(1, CUDA), case.rows(8, device=CUDA), torch.tensor([3, 60], device=CUDA)
+    weight, rows, outputs = (
+        case.weight(1, CUDA),
+        case.rows(8, device=CUDA),
+        torch.tensor([3, 60], device=CUDA),
+    )
     weight(rows), weight.unpack(outputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 from slipstream.models.cuda import linear_codes
-from slipstream.models.cuda.linear_codes import TILE_OUTPUTS, Codes, Kind
+from slipstream.models.cuda.linear_codes import TILE_OUTPUTS, Codes, HeldAs
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat
 from slipstream.models.linear.fp8 import Fp8Linear
 from slipstream.models.linear.grouped import GroupedLinear
@@ -51,11 +51,11 @@ class ProductCut(NamedTuple):
     """Tiles of rows that one read of the weights is multiplied with, at most: as many as spill no register."""
 
     @classmethod
-    def of(cls, kind: Kind, group: int, dtype: torch.dtype, num_in: int, num_out: int) -> ProductCut:
+    def of(cls, kind: HeldAs, group: int, dtype: torch.dtype, num_in: int, num_out: int) -> ProductCut:
         """For rows of `dtype`."""
         if dtype == torch.float32:
             block, num_stages = 32, 2
-        elif kind == Kind.NUMBERS:
+        elif kind == HeldAs.NUMBERS:
             block, num_stages = 64, 5
         else:
             block, num_stages = 64 if group == LEAST_GROUP else 128, 4
@@ -80,7 +80,7 @@ def launch(
     from slipstream.models.cuda.linear_kernels import multiply
 
     (num_rows, num_in), num_out = rows.shape, output.shape[1]
-    cut = ProductCut.of(Kind(kind), group, rows.dtype, num_in, num_out)
+    cut = ProductCut.of(HeldAs(kind), group, rows.dtype, num_in, num_out)
     tiles = cut.tiles(num_rows)
     partials = None
     if cut.splits > 1:
@@ -107,12 +107,12 @@ def linear(
     rows = rows.contiguous()
     output = rows.new_empty(len(rows), num_out, dtype=torch.float32 if in_float32 else rows.dtype)
     if rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        for part, own in zip(rows.split(MOST_ROWS), output.split(MOST_ROWS), strict=True):
-            if len(part):
-                launch(part, codes, scales, group_scales, zeros, bias, tickets, kind, group, own)
+        for begin in range(0, len(rows), MOST_ROWS):
+            part, own = (each[begin : begin + MOST_ROWS] for each in (rows, output))
+            launch(part, codes, scales, group_scales, zeros, bias, tickets, kind, group, own)
         return output
-    held = Codes(Kind(kind), codes, (num_out, rows.shape[1]), scales, group, group_scales, zeros)
-    weight = codes.float() if kind == Kind.NUMBERS else held.numbers(torch.arange(num_out))
+    held = Codes(HeldAs(kind), codes, (num_out, rows.shape[1]), scales, group, group_scales, zeros)
+    weight = codes.float() if kind == HeldAs.NUMBERS else held.numbers(torch.arange(num_out))
     for row, own in zip(
         rows.float(), output, strict=True
     ):  # one by one: another number of rows, the same bits
@@ -159,8 +159,10 @@ class DeviceWeight:
         if all(isinstance(layer, GroupedLinear) for layer in layers):
             return _misfit_of_groups([layer for layer in layers if isinstance(layer, GroupedLinear)])
         if kinds == {Fp8Linear}:
-            groups = {layer.group for layer in layers if isinstance(layer, Fp8Linear)}
-            odd = [group for group in groups if group % LEAST_GROUP and group < layers[0].in_features]
+            narrow = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+            odd = [
+                each.group for each in narrow if each.group % LEAST_GROUP and each.group < each.in_features
+            ]
             return f"groups of {odd[0]} inputs are no multiple of {LEAST_GROUP}" if odd else None
         if kinds != {nn.Linear}:
             return f"layers of different kinds: {', '.join(sorted(kind.__name__ for kind in kinds))}"
@@ -230,7 +232,7 @@ class DeviceWeight:
     def unpack(self, outputs: Tensor) -> Tensor:
         """int64 [n] -> [n, in] in the rows' type: these outputs' weights, no change added; nothing is read on the
         host."""
-        if self._codes.kind == Kind.NUMBERS:
+        if self._codes.kind == HeldAs.NUMBERS:
             return self._codes.codes[outputs]
         return self.numbers(outputs).to(self.dtype)
 
@@ -267,15 +269,14 @@ def _stacked_change(
     if all(change is None for change in changes):
         return None
     down = torch.cat([change.down.float() for change in changes if change is not None])
-    up = torch.block_diag(
-        *(
-            torch.zeros(layer.out_features, 0) if change is None else change.up.float()
-            for change, layer in zip(changes, layers, strict=True)
-        )
-    )
-    codes = (
-        Codes(Kind.NUMBERS, part.to(device).contiguous(), (part.shape[0], part.shape[1]))
-        for part in (down, up)
-    )
+    up = torch.zeros(sum(layer.out_features for layer in layers), len(down))
+    output, rank = 0, 0
+    for layer, change in zip(layers, changes, strict=True):
+        if change is not None:
+            end = rank + len(change.down)
+            up[output : output + layer.out_features, rank:end] = change.up
+            rank = end
+        output += layer.out_features
+    codes = [Codes(HeldAs.NUMBERS, part.to(device), (len(part), part.shape[1])) for part in (down, up)]
     first, second = (DeviceWeight(each, torch.float32) for each in codes)
     return first, second

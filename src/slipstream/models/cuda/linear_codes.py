@@ -22,7 +22,7 @@ _PART_WEIGHTS = 2**24
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class Kind(IntEnum):
+class HeldAs(IntEnum):
     """How a weight is held; the numbers are the kernel's."""
 
     NUMBERS = 0
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 class Codes:
     """A weight [out, in] on its device."""
 
-    kind: Kind
+    kind: HeldAs
     codes: Tensor
     """[out, in]; of groups [tiles, groups, TILE_OUTPUTS, bytes of a group], tiles and groups filled up with zeros."""
     shape: tuple[int, int]
@@ -66,7 +66,7 @@ class Codes:
         the host."""
         if not self.group:
             found = self.codes[outputs]
-            numbers = widened_fp8(found) if self.kind == Kind.FP8 else found.float()
+            numbers = widened_fp8(found) if self.kind == HeldAs.FP8 else found.float()
         else:
             numbers = self._grouped_numbers(outputs)
         return numbers if self.scales is None else numbers * self.scales[outputs, None]
@@ -74,12 +74,12 @@ class Codes:
     def _grouped_numbers(self, outputs: Tensor) -> Tensor:
         assert self.group_scales is not None
         held = self.codes[outputs // TILE_OUTPUTS, :, outputs % TILE_OUTPUTS]  # [n, groups, bytes]
-        if self.kind == Kind.FP8:
+        if self.kind == HeldAs.FP8:
             numbers = widened_fp8(held)
         else:
-            if self.kind == Kind.CODES4:
+            if self.kind == HeldAs.CODES4:
                 held = torch.cat([held & 15, held >> 4], dim=-1)
-            middle = 8.0 if self.kind == Kind.CODES4 else 128.0
+            middle = 8.0 if self.kind == HeldAs.CODES4 else 128.0
             zeros = middle if self.zeros is None else self.zeros.T[outputs].float()[..., None]
             numbers = held.float() - zeros
         numbers = numbers * self.group_scales.T[outputs].float()[..., None]
@@ -96,10 +96,10 @@ def plain(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Codes:
     weights = [layer.weight.detach() for layer in layers]
     shape = (sum(map(len, weights)), weights[0].shape[1])
     if len(weights) == 1 and weights[0].dtype == dtype and weights[0].is_contiguous():
-        return Codes(Kind.NUMBERS, weights[0], shape)
+        return Codes(HeldAs.NUMBERS, weights[0], shape)
     codes = torch.empty(shape, dtype=dtype, device=weights[0].device)
     torch.cat(weights, out=codes)
-    return Codes(Kind.NUMBERS, codes, shape)
+    return Codes(HeldAs.NUMBERS, codes, shape)
 
 
 def rounded_to_int8(layers: Sequence[nn.Linear]) -> Codes:
@@ -113,7 +113,7 @@ def rounded_to_int8(layers: Sequence[nn.Linear]) -> Codes:
         own = numbers.abs().amax(1).clamp_min(_TINY) / 127
         codes[first : first + len(part)] = (numbers / own[:, None]).round()
         scales[first : first + len(part)] = own
-    return Codes(Kind.INTEGERS, codes, shape, scales)
+    return Codes(HeldAs.INTEGERS, codes, shape, scales)
 
 
 def rounded_to_int4(layers: Sequence[nn.Linear], group: int, dtype: torch.dtype) -> Codes:
@@ -157,14 +157,14 @@ def kept_in_fp8(layers: Sequence[Fp8Linear], dtype: torch.dtype) -> Codes:
     group = largest_group(math.gcd(*(layer.group for layer in layers)), dtype)
     if all(layer.group >= shape[1] for layer in layers):
         scales = torch.cat([layer.of_outputs()[:, 0] for layer in layers])
-        return Codes(Kind.FP8, torch.cat([layer.codes for layer in layers]), shape, scales)
+        return Codes(HeldAs.FP8, torch.cat([layer.codes for layer in layers]), shape, scales)
     made = _Groups(shape, 8, group, False, device)
     first = 0
     for layer in layers:
         scales = layer.of_outputs().repeat_interleave(-(-layer.group // group), 1)[:, : made.num_groups]
         made.put(first, GroupedWeight(layer.codes, scales, None, group, 8))
         first += layer.out_features
-    return replace(made.finished(), kind=Kind.FP8)
+    return replace(made.finished(), kind=HeldAs.FP8)
 
 
 def largest_group(group: int, dtype: torch.dtype) -> int:
@@ -214,7 +214,7 @@ class _Groups:
 
     def finished(self) -> Codes:
         """What is held, scales and zeros as half floats where those are the same numbers."""
-        kind = Kind.CODES4 if self.bits == 4 else Kind.CODES8
+        kind = HeldAs.CODES4 if self.bits == 4 else HeldAs.CODES8
         zeros = None if self.zeros is None else _narrowed(self.zeros)
         return Codes(kind, self.codes, self.shape, None, self.group, _narrowed(self.scales), zeros)
 
