@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -67,19 +67,8 @@ LINEARS = (
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-class Built(NamedTuple):
-    """A kernel as it is launched."""
-
-    kernel: Any
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int = 2
-    types: Mapping[str, str] = {}
-    """Of its arguments, where they are others than those above."""
-
-
-def kernels() -> Iterator[Built]:
-    """All that is launched."""
+def kernels() -> Iterator[tuple[Any, ...]]:
+    """(kernel, its constants, warps) of all that is launched, and further arguments of `compiled`."""
     yield from products()
     for dim in DIMS:
         block = triton.next_power_of_2(dim)
@@ -89,21 +78,21 @@ def kernels() -> Iterator[Built]:
             for window, softcap in ((0, False), (4096, True)):
                 constants = sizes | {"GROUP": 4, "TILE": cut.tile, "BLOCK": cut.block, "SPLIT": SPLIT}
                 constants |= {"WINDOW": window, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
-                yield Built(attention_kernels.attend_splits, constants, cut.num_warps)
-            yield Built(attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4)
+                yield attention_kernels.attend_splits, constants, cut.num_warps
+            yield attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4
         for has_sinks in (False, True):
             constants = {"VALUE_DIM": dim, "VALUE_BLOCK": block, "HAS_SINKS": has_sinks}
-            yield Built(attention_kernels.add_partials, constants, 4)
-    yield Built(choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4)
-    yield Built(choice_kernels.choose_among_blocks, {"BLOCK": 256}, 4)
+            yield attention_kernels.add_partials, constants, 4
+    yield choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4
+    yield choice_kernels.choose_among_blocks, {"BLOCK": 256}, 4
     for size in WANTED:
-        yield Built(verdict_kernels.walk_trees, {"BLOCK": size}, 1)
+        yield verdict_kernels.walk_trees, {"BLOCK": size}, 1
     for size in (1, 4):
         constants = {"PIECES": NUM_PIECES, "WORDS": PIECE_BYTES // size, "WORD_BYTES": size}
-        yield Built(verdict_kernels.move_pieces, constants, 4)
+        yield verdict_kernels.move_pieces, constants, 4
 
 
-def products() -> Iterator[Built]:
+def products() -> Iterator[tuple[Any, ...]]:
     """Those of linear layers, with few rows and with many."""
     for kind, group, has_zeros, dtype in LINEARS:
         cut = ProductCut.of(kind, group, dtype, 4096, 4096)
@@ -113,13 +102,15 @@ def products() -> Iterator[Built]:
         constants |= {"HAS_ZEROS": has_zeros, "HAS_BIAS": True, "HAS_SCALES": kind != HeldAs.NUMBERS}
         types = {"rows": numbers, "output": numbers, "codes": codes}
         for tiles in (1, cut.most_tiles):
-            yield Built(linear_kernels.multiply, constants | {"TILES": tiles}, 4, cut.num_stages, types)
+            yield linear_kernels.multiply, constants | {"TILES": tiles}, 4, cut.num_stages, types
 
 
-def compiled(built: Built, architecture: int) -> dict[str, Any]:
-    """What the kernel takes."""
-    kernel, constants = built.kernel, built.constants
-    types, others = {}, OTHERS.get(kernel.fn.__name__, {}) | built.types
+def compiled(
+    architecture: int, kernel: Any, constants: dict[str, Any], num_warps: int, num_stages: int = 2,
+    given: Mapping[str, str] = {},
+) -> dict[str, Any]:  # fmt: skip
+    """What the kernel takes; `given` are its arguments' types where they are others than those above."""
+    types, others = {}, OTHERS.get(kernel.fn.__name__, {}) | given
     for name in kernel.arg_names:
         held = "*i8" if constants.get("IS_INT8") and name in ("keys", "values") else None
         types[name] = (
@@ -137,7 +128,7 @@ def compiled(built: Built, architecture: int) -> dict[str, Any]:
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    options = {"num_warps": built.num_warps, "num_stages": built.num_stages, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
@@ -151,7 +142,7 @@ def compiled(built: Built, architecture: int) -> dict[str, Any]:
         "kernel": kernel.fn.__name__,
         "architecture": architecture,
         "constants": constants,
-        "types": dict(built.types),
+        "types": dict(given),
         "registers": registers,
         "stack": stack,
         "local": local,
@@ -165,5 +156,5 @@ def compiled(built: Built, architecture: int) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for architecture in ARCHITECTURES:
-        for built in kernels():
-            print(json.dumps(compiled(built, architecture)), flush=True)
+        for each in kernels():
+            print(json.dumps(compiled(architecture, *each)), flush=True)

@@ -161,4 +161,4 @@ def _num_kernels() -> int:
 def _compile(number: int, architecture: int) -> dict[str, Any]:
     from tests.cuda.compiled_kernels import compiled, kernels
 
-    return compiled(list(kernels())[number], architecture)
+    return compiled(architecture, *list(kernels())[number])
