@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -94,11 +95,16 @@ class EagerExecutor(Executor):
         choices: TokenChoices | None = None,
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
+            attention = self.backend.prepare(rows, pool)
             if layers is None:
-                return self.run(rows, self.backend.prepare(rows, pool), hidden_layers)
-            assert self._layer_stack is not None, "check_layers comes first"
-            with self._layer_stack.only(layers):
-                return self.run(rows, self.backend.prepare(rows, pool))
+                return self.run(rows, attention, hidden_layers)
+            with self.only(layers):
+                return self.run(rows, attention)
+
+    def only(self, layers: Sequence[int]) -> AbstractContextManager[None]:
+        """Let passes run these layers alone within the body; the lock is held meanwhile."""
+        assert self._layer_stack is not None, "check_layers comes first"
+        return self._layer_stack.only(layers)
 
     def run(
         self,
