@@ -42,7 +42,7 @@ class DeviceWeight:
         if rows.is_cuda:
             return self._multiply(rows)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE))
-        return torch.cat([self._multiply(tile) for tile in padded.split(TILE)])[: len(rows)]
+        return torch.cat([self._multiply(tile) for tile in torch.split(padded, TILE)])[: len(rows)]
 
     def _multiply(self, rows: Tensor) -> Tensor:
         bias = None if self._bias is None else self._bias.to(rows.dtype)
