@@ -19,7 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.models.cuda import activation, attention_kernels, choice_kernels, layer_kernels, verdict_kernels
+from slipstream.models.cuda import (
+    activation,
+    attention_kernels,
+    choice_kernels,
+    layer_kernels,
+    verdict_kernels,
+)
 from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.choice import BLOCK
 from slipstream.models.cuda.norm import WIDEST, num_warps
@@ -43,7 +49,8 @@ POINTERS |= dict.fromkeys(
 POINTERS |= dict.fromkeys(
     ("states", "change", "total", "source", "rotated_query", "rotated_key"), "*bf16"
 ) | dict.fromkeys(
-    ("change_weight", "change_bias", "weight", "bias", "cosines", "sines", "query_weight", "key_weight"), "*fp32"
+    ("change_weight", "change_bias", "weight", "bias", "cosines", "sines", "query_weight", "key_weight"),
+    "*fp32",
 )
 NUMBERS = dict.fromkeys(("scaling", "softcap", "epsilon", "scale"), "fp32")
 OTHERS = {"choose_in_blocks": {"keys": "*i64"}}
@@ -71,7 +78,12 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
             yield layer_kernels.rotate_heads, constants, 1
     for width in (1024, 4096, WIDEST):
         for centres, others in ((True, True), (False, True), (False, False)):
-            constants = {"BLOCK": width, "HAS_CHANGE": others, "NORMS_CHANGE": others, "CENTRES_CHANGE": centres}
+            constants = {
+                "BLOCK": width,
+                "HAS_CHANGE": others,
+                "NORMS_CHANGE": others,
+                "CENTRES_CHANGE": centres,
+            }
             constants |= {"HAS_CHANGE_BIAS": centres, "NORMS": True, "CENTRES": centres, "HAS_BIAS": centres}
             yield layer_kernels.add_then_norm, constants, num_warps(width)
     for kind in range(3):

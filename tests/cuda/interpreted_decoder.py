@@ -28,7 +28,9 @@ def test_norms(dtype: torch.dtype, width: int, is_centred: bool) -> None:
 @pytest.mark.parametrize(("behind", "before"), [(0, 0), (1, 0), (0, 1), (1, 2), (2, 1)])
 def test_sums(dtype: torch.dtype, behind: int, before: int) -> None:
     """0: no norm, 1: root mean square, 2: layer norm with a bias."""
-    norms = [layer_cases.random_norm(44, kind == 2, kind == 2, kind) if kind else None for kind in (behind, before)]
+    norms = [
+        layer_cases.random_norm(44, kind == 2, kind == 2, kind) if kind else None for kind in (behind, before)
+    ]
     layer_cases.check_sums(dtype, 44, *norms)
 
 

@@ -2,8 +2,9 @@
 of sums.
 
 The interpreter of Triton 3.6 and 3.7 cannot take a loop's bounds from memory under numpy 2.4, multiplies the bit
-patterns of bfloat16 numbers, and cuts the bits off that bfloat16 has not, where a GPU rounds. A product's sums are numpy's there, and a row's bits depend on its place; a GPU's
-instruction adds in an order that does not, and so does the product here.
+patterns of bfloat16 numbers, and cuts off the bits that bfloat16 has not, where a GPU rounds. A product's sums are
+numpy's there, and a row's bits depend on its place; a GPU's instruction adds in an order that does not, and so does the
+product here.
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ class DecoderLayer:
             counts = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
             query, key, value = (
                 part.view(len(qkv), count, dim)
-                for part, count in zip(qkv.split_with_sizes([n * dim for n in counts], 1), counts, strict=True)
+                for part, count in zip(
+                    qkv.split_with_sizes([n * dim for n in counts], 1), counts, strict=True
+                )
             )
         query_norm, key_norm = self._query_norm, self._key_norm
         if query_norm is not None and key_norm is not None and query_norm.weight.numel() != dim:
@@ -142,7 +144,9 @@ def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
             for linear, weight in zip(linears, weights, strict=True)
         ]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    for linear, part in zip(linears, whole.weight.detach().split_with_sizes([*map(len, weights)]), strict=True):
+    for linear, part in zip(
+        linears, whole.weight.detach().split_with_sizes([*map(len, weights)]), strict=True
+    ):
         linear.weight.data = part
     return whole
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.models.families.parts import NormParts
 
-WIDEST = 32768
+WIDEST = 8192
 """The widest rows that a kernel keeps in registers."""
 
 

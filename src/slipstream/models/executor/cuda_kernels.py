@@ -22,7 +22,6 @@ from slipstream.models.executor.base import PackedChecks, PassOutput, ProbedMode
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
 from slipstream.models.families.registry import FAMILIES, find_family
 from slipstream.models.files.stored import quantised_layers
-from slipstream.models.support import text_config
 
 
 class CudaKernels(CudaGraphExecutor):
@@ -49,8 +48,6 @@ class CudaKernels(CudaGraphExecutor):
             return f"the fused decoder knows {', '.join(FAMILIES.names())}"
         if FAMILIES.load(config.model_type).experts is not None:
             return "the fused decoder of a GPU has no experts"
-        if text_config(config).hidden_size > WIDEST:
-            return f"the fused decoder takes states of at most {WIDEST} numbers"
         return super().misfit(backend)
 
     @classmethod
@@ -61,7 +58,17 @@ class CudaKernels(CudaGraphExecutor):
             return reason
         if any(layer.change is not None for layer in quantised_layers(given.model)):
             return "an adapter is kept apart from its quantised weights"
-        return next(family.misfits(given.model, given.probed.variants), None)
+        reason = next(family.misfits(given.model, given.probed.variants), None)
+        if reason is not None:
+            return reason
+        norms = (
+            norm
+            for layer in family.part(given.model, family.layers)
+            for norm in family.layer_parts(layer).norms
+        )
+        if max((norm.weight.numel() for norm in norms), default=0) > WIDEST:
+            return f"the fused decoder takes norms of at most {WIDEST} numbers"
+        return None
 
     @classmethod
     def unpacked(cls, given: ProbedModel) -> CudaKernels:
