@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from slipstream.models.cuda.rotation import Turns, rotate
 from slipstream.models.families.parts import LayerParts
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.weight_check import WeightCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Packing(NamedTuple):
     """What plain ones are packed in; None: they stay as they are, and share their memory with the model."""
     frees: bool
     """Whether the model's own numbers are freed where the two share nothing."""
+    config: Any
+    """The model's, for what is said of packed weights that are wrong."""
 
 
 class DecoderLayer:
@@ -127,6 +130,9 @@ def device_weight(
     if packing.fmt is None and len(plain) == len(linears):
         return DeviceWeight.of([plain[0] if len(plain) == 1 else _joined(plain)], dtype)
     weight = DeviceWeight.of(linears, dtype, packing.fmt)
+    if packing.fmt is not None and plain:
+        check = WeightCheck(packing.config, packing.fmt)
+        check.check_stack(f"a stack of {len(plain)} linear layers", plain, weight, dtype)
     if packing.frees:
         for linear in linears:
             free_numbers(linear)

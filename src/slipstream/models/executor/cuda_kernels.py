@@ -36,7 +36,7 @@ class CudaKernels(CudaGraphExecutor):
         family, fmt = find_family(given.model), given.weight_format
         assert family is not None
         rounds = fmt.weight_error is not None  # others are of the model's type already
-        packing = Packing(fmt if packs and rounds else None, packs)
+        packing = Packing(fmt if packs and rounds else None, packs, given.model.config)
         self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
         self._layers: Sequence[int] | None = None
         """Those that the pass runs; None: all."""
@@ -89,7 +89,7 @@ class CudaKernels(CudaGraphExecutor):
         call: Callable[..., Any] | None = None,
     ) -> PassOutput:
         """As `EagerExecutor.run`; there is no other model to call."""
-        on = rows.on(self.model.device)
+        on = rows.on(self.device)
         embedded = self.embed(on.token_ids)
         if rows.added is not None:
             embedded = embedded + rows.added
@@ -104,7 +104,7 @@ class CudaKernels(CudaGraphExecutor):
             self._layers = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._decoder.embed(token_ids.to(self.model.device))
+        return self._decoder.embed(token_ids.to(self.device))
 
     def project(self, hidden: Tensor) -> Tensor:
         return self._decoder.project(hidden)
