@@ -304,6 +304,7 @@ def _compared(
             log.warning("executor %s is not used: %s", executor.name, error)
             executor, lm.fell_back = EXECUTORS.load(executor.otherwise), True
         else:
+            lm.executor = eager  # before weights are taken once more, and packed
             return stock, executor
 
 

@@ -137,7 +137,11 @@ class WeightCheck:
                 self.compare(name, expected, packed(sign_rows(packed.in_features)))
 
     def check_stack(
-        self, what: str, linears: Sequence[nn.Linear], multiply: Callable[[Tensor], Tensor], dtype: torch.dtype
+        self,
+        what: str,
+        linears: Sequence[nn.Linear],
+        multiply: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
     ) -> None:
         """As `check_layers`, of linear layers that were packed as one for rows of `dtype`, on any device."""
         rows = sign_rows(linears[0].in_features).to(linears[0].weight.device)
@@ -203,7 +207,9 @@ class _AppendedSigns:
 def _product(weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
     """[out, in] -> float32 [NUM_SIGN_ROWS, out]; `rows` are the signs where the weight is."""
     rows = sign_rows(weight.shape[1]) if rows is None else rows
-    return nn.functional.linear(rows, weight.detach().float(), None if bias is None else bias.detach().float())
+    return nn.functional.linear(
+        rows, weight.detach().float(), None if bias is None else bias.detach().float()
+    )
 
 
 def _products(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:

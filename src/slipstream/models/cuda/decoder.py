@@ -25,7 +25,6 @@ from slipstream.models.families.family import Family
 from slipstream.models.families.frequencies import Rotation
 from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.files.stored import StoredEmbedding
-from slipstream.models.linear.grouped import GroupedLinear
 
 
 class GpuDecoder:
@@ -53,20 +52,27 @@ class GpuDecoder:
         self._take_head(part(model, family.head), part(model, family.embedding), packing)
 
     def _take_head(self, head: Any, embedding: Any, packing: Packing) -> None:
-        """The output layer, and the embedding: where the first is packed and the second tied to it, its rows are read
-        out of that."""
-        is_tied = (
-            embedding.linear is head
-            if isinstance(embedding, StoredEmbedding)
-            else (isinstance(head, nn.Linear) and head.weight.data_ptr() == embedding.weight.data_ptr())
-        )
+        """The output layer and the embedding, whose rows are read out of packed weights where it has no other."""
+        is_stored = isinstance(embedding, StoredEmbedding)
+        if is_stored:
+            is_tied = embedding.linear is head
+        else:
+            is_tied = isinstance(head, nn.Linear) and head.weight.data_ptr() == embedding.weight.data_ptr()
         fmt = None if packing.fmt is None else packing.fmt.of_head()
         self._head = device_weight([head], self._dtype, packing._replace(fmt=fmt))
-        self._embedding = embedding
-        self._table_bytes = 0 if is_tied else sum(int(each.nbytes) for each in embedding.parameters())
-        if is_tied and packing.frees and (fmt is not None or isinstance(head, GroupedLinear)):
+        self._embedding, self._table = embedding, self._head if is_tied else None
+        if is_stored and not is_tied:
+            self._table = device_weight([embedding.linear], self._dtype, packing._replace(fmt=None))
+        elif is_tied and not is_stored and not (packing.frees and fmt is not None):
+            self._table = None  # the output layer is the table itself
+        elif is_tied and packing.frees:
             free_numbers(embedding)
-            self._embedding = None
+        own = (
+            sum(int(each.nbytes) for each in embedding.parameters())
+            if self._table is None
+            else self._table.nbytes
+        )
+        self._table_bytes = 0 if is_tied else own
 
     def _read_numbers(self, model: Any, family: Family) -> None:
         self._is_parallel = bool(family.number(model, family.parallel, 0.0))
@@ -117,10 +123,10 @@ class GpuDecoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., width], as the model's own embedding has them."""
-        if self._embedding is not None:
+        if self._table is None:
             embedded: Tensor = self._embedding(token_ids)
             return embedded
-        rows = self._head.unpack(token_ids.reshape(-1)).to(self._dtype)
+        rows = self._table.unpack(token_ids.reshape(-1)).to(self._dtype)
         if self._embedding_scale != 1.0:
             rows = rows * rows.new_full((), self._embedding_scale)  # rounded to their type first
         return rows.view(*token_ids.shape, -1)

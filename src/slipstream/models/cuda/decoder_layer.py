@@ -48,6 +48,8 @@ class Packing(NamedTuple):
     """Whether the model's own numbers are freed where the two share nothing."""
     config: Any
     """The model's, for what is said of packed weights that are wrong."""
+    device: torch.device
+    """For weights that stay in a file."""
 
 
 class DecoderLayer:
@@ -129,7 +131,7 @@ def device_weight(
     plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
     if packing.fmt is None and len(plain) == len(linears):
         return DeviceWeight.of([plain[0] if len(plain) == 1 else _joined(plain)], dtype)
-    weight = DeviceWeight.of(linears, dtype, packing.fmt)
+    weight = DeviceWeight.of(linears, dtype, packing.fmt, packing.device)
     if packing.fmt is not None and plain:
         check = WeightCheck(packing.config, packing.fmt)
         check.check_stack(f"a stack of {len(plain)} linear layers", plain, weight, dtype)

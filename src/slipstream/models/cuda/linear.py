@@ -23,9 +23,15 @@ class DeviceWeight:
         self.out_features, self.in_features = weight.shape
 
     @classmethod
+    def holds(cls, fmt: WeightFormat | None, layers: Sequence[nn.Module]) -> str | None:
+        """Why layers cannot be held as one, in one line; None where they can."""
+        return None if all(type(layer) is nn.Linear for layer in layers) else "they are quantised"
+
+    @classmethod
     def of(
-        cls, layers: Sequence[nn.Linear | GroupedLinear], dtype: torch.dtype, fmt: WeightFormat | None = None
-    ) -> DeviceWeight:
+        cls, layers: Sequence[nn.Linear | GroupedLinear], dtype: torch.dtype, fmt: WeightFormat | None = None,
+        device: torch.device | None = None,
+    ) -> DeviceWeight:  # fmt: skip
         """The layers for rows of `dtype`; one that is not quantised is read in place."""
         plain = [layer for layer in layers if isinstance(layer, nn.Linear)]
         weights = [layer.weight.detach() for layer in plain]

@@ -17,11 +17,12 @@ from slipstream.models.attention.base import AttentionBackend, AttentionPass
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cuda.decoder import GpuDecoder
 from slipstream.models.cuda.decoder_layer import Packing
+from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.cuda.norm import WIDEST
 from slipstream.models.executor.base import PackedChecks, PassOutput, ProbedModel, ReadWeights
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.families.family import Family
 from slipstream.models.families.registry import FAMILIES, find_family
-from slipstream.models.files.stored import quantised_layers
 
 
 class CudaKernels(CudaGraphExecutor):
@@ -36,7 +37,7 @@ class CudaKernels(CudaGraphExecutor):
         family, fmt = find_family(given.model), given.weight_format
         assert family is not None
         rounds = fmt.weight_error is not None  # others are of the model's type already
-        packing = Packing(fmt if packs and rounds else None, packs, given.model.config)
+        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.device)
         self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
         self._layers: Sequence[int] | None = None
         """Those that the pass runs; None: all."""
@@ -56,19 +57,7 @@ class CudaKernels(CudaGraphExecutor):
         reason = super().refusal(given)
         if reason is not None or family is None:
             return reason
-        if any(layer.change is not None for layer in quantised_layers(given.model)):
-            return "an adapter is kept apart from its quantised weights"
-        reason = next(family.misfits(given.model, given.probed.variants), None)
-        if reason is not None:
-            return reason
-        norms = (
-            norm
-            for layer in family.part(given.model, family.layers)
-            for norm in family.layer_parts(layer).norms
-        )
-        if max((norm.weight.numel() for norm in norms), default=0) > WIDEST:
-            return f"the fused decoder takes norms of at most {WIDEST} numbers"
-        return None
+        return next(_misfits(given, family), None)
 
     @classmethod
     def unpacked(cls, given: ProbedModel) -> CudaKernels:
@@ -114,3 +103,20 @@ class CudaKernels(CudaGraphExecutor):
 
     def check_packed(self, checks: PackedChecks) -> None:
         return  # compared as a whole before they were packed, see `unpacked`
+
+
+def _misfits(given: ProbedModel, family: Family) -> Iterator[str]:
+    """Why the decoder does not compute a model of this family."""
+    model, fmt = given.model, given.weight_format
+    yield from family.misfits(model, given.probed.variants)
+    layers = [family.layer_parts(layer) for layer in family.part(model, family.layers)]
+    if max((norm.weight.numel() for parts in layers for norm in parts.norms), default=0) > WIDEST:
+        yield f"the fused decoder takes norms of at most {WIDEST} numbers"
+    stacks = [(fmt.of_head(), [family.part(model, family.head)])]
+    for parts in layers:
+        stacks += [(fmt, [*stack]) for stack in (parts.qkv, [parts.output], parts.gate_up, [parts.down])]
+    for held, stack in stacks:
+        reason = DeviceWeight.holds(held, stack)
+        if reason is not None:
+            yield f"weights that the fused decoder computes as one are not held so: {reason}"
+            return
