@@ -20,8 +20,12 @@ BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest error of a number, relative to the largest of its row: rounding in float32, or to the type once."""
 
 
+DEVICE = torch.device("cpu")
+"""Where all is computed."""
+
+
 def random_rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def random_norm(width: int, is_centred: bool, has_bias: bool, seed: int) -> Norm:
@@ -77,7 +81,9 @@ def check_rotation(dtype: torch.dtype, dim: int, half: int, norms: bool) -> None
     """Over heads as they lie behind each other in what one product gives."""
     both = random_rows(6, 5 * dim, dtype=dtype, seed=4)
     query, key = both[:, : 3 * dim].view(6, 3, dim), both[:, 3 * dim :].view(6, 2, dim)
-    turns = Turns.of(torch.tensor([0, 1, 2, 77, 78, 4000]), random_rows(half, seed=5).abs(), 1.3)
+    turns = Turns.of(
+        torch.tensor([0, 1, 2, 77, 78, 4000], device=DEVICE), random_rows(half, seed=5).abs(), 1.3
+    )
     weights = [random_rows(dim, seed=seed) if norms else None for seed in (6, 7)]
     rotated = rotate(query, key, turns.cosines, turns.sines, *weights, EPSILON)
     for ours, heads, weight in zip(rotated, (query, key), weights, strict=True):
@@ -110,7 +116,7 @@ def check_bits(dtype: torch.dtype) -> None:
     """Whatever rows lie beside it, a row's bits are the same."""
     states, change, qkv = (random_rows(9, 96, dtype=dtype, seed=seed) for seed in (9, 10, 11))
     behind, before = random_norm(96, False, False, 12), random_norm(96, True, True, 13)
-    turns = Turns.of(torch.arange(9), random_rows(8, seed=14).abs(), 1.0)
+    turns = Turns.of(torch.arange(9, device=DEVICE), random_rows(8, seed=14).abs(), 1.0)
     weight = random_rows(16, seed=15)
 
     def compute(rows: slice) -> list[Tensor]:
