@@ -254,9 +254,9 @@ class EngineConfig:
     models that call the methods of a cache), or one that a package brings. `auto`: the best built-in one that can run
     the model."""
     executor: str = "auto"
-    """What computes the passes of target and draft models: `cpu_kernels` (whole passes in the native kernels), `eager`
-    (Transformers' code), `cuda_graph` (the same, recorded on a GPU), `compiled_graph` (compiled too), or one that a
-    package brings. `auto`: the one that the attention backend names."""
+    """What computes the passes of target and draft models: `cpu_kernels` (whole passes in the native kernels),
+    `cuda_kernels` (in a GPU's), `eager` (Transformers' code), `cuda_graph` (the same, recorded on a GPU),
+    `compiled_graph` (compiled too), or one that a package brings. `auto`: the best that the attention backend names."""
     num_threads: int | None = None
     """CPU threads for the arithmetic; None is PyTorch's own number, a thread a core, but no more than a control group's
     CPU quota has use for (2 of 1.5 cores), unless `OMP_NUM_THREADS` says how many."""

@@ -19,11 +19,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.models.cuda import attention_kernels, choice_kernels, linear_kernels, verdict_kernels
+from slipstream.models.cuda import (
+    activation,
+    attention_kernels,
+    choice_kernels,
+    layer_kernels,
+    linear_kernels,
+    verdict_kernels,
+)
 from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.choice import BLOCK
 from slipstream.models.cuda.linear import MOST_SPLITS, ProductCut
 from slipstream.models.cuda.linear_codes import HeldAs
+from slipstream.models.cuda.norm import WIDEST, num_warps
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.cuda.verdict import NUM_PIECES, PIECE_BYTES
 from slipstream.models.executor.pass_layout import WANTED
@@ -45,7 +53,13 @@ POINTERS |= {
     **{"rows": "*bf16", "tickets": "*i32", "scales": "*fp32", "group_scales": "*fp16", "zeros": "*fp32"},
     **{"bias": "*fp32"},
 }
-NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
+POINTERS |= dict.fromkeys(
+    ("states", "change", "total", "source", "rotated_query", "rotated_key"), "*bf16"
+) | dict.fromkeys(
+    ("change_weight", "change_bias", "weight", "bias", "cosines", "sines", "query_weight", "key_weight"),
+    "*fp32",
+)
+NUMBERS = dict.fromkeys(("scaling", "softcap", "epsilon", "scale"), "fp32")
 OTHERS = {"choose_in_blocks": {"keys": "*i64"}, "multiply": {"partials": "*fp32"}}
 """Of a kernel the types that are others there."""
 ALIGNED = ("query_row", "query_head", "num_in", "num_out")
@@ -83,6 +97,22 @@ def kernels() -> Iterator[tuple[Any, ...]]:
         for has_sinks in (False, True):
             constants = {"VALUE_DIM": dim, "VALUE_BLOCK": block, "HAS_SINKS": has_sinks}
             yield attention_kernels.add_partials, constants, 4
+        for half, norms in ((dim // 2, True), (0, True), (dim // 4, False)):
+            constants = {"DIM": dim, "BLOCK": block, "HALF": half, "NORMS_QUERY": norms, "NORMS_KEY": norms}
+            yield layer_kernels.rotate_heads, constants, 1
+    for width in (1024, 4096, WIDEST):
+        for centres, others in ((True, True), (False, True), (False, False)):
+            constants = {
+                "BLOCK": width,
+                "HAS_CHANGE": others,
+                "NORMS_CHANGE": others,
+                "CENTRES_CHANGE": centres,
+            }
+            constants |= {"HAS_CHANGE_BIAS": centres, "NORMS": True, "CENTRES": centres, "HAS_BIAS": centres}
+            yield layer_kernels.add_then_norm, constants, num_warps(width)
+    for kind in range(3):
+        constants = {"KIND": kind, "GATED": True, "BLOCK": activation.BLOCK}
+        yield layer_kernels.activate_rows, constants, 4
     yield choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4
     yield choice_kernels.choose_among_blocks, {"BLOCK": 256}, 4
     for size in WANTED:

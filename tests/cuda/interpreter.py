@@ -1,8 +1,10 @@
-"""Triton's interpreter with three faults mended: numpy's newer scalars, bfloat16 products, and the order of sums.
+"""Triton's interpreter with four faults mended: numpy's newer scalars, bfloat16 products and roundings, and the order
+of sums.
 
-The interpreter of Triton 3.6 and 3.7 cannot take a loop's bounds from memory under numpy 2.4 and multiplies the bit
-patterns of bfloat16 numbers. A product's sums are numpy's there, and a row's bits depend on its place; a GPU's
-instruction adds in an order that does not, and so does the product here.
+The interpreter of Triton 3.6 and 3.7 cannot take a loop's bounds from memory under numpy 2.4, multiplies the bit
+patterns of bfloat16 numbers, and cuts off the bits that bfloat16 has not, where a GPU rounds. A product's sums are
+numpy's there, and a row's bits depend on its place; a GPU's instruction adds in an order that does not, and so does the
+product here.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from triton.runtime import interpreter
 
 
@@ -36,6 +39,14 @@ def mend() -> None:
         product = ordered_product(widened(a).astype(kind), widened(b).astype(kind), total.data)
         return interpreter.TensorHandle(product, total.dtype.scalar)
 
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        if (str(source.dtype.scalar), str(kind.scalar)) != ("fp32", "bf16"):
+            return cast(self, source, kind)
+        rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
+        return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), kind.scalar)
+
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -46,4 +57,5 @@ def mend() -> None:
         )
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
     interpreter._patch_lang_tensor = patch_tensor

@@ -29,6 +29,14 @@ def test_a_family_is_transformers_own(family: str, tmp_path: Path) -> None:
     assert not captured_cases.outside([lm])[1]
 
 
+def test_a_family_in_the_decoder_is_transformers_own(tmp_path: Path) -> None:
+    folder = captured_cases.tiny_folder("gemma2", tmp_path / "model")
+    error, lm = captured_cases.tree_error(folder, "cpu", decodes=True)
+    assert error < 1e-4
+    assert lm.kernels == "decoder"
+    assert captured_cases.outside([lm])[0] == 3
+
+
 def test_a_family_that_attends_by_itself(tmp_path: Path) -> None:
     folder = captured_cases.tiny_folder("falcon-new", tmp_path / "model")
     assert captured_cases.tree_error(folder, "cpu", captured=False)[0] < 1e-4

@@ -31,12 +31,14 @@ NOT_CAPTURED = ("falcon-old", "falcon-new")
 """Families that attend in their own code, over a cache of Transformers'."""
 
 
-def options(device: str) -> dict[str, Any]:
-    """Of an engine or a model whose passes are captured."""
+def options(device: str, decodes: bool = False) -> dict[str, Any]:
+    """Of an engine or a model whose passes are captured: those of Transformers' code, or of our decoder."""
     if device == "cuda":
-        return {"device": device, "attention_backend": "triton", "executor": "cuda_graph"}
+        executor = "cuda_kernels" if decodes else "cuda_graph"
+        return {"device": device, "attention_backend": "triton", "executor": executor}
     room = "slipstream.testing.recorded_graph"
-    names = {"attention_backend": f"{room}:TritonOnCpu", "executor": f"{room}:RecordedExecutor"}
+    executor = "RecordedKernels" if decodes else "RecordedExecutor"
+    names = {"attention_backend": f"{room}:TritonOnCpu", "executor": f"{room}:{executor}"}
     return {"device": device, "cpu_kernels": "torch", **names}
 
 
@@ -50,11 +52,11 @@ def tiny_folder(family: str, folder: Path, seed: int = 0) -> str:
 
 
 def tree_error(
-    folder: str, device: str, dtype: str = "float32", captured: bool = True
+    folder: str, device: str, dtype: str = "float32", captured: bool = True, decodes: bool = False
 ) -> tuple[float, CausalLM]:
     """How far a pass over a tree is from Transformers' own passes over its paths, on the same device, as a share of the
     largest logit."""
-    own = options(device) if captured else {"device": device}
+    own = options(device, decodes) if captured else {"device": device}
     lm = load_model(folder, dtype=dtype, **own)
     stock = "eager" if captured else "sdpa"
     kind = getattr(torch, dtype)

@@ -44,10 +44,12 @@ class Way:
         """The same on a CPU: graphs are recorded by the stand-in."""
         if device.type == "cuda" or self.executor == "eager":
             return self
-        return Way(f"{RECORDED}:TritonOnCpu", f"{RECORDED}:RecordedExecutor", self.refusal)
+        recorded = "RecordedKernels" if self.executor == "cuda_kernels" else "RecordedExecutor"
+        return Way(f"{RECORDED}:TritonOnCpu", f"{RECORDED}:{recorded}", self.refusal)
 
 
 WAYS = {
+    "fused": Way("triton", "cuda_kernels"),
     "captured": Way("triton", "cuda_graph"),
     "eager": Way("packed", "eager"),
     "compiled": Way("triton", "cuda_graph", "the executor cuda_graph has no option that compiles passes"),

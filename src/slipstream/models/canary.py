@@ -197,10 +197,15 @@ def check_logits(lm: CausalLM, expected: Tensor, far: int | None = None) -> None
     )
     tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16])
     if not error <= tolerance:  # NaN is refused too
+        decodes = lm.executor.decodes
+        fault = (
+            "the fused decoder computes something else"
+            if decodes
+            else "its attention is not what the hook computes"
+        )
         raise unsupported(
             lm.config,
-            "its attention is not what the hook computes: over a dozen rows the logits differ from its own by "
-            f"{float(error):.2g} of their spread",
+            f"{fault}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",
         )
 
 

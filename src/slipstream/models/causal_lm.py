@@ -80,6 +80,8 @@ class CausalLM(ModelIdentity):
         """[hidden], what its final norm multiplies with; None where that is no norm of this kind."""
         self.was_compared = False
         """Whether its layers or logits were compared with Transformers' when it was loaded."""
+        self.fell_back = False
+        """Whether they differed for the executor that was to compute them first, and another does."""
         self.num_threads = executor.num_threads
         self._runs_layers = False
 

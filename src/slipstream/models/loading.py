@@ -19,11 +19,12 @@ from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, open_checkpoint
 from slipstream.models.configuration import meta_model
 from slipstream.models.cpu.native import fingerprint
-from slipstream.models.executor.base import ProbedModel
+from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import (
     AUTO,
     EXECUTORS,
+    candidates,
     check_attention,
     check_executor,
     choose_executor,
@@ -99,7 +100,7 @@ def load_model(
         lm.cache_dtype = resolve_cache_dtype(requested, options.dtype, choice.stored, lm.dtype, widens)
         if compares:
             check_cache(lm)
-            if verdict is not None and lm.was_compared:
+            if verdict is not None and lm.was_compared and not lm.fell_back:
                 verdict.keep()
     _tell_cache_dtype(lm, requested)
     if options.fast_prompts:
@@ -196,10 +197,9 @@ def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict |
         classes.append(model_class(source.config))
     except KeyError:
         return None  # Transformers has no class for it
-    if options.executor != AUTO:
-        classes.append(EXECUTORS.load(options.executor))
+    classes += candidates(options.executor, choice.backend)
     model_type = source.config.model_type
-    if native and model_type in FAMILIES.names():
+    if model_type in FAMILIES.names():
         classes.append(FAMILIES.load(model_type))
     settings = {
         "dtype": options.dtype,
@@ -275,17 +275,37 @@ def adapt(
     stock = None
     with silenced():
         if canary:
-            trial = executor.layer_trial(tried) if pack else None
             check_masks(lm)
             with _as_stored(model, tried.widens):
-                stock = StockPass(lm, trial)
-                lm.was_compared = stock.run()
-            del trial
+                stock, executor = _compared(lm, tried, executor if pack else EagerExecutor, options.executor)
         if pack:
             lm.executor = executor(tried)
             if stock is not None and lm.was_compared:
                 stock.check_packed()
     return lm
+
+
+def _compared(
+    lm: CausalLM, tried: ProbedModel, executor: type[Executor], requested: str
+) -> tuple[StockPass, type[Executor]]:
+    """Compare passes, as `executor` will compute them, with Transformers' own; returns what is to compute them.
+
+    Raises `UnsupportedModelError` where they differ, and no other executor may take its place.
+    """
+    eager = lm.executor
+    while True:
+        lm.executor = executor.unpacked(tried) or eager
+        stock = StockPass(lm, executor.layer_trial(tried))
+        try:
+            lm.was_compared = stock.run()
+        except UnsupportedModelError as error:
+            if requested != AUTO or executor.otherwise is None:
+                raise
+            log.warning("executor %s is not used: %s", executor.name, error)
+            executor, lm.fell_back = EXECUTORS.load(executor.otherwise), True
+        else:
+            lm.executor = eager  # before weights are taken once more, and packed
+            return stock, executor
 
 
 @contextlib.contextmanager

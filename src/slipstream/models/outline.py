@@ -26,7 +26,7 @@ from slipstream.models.cpu.packed_weight import packed_bytes
 from slipstream.models.cpu.pages import SLICE_WEIGHTS
 from slipstream.models.executor.base import Executor, kernels_label
 from slipstream.models.executor.eager import EagerExecutor
-from slipstream.models.executor.registry import AUTO, EXECUTORS, check_attention, check_executor
+from slipstream.models.executor.registry import AUTO, check_attention, check_executor, likely_executor
 from slipstream.models.families.experts import ExpertParts, file_stacks
 from slipstream.models.families.parts import LayerParts
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
@@ -102,7 +102,7 @@ class ModelOutline(ModelIdentity):
 
     @property
     def kernels(self) -> str:
-        return kernels_label(self.is_fused, self.is_native, self.executor_type.records)
+        return kernels_label(self.executor_type, self.is_native)
 
     @property
     def is_fused(self) -> bool:
@@ -111,7 +111,7 @@ class ModelOutline(ModelIdentity):
     @cached_property
     def executor_type(self) -> type[Executor]:
         """What will compute it; weights that the CPU kernels do not read are as for `eager`."""
-        found = EXECUTORS.load(self.backend.executor if self.executor == AUTO else self.executor)
+        found = likely_executor(self.executor, self.backend)
         return EagerExecutor if found.is_fused and not self.is_native else found
 
     @property

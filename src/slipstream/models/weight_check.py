@@ -136,6 +136,19 @@ class WeightCheck:
             if isinstance(packed, PackedLinear):
                 self.compare(name, expected, packed(sign_rows(packed.in_features)))
 
+    def check_stack(
+        self,
+        what: str,
+        linears: Sequence[nn.Linear],
+        multiply: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """As `check_layers`, of linear layers that were packed as one for rows of `dtype`, on any device."""
+        rows = sign_rows(linears[0].in_features).to(linears[0].weight.device)
+        products = [_product(linear.weight, linear.bias, rows) for linear in linears]
+        expected = Expected(torch.cat(products, dim=1), self._bound(self._format))
+        self.compare(what, expected, multiply(rows.to(dtype)).float())
+
     def compare(self, what: str, expected: Expected, ours: Tensor) -> None:
         """Raise `UnsupportedModelError` unless products [NUM_SIGN_ROWS, out] are those that are expected."""
         size = expected.products.norm(dim=0)  # [out]
@@ -191,10 +204,11 @@ class _AppendedSigns:
         return output[:-NUM_SIGN_ROWS].view(*self._shape, output.shape[-1])
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[out, in] -> float32 [NUM_SIGN_ROWS, out]"""
+def _product(weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
+    """[out, in] -> float32 [NUM_SIGN_ROWS, out]; `rows` are the signs where the weight is."""
+    rows = sign_rows(weight.shape[1]) if rows is None else rows
     return nn.functional.linear(
-        sign_rows(weight.shape[1]), weight.detach().float(), None if bias is None else bias.detach().float()
+        rows, weight.detach().float(), None if bias is None else bias.detach().float()
     )
 
 

@@ -3,7 +3,7 @@
 What a graph of CUDA's does not allow is an error here too: numbers read back to the host, sizes that depend on numbers,
 and uploads. What the host computed while it was recorded stays as it was. Load a model with
 `attention_backend="slipstream.testing.recorded_graph:TritonOnCpu"` and
-`executor="slipstream.testing.recorded_graph:RecordedExecutor"`.
+`executor="slipstream.testing.recorded_graph:RecordedExecutor"`, or `RecordedKernels` for the fused decoder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slipstream.models.attention.packed import PackedBackend
 from slipstream.models.attention.triton import TritonBackend
 from slipstream.models.executor.base import PassOutput
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor, Graph
+from slipstream.models.executor.cuda_kernels import CudaKernels
 
 REFUSED = (
     *("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "equal"),
@@ -128,3 +129,24 @@ class ComputedExecutor(RecordedExecutor):
     """Computes each pass in the buffers of a recorded one."""
 
     graph: ClassVar[type[Graph]] = ComputedGraph
+
+
+class RecordedKernels(CudaKernels):
+    """Replays recorded passes of the GPU's fused decoder on a CPU."""
+
+    num_scratch_slots: ClassVar[int] = RecordedExecutor.num_scratch_slots
+    warms_up: ClassVar[bool] = False
+    graph: ClassVar[type[Graph]] = RecordedGraph
+    otherwise: ClassVar[str | None] = TritonOnCpu.executor
+
+
+class ComputedKernels(RecordedKernels):
+    """Computes each of its passes in the buffers of a recorded one."""
+
+    graph: ClassVar[type[Graph]] = ComputedGraph
+
+
+class KernelsOnCpu(TritonOnCpu):
+    """As `TritonOnCpu`, for the fused decoder where it computes the model."""
+
+    executor = "slipstream.testing.recorded_graph:RecordedKernels"

@@ -28,6 +28,7 @@ from slipstream.models.executor import registry
 from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
 from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.executor.cuda_kernels import CudaKernels
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_memory import graph_bytes, output_bytes
 from slipstream.models.linear.formats import checked_format
@@ -257,7 +258,9 @@ def test_with_graphs_or_with_eager_passes_on_request_nothing_is_said(
     gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, packed = TritonBackend(cuda_traits()), PackedBackend(cuda_traits())
-    assert registry.choose_executor("auto", probed(ours)) is CudaGraphExecutor
+    for reason, chosen in ((None, CudaKernels), ("a test", CudaGraphExecutor)):
+        gpu.setattr(CudaKernels, "refusal", classmethod(lambda *_, reason=reason: reason))
+        assert registry.choose_executor("auto", probed(ours)) is chosen
     assert registry.choose_executor("eager", probed(packed)) is EagerExecutor
     assert caplog.records == []
 

@@ -46,7 +46,7 @@ class TritonAttention(AttentionPass):
 class TritonBackend(PackedBackend):
     """Our Triton kernels; passes whose slots are not consecutive attend as `packed` does."""
 
-    executor = "cuda_graph"
+    executor = "cuda_kernels"
 
     @classmethod
     def refusal(cls, traits: ModelTraits) -> str | None:

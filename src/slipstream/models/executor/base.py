@@ -78,10 +78,12 @@ class LargestPass:
     """Hidden states that are wanted of a row."""
 
 
-def kernels_label(is_fused: bool, is_native: bool, records: bool = False) -> str:
+def kernels_label(executor: type[Executor], is_native: bool) -> str:
     """`decoder` for whole passes in our kernels, `native` for linear layers in them, `recorded` for recorded passes of
     Transformers' code, `torch` for none of these."""
-    return "decoder" if is_fused else "native" if is_native else "recorded" if records else "torch"
+    if executor.is_fused or executor.decodes:
+        return "decoder"
+    return "native" if is_native else "recorded" if executor.records else "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,10 @@ class Executor(ABC):
     """Whether it can compute rows as `fast_prompts` says."""
     is_fused: ClassVar[bool] = False
     """Whether it computes whole passes in the CPU kernels."""
+    decodes: ClassVar[bool] = False
+    """Whether it computes whole passes in the kernels of a GPU."""
+    otherwise: ClassVar[str | None] = None
+    """The name of the executor that `auto` takes in its place for a model that it refuses."""
     chooses: ClassVar[bool] = False
     """Whether a pass does what `TokenChoices` says where it is given some; else they are ignored."""
     records: ClassVar[bool] = False
@@ -154,6 +160,12 @@ class Executor(ABC):
     @classmethod
     def layer_trial(cls, given: ProbedModel) -> LayerTrial | None:
         """What tries single layers out as this executor will compute them; None: whole passes are compared instead."""
+        return None
+
+    @classmethod
+    def unpacked(cls, given: ProbedModel) -> Executor | None:
+        """This executor over weights as they were read, which the model keeps: whole passes of it are compared before
+        any are packed. None: those of Transformers' code are, with our attention."""
         return None
 
     @classmethod
@@ -194,7 +206,7 @@ class Executor(ABC):
     @property
     def kernels(self) -> str:
         """What computes, in a word for people."""
-        return kernels_label(self.is_fused, self.is_native, self.records)
+        return kernels_label(type(self), self.is_native)
 
     @property
     def num_operator_threads(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ class EagerExecutor(Executor):
         """`packs=False` leaves the model as it is."""
         super().__init__(given)
         self.backend = given.backend
+        self.device = given.model.device
+        """Where it computes, whatever becomes of the model's weights."""
         self._layer_stack: LayerStack | None = None
         self._lock = threading.RLock()
         """Held for every pass: one over some layers changes the model while it runs."""
@@ -94,11 +97,16 @@ class EagerExecutor(Executor):
         choices: TokenChoices | None = None,
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
+            attention = self.backend.prepare(rows, pool)
             if layers is None:
-                return self.run(rows, self.backend.prepare(rows, pool), hidden_layers)
-            assert self._layer_stack is not None, "check_layers comes first"
-            with self._layer_stack.only(layers):
-                return self.run(rows, self.backend.prepare(rows, pool))
+                return self.run(rows, attention, hidden_layers)
+            with self.only(layers):
+                return self.run(rows, attention)
+
+    def only(self, layers: Sequence[int]) -> AbstractContextManager[None]:
+        """Let passes run these layers alone within the body; the lock is held meanwhile."""
+        assert self._layer_stack is not None, "check_layers comes first"
+        return self._layer_stack.only(layers)
 
     def run(
         self,
@@ -108,11 +116,11 @@ class EagerExecutor(Executor):
         call: Callable[..., Any] | None = None,
     ) -> PassOutput:
         """The pass with an attention that was prepared for it; `call` is what is called instead of the model."""
-        on = rows.on(self.model.device)
+        on = rows.on(self.device)
         given = {"input_ids": on.token_ids[None]}
         if rows.added is not None:
             given = {"inputs_embeds": (self.embed(on.token_ids) + rows.added)[None]}
-        with without_cudnn(self.model.device):
+        with without_cudnn(self.device):
             output = (call or self.model)(
                 **given,
                 position_ids=on.positions[None],
@@ -125,7 +133,7 @@ class EagerExecutor(Executor):
         return PassOutput(output.logits[0], hidden)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.model.device))
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return embedded
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "slipstream.executors"
 
 AUTO = "auto"
-"""The executor that the model's attention backend names."""
+"""The executor that the model's attention backend names, or the one that takes its place (`Executor.otherwise`)."""
 
 EXECUTORS: Registry[Executor] = Registry(
     "executor",
@@ -35,6 +35,7 @@ EXECUTORS: Registry[Executor] = Registry(
     {
         "compiled_graph": "slipstream.models.executor.compiled_graph:CompiledGraphExecutor",
         "cpu_kernels": "slipstream.models.executor.cpu_kernels:CpuKernels",
+        "cuda_kernels": "slipstream.models.executor.cuda_kernels:CudaKernels",
         "cuda_graph": "slipstream.models.executor.cuda_graph:CudaGraphExecutor",
         "eager": "slipstream.models.executor.eager:EagerExecutor",
     },
@@ -57,10 +58,31 @@ def check_attention(name: str, backend: AttentionBackend) -> None:
         raise _cannot_run(name, backend.traits.config.model_type, reason)
 
 
+def candidates(name: str, backend: AttentionBackend) -> list[type[Executor]]:
+    """The executor called `name`; with `auto` all that it takes for models that attend by `backend`, the best first."""
+    found: list[type[Executor]] = []
+    following: str | None = backend.executor if name == AUTO else name
+    while following is not None:
+        found.append(EXECUTORS.load(following))
+        following = found[-1].otherwise if name == AUTO else None
+    return found
+
+
+def likely_executor(name: str, backend: AttentionBackend) -> type[Executor]:
+    """As `choose_executor`, by what the attention tells before any weights are read."""
+    found = candidates(name, backend)
+    return next((each for each in found if each.misfit(backend) is None), found[-1])
+
+
 def choose_executor(name: str, given: ProbedModel) -> type[Executor]:
     """The executor called `name` for a model; raises `ConfigError` where it cannot run it."""
-    found = EXECUTORS.load(given.backend.executor if name == AUTO else name)
+    found, *others = candidates(name, given.backend)
     reason = found.refusal(given)
+    for other in others:
+        if reason is None:
+            break
+        log.info("%s is not run by %s: %s", given.model.config.model_type, found.name, reason)
+        found, reason = other, other.refusal(given)
     if reason is not None:
         raise _cannot_run(name, given.model.config.model_type, reason)
     if name == AUTO and given.backend.traits.device.type == "cuda" and not found.records:

@@ -1,0 +1,122 @@
+"""Passes in the GPU's fused decoder, recorded once a shape as a CUDA graph and replayed.
+
+It takes over Transformers models of the families in `models.families`, and computes every pass of theirs, recorded or
+not, in the same kernels. Rows are computed independently of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from slipstream.kv.pool import KVPool
+from slipstream.models.attention.base import AttentionBackend, AttentionPass
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.cuda.decoder import GpuDecoder
+from slipstream.models.cuda.decoder_layer import Packing
+from slipstream.models.cuda.linear import DeviceWeight
+from slipstream.models.cuda.norm import WIDEST
+from slipstream.models.executor.base import PackedChecks, PassOutput, ProbedModel, ReadWeights
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.families.family import Family
+from slipstream.models.families.registry import FAMILIES, find_family
+
+
+class CudaKernels(CudaGraphExecutor):
+    """Replays recorded passes of the decoder. Weights that are not packed stay where the model has them."""
+
+    name: ClassVar[str] = "cuda_kernels"
+    decodes: ClassVar[bool] = True
+    otherwise: ClassVar[str | None] = "cuda_graph"
+
+    def __init__(self, given: ProbedModel, packs: bool = True) -> None:
+        super().__init__(given, packs=False)
+        family, fmt = find_family(given.model), given.weight_format
+        assert family is not None
+        rounds = fmt.weight_error is not None  # others are of the model's type already
+        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.device)
+        self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
+        self._layers: Sequence[int] | None = None
+        """Those that the pass runs; None: all."""
+
+    @classmethod
+    def misfit(cls, backend: AttentionBackend) -> str | None:
+        config = backend.traits.config
+        if config.model_type not in FAMILIES.names():
+            return f"the fused decoder knows {', '.join(FAMILIES.names())}"
+        if FAMILIES.load(config.model_type).experts is not None:
+            return "the fused decoder of a GPU has no experts"
+        return super().misfit(backend)
+
+    @classmethod
+    def refusal(cls, given: ProbedModel) -> str | None:
+        family = find_family(given.model)
+        reason = super().refusal(given)
+        if reason is not None or family is None:
+            return reason
+        return next(_misfits(given, family), None)
+
+    @classmethod
+    def unpacked(cls, given: ProbedModel) -> CudaKernels:
+        return cls(given, packs=False)
+
+    @property
+    def reads(self) -> ReadWeights:
+        return self._decoder.reads
+
+    def footprint(self) -> int:
+        return self._decoder.nbytes
+
+    def run(
+        self,
+        rows: ForwardBatch,
+        attention: AttentionPass,
+        hidden_layers: Sequence[int] = (),
+        call: Callable[..., Any] | None = None,
+    ) -> PassOutput:
+        """As `EagerExecutor.run`; there is no other model to call."""
+        on = rows.on(self.device)
+        embedded = self.embed(on.token_ids)
+        if rows.added is not None:
+            embedded = embedded + rows.added
+        return self._decoder.run(on, embedded, attention, hidden_layers, self._layers)
+
+    @contextmanager
+    def only(self, layers: Sequence[int]) -> Iterator[None]:
+        self._layers = layers
+        try:
+            yield
+        finally:
+            self._layers = None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._decoder.embed(token_ids.to(self.device))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return self._decoder.project(hidden)
+
+    def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
+        return  # each layer has its own rotation and its own place
+
+    def check_packed(self, checks: PackedChecks) -> None:
+        return  # compared as a whole before they were packed, see `unpacked`
+
+
+def _misfits(given: ProbedModel, family: Family) -> Iterator[str]:
+    """Why the decoder does not compute a model of this family."""
+    model, fmt = given.model, given.weight_format
+    yield from family.misfits(model, given.probed.variants)
+    layers = [family.layer_parts(layer) for layer in family.part(model, family.layers)]
+    if max((norm.weight.numel() for parts in layers for norm in parts.norms), default=0) > WIDEST:
+        yield f"the fused decoder takes norms of at most {WIDEST} numbers"
+    stacks = [(fmt.of_head(), [family.part(model, family.head)])]
+    for parts in layers:
+        stacks += [(fmt, [*stack]) for stack in (parts.qkv, [parts.output], parts.gate_up, [parts.down])]
+    for held, stack in stacks:
+        reason = DeviceWeight.holds(held, stack)
+        if reason is not None:
+            yield f"weights that the fused decoder computes as one are not held so: {reason}"
+            return

@@ -1,0 +1,344 @@
+"""The fused decoder of a GPU: its operators, and every dense family against Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import layer_cases
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from triton_process import interpreted
+
+from slipstream import LLM
+from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
+from slipstream.core.proposal import Proposal
+from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.batch import tree_rows
+from slipstream.models.executor.choices import OwnTokens, TokenChoices
+from slipstream.models.families.registry import FAMILIES as KNOWN
+from slipstream.models.loading import adapt
+from slipstream.sampling.params import SamplingParams
+from slipstream.testing.recorded_graph import ComputedKernels, RecordedExecutor, RecordedKernels
+from tests.parity.tiny_models import FAMILIES, LIKE_OTHERS, randomise, save_tiny
+
+ON_CPU = "slipstream.testing.recorded_graph"
+CONFIGS = {**FAMILIES, **LIKE_OTHERS}
+TEXT = [(7 * i + 3) % 128 for i in range(15)]
+TREE = Proposal((1, 2, 3, 4), (-1, -1, 0, 2))
+
+
+def is_dense(name: str) -> bool:
+    model_type = CONFIGS[name]().model_type
+    return model_type in KNOWN.names() and KNOWN.load(model_type).experts is None
+
+
+DENSE = [name for name in CONFIGS if is_dense(name)]
+LIKE_LLAMA = ("cwm", "internlm3", "iquestcoder", "ministral", "seed-oss")
+"""Whose bits are those of a family that is tested."""
+
+
+# --- the operators ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operators_in_pytorch(dtype: torch.dtype) -> None:
+    for width, kind in ((44, False), (300, True)):
+        layer_cases.check_norm(dtype, width, kind)
+    for behind, before in ((False, True), (True, False)):
+        norms = [layer_cases.random_norm(44, kind, kind, 1) for kind in (behind, before)]
+        layer_cases.check_sums(dtype, 44, *norms)
+    layer_cases.check_sums(dtype, 44, None, None)
+    layer_cases.check_rotation(dtype, 16, 8, norms=False)
+    layer_cases.check_rotation(dtype, 22, 6, norms=True)
+    for kind in range(3):
+        layer_cases.check_activation(dtype, kind, is_gated=kind != 1)
+    layer_cases.check_bits(dtype)
+
+
+def test_the_kernels_interpreted() -> None:
+    done = interpreted("interpreted_decoder.py")
+    assert done.returncode == 0, done.stdout
+
+
+# --- against Transformers ---------------------------------------------------------------------------------------
+
+
+def tiny(name: str, dtype: torch.dtype) -> Any:
+    """A model of Transformers; its weights are the same numbers in any type."""
+    config = CONFIGS[name]()
+    config._attn_implementation = "slipstream"
+    model = tf.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    return model.to(torch.bfloat16).to(dtype).eval()
+
+
+def all_states(lm: CausalLM) -> list[Tensor]:
+    """Hidden states by layer and logits over a text."""
+    pool, slots = lm.trial_cache(len(TEXT))
+    layers = range(lm.num_layers + 1)
+    output = lm.forward([RowGroup(slots, 0, TEXT, range(len(TEXT)))], pool, layers)
+    return [*(output.hidden[layer] for layer in layers), output.logits]
+
+
+def all_expected(model: Any) -> list[Tensor]:
+    """The same by Transformers alone."""
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        output = model(input_ids=torch.tensor([TEXT]), use_cache=False, output_hidden_states=True)
+    return [*(states[0] for states in output.hidden_states), output.logits[0]]
+
+
+def error(ours: Tensor, expected: Tensor) -> float:
+    """Relative to what is expected, in the mean over rows."""
+    return float((ours.double() - expected.double()).norm() / expected.double().norm())
+
+
+def in_decoder(model: Any, **options: Any) -> CausalLM:
+    lm = adapt(
+        model,
+        native=False,
+        attention_backend=f"{ON_CPU}:TritonOnCpu",
+        executor=f"{ON_CPU}:ComputedKernels",
+        **options,
+    )
+    assert isinstance(lm.executor, ComputedKernels)
+    return lm
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_family_is_transformers_own(name: str) -> None:
+    expected = all_expected(tiny(name, torch.float32))
+    ours = all_states(in_decoder(tiny(name, torch.float32), canary=False))
+    assert max(map(error, ours, expected)) < 1e-5
+    exact = all_expected(tiny(name, torch.float64))
+    theirs = all_expected(tiny(name, torch.bfloat16))
+    ours = all_states(in_decoder(tiny(name, torch.bfloat16), canary=False))
+    for layer, (our, their, true) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert our.dtype == torch.bfloat16
+        assert error(our, true) <= 1.5 * error(their, true), layer
+
+
+# --- recorded passes --------------------------------------------------------------------------------------------
+
+
+def opened(folder: str, executor: str) -> tuple[CausalLM, KVCache]:
+    """A model and a cache with two sequences, whose every number is NaN."""
+    lm = load_model(
+        folder,
+        dtype="float32",
+        cpu_kernels="torch",
+        attention_backend=f"{ON_CPU}:TritonOnCpu",
+        executor=f"{ON_CPU}:{executor}",
+        canary=False,
+    )
+    cache = lm.new_cache(128)
+    cache.pool.fill(float("nan"))
+    for owner in range(2):
+        cache.accounting.open(owner, [0] * 47)
+    return lm, cache
+
+
+def steps(lm: CausalLM, cache: KVCache) -> list[Tensor]:
+    """What passes over two sequences give: a prompt, a chunk beside a decoding one, trees, and the next token."""
+    found: list[Tensor] = []
+    done = [0, 0]
+
+    def step(*parts: tuple[int, int, Proposal]) -> None:
+        groups: list[RowGroup] = []
+        choices = TokenChoices()
+        for owner, count, proposal in parts:
+            tokens = [(7 * (done[owner] + i) + owner) % lm.vocab_size for i in range(count)]
+            groups.append(tree_rows(cache.accounting.slots(owner), done[owner], tokens, proposal, count - 1))
+            keys = [100 * owner + depth for depth in (0, *proposal.depths)]
+            choices.add(OwnTokens(keys, SamplingParams(temperature=0.7 * owner)), proposal)
+            cache.accounting.commit(owner, tokens)
+            done[owner] += count
+        if isinstance(lm.executor, ComputedKernels):
+            lm.executor.recorded.clear()  # nothing is left of the passes before
+        layers = [0, 2, lm.num_layers]
+        output = lm.forward(groups, cache.pool, layers, choices=choices)
+        assert output.verdicts is not None
+        found.extend([output.logits, output.verdicts, *(output.hidden[layer] for layer in layers)])
+
+    step((0, 9, Proposal()))
+    step((1, 14, Proposal()), (0, 1, Proposal()))
+    for _ in range(2):
+        step((0, 1, TREE), (1, 1, TREE))
+        step((1, 1, Proposal.chain((5, 6))), (0, 2, TREE))
+        step((0, 1, Proposal()), (1, 1, Proposal()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_LLAMA else name for name in DENSE]
+)
+def test_a_replay_has_the_bits_of_the_pass(name: str, tmp_path: Path) -> None:
+    folder = str(save_tiny(CONFIGS[name](), tmp_path / name))
+    recorded, cache = opened(folder, "RecordedKernels")
+    computed, other = opened(folder, "ComputedKernels")
+    for ours, theirs in zip(steps(recorded, cache), steps(computed, other), strict=True):
+        assert torch.equal(ours, theirs)
+    for tensor, expected in zip(cache.pool.tensors, other.pool.tensors, strict=True):
+        slots = cache.pool.num_slots  # behind them lies what fills a pass
+        assert torch.equal(tensor[:slots].nan_to_num(7.0), expected[:slots].nan_to_num(7.0))
+    executor = recorded.executor
+    assert isinstance(executor, RecordedKernels)
+    assert executor.num_replayed == 8
+    [shapes] = executor.recorded.values()
+    assert len(shapes) < 8, "some are replayed with other numbers than they were recorded with"
+    assert not executor.eager
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gpt-neox", "olmo2"])
+def test_drafts_change_no_bit_of_a_row(name: str, tmp_path: Path) -> None:
+    """The rows of a tree's paths, and the same tokens as a chain and one by one."""
+    folder = str(save_tiny(CONFIGS[name](), tmp_path / name))
+    lm, _ = opened(folder, "RecordedKernels")
+    text, nodes = TEXT[:11], (50, 60, 70, 80)
+
+    def rows(tokens: list[int], proposal: Proposal, past: int, pool: Any, slots: Any) -> Tensor:
+        return lm.forward([tree_rows(slots, past, tokens, proposal, len(tokens) - 1)], pool).logits
+
+    tree = rows(text, Proposal(nodes, (-1, -1, 1, 2)), 0, *lm.trial_cache(40))
+    pool, slots = lm.trial_cache(40)
+    plain = [rows(text, Proposal(), 0, pool, slots)]
+    path = [nodes[1], nodes[2], nodes[3]]
+    for done, token in enumerate(path):
+        plain.append(rows([token], Proposal(), len(text) + done, pool, slots))
+    chain = rows(text, Proposal.chain(path), 0, *lm.trial_cache(40))
+    assert torch.equal(chain, torch.cat(plain))
+    assert torch.equal(tree[[0, 2, 3, 4]], chain)
+
+
+# --- some layers, something added, other routes -------------------------------------------------------------------
+
+
+def test_some_layers_alone_and_something_added() -> None:
+    ours = in_decoder(tiny("gemma2", torch.float32), canary=False)
+    theirs = adapt(tiny("gemma2", torch.float32), native=False, attention_backend="packed", executor="eager")
+    added = layer_cases.random_rows(len(TEXT), 32)
+    found = []
+    for lm in (ours, theirs):
+        pool, slots = lm.trial_cache(40)
+        group = RowGroup(slots, 0, TEXT, [3, 14])
+        some = lm.forward([group], pool, layers=[0, 2]).logits
+        found.append((some, lm.forward([group], pool, added=added).logits, lm.forward([group], pool).logits))
+    for one, other in zip(*found, strict=True):
+        assert error(one, other) < 1e-5
+    assert not torch.equal(found[0][0], found[0][2])
+
+
+def test_slots_that_are_not_consecutive() -> None:
+    lm = in_decoder(tiny("qwen3", torch.float32), canary=False)
+    pool, slots = lm.trial_cache(40)
+    expected = lm.forward([RowGroup(slots, 0, TEXT, range(15))], pool).logits
+    apart = lm.forward([RowGroup([*range(20, 40, 2), *range(9)], 0, TEXT, range(15))], pool).logits
+    assert error(apart, expected) < 1e-5
+    executor = lm.executor
+    assert isinstance(executor, ComputedKernels)
+    assert dict(executor.eager) == {"slots that are not consecutive": 1}
+
+
+def test_embedding_and_output_layer() -> None:
+    for name in ("gemma", "granite"):
+        ours = in_decoder(tiny(name, torch.bfloat16), canary=False)
+        model = tiny(name, torch.bfloat16)
+        ids = torch.tensor([[3, 5], [7, 9]])
+        assert torch.equal(ours.embed(ids), model.get_input_embeddings()(ids))
+        states = layer_cases.random_rows(2, 3, 32, dtype=torch.bfloat16)
+        torch.testing.assert_close(ours.project(states), model.lm_head(states))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+def test_the_model_and_the_decoder_share_their_weights() -> None:
+    model = tiny("llama-gqa", torch.float32)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    lm = in_decoder(model)
+    assert lm.was_compared
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    held = {
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
+        for weight in model.parameters()
+    }
+    plain = sum(weight.nbytes for weight in model.parameters())
+    assert sum(held.values()) == plain, "what became one is held once"
+    assert lm.weight_bytes == plain, "norms are float32 already"
+    assert lm.executor.reads.number == sum(w.numel() for w in model.parameters() if w.ndim == 2)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.zero_()
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    assert error(all_states(lm)[-1], all_expected(model)[-1]) < 1e-5
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family says that its norms add something to their weights, and they do not."""
+    monkeypatch.setattr(KNOWN.load("qwen3"), "norm_offset", 0.1)
+
+
+def test_a_model_that_the_decoder_computes_otherwise_is_run_by_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong(monkeypatch)
+    lm = adapt(tiny("qwen3", torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
+    assert type(lm.executor) is RecordedExecutor
+    assert lm.fell_back
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "executor cuda_kernels is not used" in line
+    assert error(all_states(lm)[-1], all_expected(tiny("qwen3", torch.float32))[-1]) < 1e-5
+    with pytest.raises(UnsupportedModelError, match="the fused decoder computes something else"):
+        in_decoder(tiny("qwen3", torch.float32))
+
+
+def test_a_model_that_is_compared_stays() -> None:
+    lm = adapt(tiny("qwen3", torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
+    assert type(lm.executor) is RecordedKernels
+    assert lm.was_compared
+    assert not lm.fell_back
+    assert lm.kernels == "decoder"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt-oss", "qwen3-moe-mixed"])
+def test_other_models_are_run_by_another(name: str) -> None:
+    lm = adapt(tiny(name, torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
+    assert type(lm.executor) is RecordedExecutor
+    with pytest.raises(ConfigError, match=r"cannot run \w+: the fused decoder"):
+        in_decoder(tiny(name, torch.float32))
+
+
+# --- the engine -------------------------------------------------------------------------------------------------
+
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+
+
+def texts(spec: dict[str, Any] | None, temperature: float) -> list[list[int]]:
+    llm = LLM(
+        speculative_config=spec,
+        attention_backend=f"{ON_CPU}:TritonOnCpu",
+        executor=f"{ON_CPU}:RecordedKernels",
+        cpu_kernels="torch",
+        max_model_len=512,
+        max_num_batched_tokens=128,
+    )
+    prompts = [row["messages"] for row in sample_prompts()[:4]]
+    params = [
+        SamplingParams(max_tokens=20, seed=n, ignore_eos=True, temperature=temperature) for n in range(4)
+    ]
+    outputs = llm.chat(prompts, params)
+    assert llm.engine.integrity() == []
+    for counts in llm.engine.stats().passes.values():
+        assert counts.num_replayed == counts.num_passes > 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_text(temperature: float) -> None:
+    expected = texts(None, temperature)
+    assert texts(DRAFT, temperature) == expected
+    assert texts({**DRAFT, "tree_top_k": 3}, temperature) == expected
