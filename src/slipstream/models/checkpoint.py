@@ -38,8 +38,6 @@ from slipstream.models.text_tower import KEY_MAPPING, TextTower, text_tower
 
 log = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -84,6 +82,13 @@ class Checkpoint:
         return UnusedTensors(self.path, self.revision, unused_by(self.config))
 
     @property
+    def keeps_codes(self) -> bool:
+        """Whether layers can stay as the files hold them, quantised."""
+        if self.gguf is not None:
+            return any(tensor.format.dtype is None for tensor in self.gguf.tensors.values())
+        return self.quantised is not None and self.quantised.is_kept
+
+    @property
     def stores_its_numbers(self) -> bool:
         """Whether the model's weights are those in the files: nothing is dequantised, and no adapter merged."""
         return self.adapter is None and getattr(self.config, "quantization_config", None) is None
@@ -124,26 +129,23 @@ def load_weights(
     dtype: torch.dtype,
     attention: str,
     keeps: bool = False,
-    where: torch.device = _CPU,
+    can_keep: bool = True,
     narrow: torch.dtype | None = None,
     experts_in: str | None = None,
 ) -> tuple[Any, str]:
     """The Transformers model, with all of its weights from the checkpoint, and an adapter's changes in them or, of
     quantised layers, besides them.
 
-    Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, which only a CPU can;
-    then the second result says how (it is empty where all of them are experts). Those that nothing can keep are
-    converted to `narrow`, if that is given, and experts among them stay in the file until they are packed in the
-    format `experts_in`.
+    Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, if what is to compute
+    them can (`can_keep`); then the second result says how (it is empty where all of them are experts). Those that
+    nothing can keep are converted to `narrow`, if that is given, and experts among them stay in the file until they are
+    packed in the format `experts_in`.
     """
     with one_line(f"cannot read the weights of {source.path!r}"), silenced():
         stored = source.stored()
     kept = stored.kind if stored is not None and stored.matrices and keeps else ""
-    if kept and where.type != "cpu":
-        raise ModelError(
-            f"{source.path!r} holds {kept} weights, which are kept as they are on a CPU only; --dtype bfloat16 widens "
-            "them"
-        )
+    if kept and not can_keep:
+        raise not_kept(source.path, kept)
     if stored is None:
         model, loaded = _read_folder(source, dtype, attention)
     else:
@@ -162,6 +164,14 @@ def load_weights(
             stored.install(model, changes)
         kept = stored.kind if stored.matrices else ""
     return model, kept
+
+
+def not_kept(path: str, kind: str) -> ModelError:
+    """What is raised where nothing that is to compute them holds a file's quantised weights."""
+    return ModelError(
+        f"{path!r} holds {kind} weights, which are kept as they are on a CPU, and on a GPU for models that its fused "
+        "decoder computes; --dtype bfloat16 widens them"
+    )
 
 
 def _model_class(source: Checkpoint, stored: StoredModel) -> Any:

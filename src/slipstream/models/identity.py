@@ -97,7 +97,9 @@ class ModelIdentity(ABC):
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether the CPU kernels round rows to 8 bits before they multiply them."""
+        """Whether the CPU kernels round rows to 8 bits before they multiply them; a GPU's decoder does not."""
+        if self.executor_type.decodes:
+            return False
         return bool(self.stored_as) or self.weight_format.bytes_per_weight < 2
 
     @property
@@ -111,7 +113,8 @@ class ModelIdentity(ABC):
 
         Raises `ConfigError` where the format cannot be used.
         """
-        own = None if self.weight_format.name == UNCHANGED else self.weight_format.name
+        is_own = self.weight_format.name != UNCHANGED and self.device.type in self.weight_format.devices
+        own = self.weight_format.name if is_own else None
         if own is None and self.stored_as and self.is_native:
             own = BESIDE_STORED
         return checked_format(quantization or own, self.device, self.dtype)
@@ -119,7 +122,8 @@ class ModelIdentity(ABC):
     @property
     def weight_type(self) -> str:
         """How the weights are held: a file's quantised types, a weight format, or the type that PyTorch computes in."""
-        return self.stored_as or (self.weight_format.name if self.packs else _name(self.dtype))
+        packs = self.packs or (self.executor_type.decodes and self.weight_format.in_decoder)
+        return self.stored_as or (self.weight_format.name if packs else _name(self.dtype))
 
     @property
     def runs_as(self) -> str:

@@ -16,7 +16,7 @@ from slipstream.models.attention.base import AttentionBackend, ModelTraits
 from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
-from slipstream.models.checkpoint import Checkpoint, load_weights, open_checkpoint
+from slipstream.models.checkpoint import Checkpoint, load_weights, not_kept, open_checkpoint
 from slipstream.models.configuration import meta_model
 from slipstream.models.cpu.native import fingerprint
 from slipstream.models.executor.base import Executor, ProbedModel
@@ -28,13 +28,20 @@ from slipstream.models.executor.registry import (
     check_attention,
     check_executor,
     choose_executor,
+    likely_executor,
 )
 from slipstream.models.families.registry import FAMILIES
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.files.stored import KEPT_AS_STORED
 from slipstream.models.huggingface import model_class
-from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
+from slipstream.models.linear.formats import (
+    OF_DTYPE,
+    WeightFormat,
+    check_quantization,
+    checked_format,
+    weight_format,
+)
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.longrope import resolve_frequencies
 from slipstream.models.matrices import (
@@ -49,6 +56,7 @@ from slipstream.models.matrices import (
 )
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
+    kept_dtype,
     resolve_cache_dtype,
     resolve_device,
     resolve_dtype,
@@ -118,6 +126,8 @@ class _Choice:
     device: torch.device
     native: bool
     """Whether the native CPU kernels may compute."""
+    decodes: bool
+    """Whether the fused decoder of a GPU is to compute."""
     dtype: torch.dtype
     """Type that it computes in."""
     weights: str | None
@@ -141,14 +151,18 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
     source = open_checkpoint(path, options.revision, trusts, options.lora, widens=says_how)
     stored = getattr(source.config, "dtype", None)  # Transformers overwrites it
     native = where.type == "cpu" and pack and resolve_kernels(options.cpu_kernels) == "native"
-    checked_format(quantization, where, resolve_dtype(dtype, where, source.config))
+    computes = resolve_dtype(dtype, where, source.config)
+    decodes = pack and not native and will_decode(options, ModelTraits(source.config, where, computes, False))
+    checked_format(quantization, where, computes, decodes)
 
     def is_plain() -> bool:
         return has_only_plain_matrices(meta_model(source.config, "eager", trusts))
 
     kind, requested = resolve_weight_dtype(dtype, where, source.config, native, is_plain)
+    if decodes and dtype == "auto" and source.keeps_codes:
+        kind = kept_dtype(where, kind)
     name = quantization or requested
-    fmt = checked_format(name, where, kind)
+    fmt = checked_format(name, where, kind, decodes)
     if options.fast_prompts:
         check_fast_prompts(where, native, name or (dtype if dtype == "float32" else None))
         if dtype == "auto" and pack:
@@ -157,7 +171,13 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
     backend = choose_backend(options.attention_backend, traits)
     if pack:
         check_attention(options.executor, backend)
-    return _Choice(source, stored, where, native, kind, name, fmt, backend)
+    return _Choice(source, stored, where, native, decodes, kind, name, fmt, backend)
+
+
+def will_decode(options: LoadOptions, traits: ModelTraits) -> bool:
+    """Whether the fused decoder of a GPU is to compute a model, as far as a configuration tells."""
+    backend = choose_backend(options.attention_backend, traits)
+    return likely_executor(options.executor, backend).decodes
 
 
 def _read(choice: _Choice, options: LoadOptions, pack: bool) -> tuple[Any, str, str | None]:
@@ -172,13 +192,13 @@ def _read(choice: _Choice, options: LoadOptions, pack: bool) -> tuple[Any, str, 
             choice.dtype,
             choice.backend.attn_implementation,
             keeps=options.dtype == "auto" and pack,
-            where=choice.device,
+            can_keep=choice.device.type == "cpu" or choice.decodes,
             narrow=narrow,
             experts_in=options.quantization if native and choice.dtype == torch.float32 else None,
         )
     if stored_as and options.quantization is not None:
         log.warning(KEPT_AS_STORED, source.path, stored_as, options.quantization)
-    if stored_as and not native:
+    if stored_as and not native and not choice.decodes:
         log.warning("%s weights are widened part by part in every pass without our own kernels", stored_as)
     kept = matrix_dtype(model)
     if name is None and options.dtype == "auto" and read_as == STORED and kept is not None:
@@ -259,7 +279,7 @@ def adapt(
     options = LoadOptions(**given)
     check_config(model.config)
     dtype = dtype or row_dtype(model)
-    fmt = checked_format(options.quantization, model.device, dtype)
+    fmt = weight_format(options.quantization)
     if dtype == torch.float32:
         resolve_matrices(model, fmt.stored_dtype, keeps_narrow=native and pack and fmt.kernel is not None)
     length = context_length(model.config, options.max_model_len)
@@ -267,6 +287,9 @@ def adapt(
     traits = ModelTraits(model.config, model.device, dtype, native and pack and options.fuses)
     name = options.attention_backend
     backend = choose_backend(name, traits)
+    checked_format(
+        options.quantization, model.device, dtype, likely_executor(options.executor, backend).decodes
+    )
     probed = probe_layers(model, backend)
     backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)
     tried = ProbedModel(model, backend, probed, fmt, dtype, native)
@@ -279,10 +302,22 @@ def adapt(
             with _as_stored(model, tried.widens):
                 stock, executor = _compared(lm, tried, executor if pack else EagerExecutor, options.executor)
         if pack:
+            _check_kept(executor, tried, options.quantization, path, stored_as)
             lm.executor = executor(tried)
             if stock is not None and lm.was_compared:
                 stock.check_packed()
     return lm
+
+
+def _check_kept(
+    executor: type[Executor], tried: ProbedModel, quantization: str | None, path: str, stored_as: str
+) -> None:
+    """Raise an error where weights are to be held in a way that what computes the model in the end has not."""
+    device = tried.model.device
+    if quantization is not None:
+        tried.weight_format.check(device, tried.dtype, executor.decodes)
+    if stored_as and device.type != "cpu" and not executor.decodes:
+        raise not_kept(path, stored_as)
 
 
 def _compared(

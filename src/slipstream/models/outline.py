@@ -162,7 +162,7 @@ class ModelOutline(ModelIdentity):
         if self.is_native:
             packed |= {id(linear.bias) for group in groups for linear in group if linear.bias is not None}
         # The decoder reads a tied embedding out of the packed output layer; in other models the table stays.
-        read_out = self.is_fused and id(table) in packed
+        read_out = (self.is_fused or self._is_coded) and id(table) in packed
         packed |= {id(parameter) for parts in self._experts for parameter in parts.parameters}
         sizes = [self._group_bytes(group) for group in groups]
         if self.weight_format.kernel is not None:
@@ -185,7 +185,7 @@ class ModelOutline(ModelIdentity):
         """Return the bytes of an embedding that the file holds quantised, where it is kept in addition to the output
         layer."""
         table = self.model.get_input_embeddings()
-        if not isinstance(table, StoredEmbedding) or not self.is_fused:
+        if not isinstance(table, StoredEmbedding) or not (self.is_fused or self._is_coded):
             return 0
         is_head = table.linear is self.model.get_output_embeddings()
         return 0 if is_head else sum(self._group_bytes([table.linear]))
@@ -241,7 +241,12 @@ class ModelOutline(ModelIdentity):
     @cached_property
     def _groups(self) -> list[list[nn.Linear | GroupedLinear]]:
         """The layers that are packed, together where they are packed as one."""
-        return self.executor_type.packed_groups(self.model) if self.packs else []
+        return self.executor_type.packed_groups(self.model) if self.packs or self._is_coded else []
+
+    @property
+    def _is_coded(self) -> bool:
+        """Whether the fused decoder of a GPU holds codes, a file's or those of a weight format."""
+        return self.executor_type.decodes and (bool(self.stored_as) or self.weight_format.in_decoder)
 
     def _group_bytes(self, group: Sequence[nn.Linear | GroupedLinear]) -> tuple[int, int, int]:
         """Bytes of (weights, scales, biases) of layers that are packed as one."""
@@ -251,6 +256,10 @@ class ModelOutline(ModelIdentity):
         biased = any(linear.bias is not None for linear in group)
         grouped = [linear for linear in group if isinstance(linear, GroupedLinear)]
         kernel = common_kernel(grouped) if grouped else fmt.kernel
+        if grouped and self.executor_type.decodes:
+            (layer,) = grouped
+            groups = outputs * -(-inputs // layer.group) * (1 + layer.has_zeros)
+            return inputs * outputs * layer.bits // 8, groups * torch.float32.itemsize, 0  # at most
         if grouped and not self.is_native:
             return 0, 0, 0  # they stay in the file, and their pages come and go
         if not self.is_native or kernel is None:
@@ -280,12 +289,13 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
     check_executor(options.executor)
     seen = unloaded_model(path, options)
     dtype, quantization = options.dtype, options.quantization
-    checked_format(quantization, seen.device, resolve_dtype(dtype, seen.device, seen.config))
+    computes = resolve_dtype(dtype, seen.device, seen.config)
+    checked_format(quantization, seen.device, computes, seen.decodes)
     name = quantization or seen.requested
     matrices = seen.matrix_dtype
     if name is None and dtype == "auto" and matrices != seen.dtype:
         name = OF_DTYPE[matrices]
-    fmt = checked_format(name, seen.device, seen.dtype)
+    fmt = checked_format(name, seen.device, seen.dtype, seen.decodes)
     if name is not None and fmt.stored_dtype not in (None, torch.float32):
         matrices = fmt.stored_dtype
     outline = ModelOutline(

@@ -41,6 +41,12 @@ def resolve_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     return dtype
 
 
+def kept_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type that a model computes in by itself whose file holds codes and names no type: a GPU multiplies float32
+    rows slowly."""
+    return torch.bfloat16 if device.type != "cpu" and dtype == torch.float32 else dtype
+
+
 def resolve_cache_dtype(
     name: str, dtype: str, stored: torch.dtype | None, computed: torch.dtype, fused: bool
 ) -> torch.dtype:

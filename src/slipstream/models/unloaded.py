@@ -20,6 +20,7 @@ from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers
 from slipstream.models.configuration import load_config, meta_model, read_config_file
+from slipstream.models.executor.registry import likely_executor
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
@@ -34,6 +35,7 @@ from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
+    kept_dtype,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
@@ -64,6 +66,8 @@ class UnloadedModel:
     """In which matrices are read where nothing else sets a type."""
     device: torch.device
     native: bool
+    decodes: bool
+    """Whether the fused decoder of a GPU is to compute it, as far as its configuration tells."""
     backend: AttentionBackend
     traits: ModelTraits
     """What the choice of the backend depends on."""
@@ -121,7 +125,10 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     backend = choose_backend(options.attention_backend, traits)
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)
+    decodes = not native and likely_executor(options.executor, backend).decodes
     kind, requested = resolve_weight_dtype(dtype, where, config, native, lambda: plain)
+    if stored_weights is not None and dtype == "auto" and decodes:
+        kind = kept_dtype(where, kind)
     traits = replace(traits, dtype=kind)
     backend = choose_backend(options.attention_backend, traits)
     matrices = kind
@@ -129,7 +136,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
         matrices = stored_dtype
     shapes, variants, vocab_size = probed_outline(model, backend)
     stored_as = ""
-    if stored_weights is not None and dtype == "auto" and where.type == "cpu":
+    if stored_weights is not None and dtype == "auto" and (where.type == "cpu" or decodes):
         fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
         changes = (
             None if adapter is None else outlined_changes(model, adapter, fitted.matrices, fitted.stacks)
@@ -149,6 +156,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
         matrix_dtype=matrices,
         device=where,
         native=native,
+        decodes=decodes,
         backend=backend,
         traits=traits,
         variants=tuple(variants),

@@ -176,6 +176,7 @@ class StoredEmbedding(nn.Module):
             )
         self.scale = None if scale is None else torch.as_tensor(scale, dtype=torch.float32)
         self.scalar_embed_scale: float | None = getattr(plain, "scalar_embed_scale", None)
+        self.dtype = plain.weight.dtype
         self._table = [linear]  # no part of this module, or it would be packed as one
 
     @property
@@ -184,10 +185,11 @@ class StoredEmbedding(nn.Module):
         return self._table[0]
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 [...] -> float32 [..., width]"""
+        """int64 [...] -> [..., width] in the type of the model, on the device of `token_ids`."""
         flat = token_ids.reshape(-1)
         rows = self.linear.rows(flat).view(*token_ids.shape, self.linear.in_features)
-        return rows if self.scale is None else rows * self.scale
+        rows = rows if self.scale is None else rows * self.scale
+        return rows.to(token_ids.device, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

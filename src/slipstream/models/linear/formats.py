@@ -53,7 +53,9 @@ class WeightFormat(ABC):
     kernel: ClassVar[Kernel | None] = None
     """How the native CPU kernels hold such weights; None where they cannot."""
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
-    """Types of `torch.device` that have this format."""
+    """Types of `torch.device` that have this format in any executor."""
+    in_decoder: ClassVar[bool] = False
+    """Whether the fused decoder of a GPU has it too, with rows of any type (`DeviceWeight.holds`)."""
 
     name: str = ""
     """The name it was found by."""
@@ -69,11 +71,17 @@ class WeightFormat(ABC):
         """Why `pack_torch` cannot be used on this machine, in one line; None where it can."""
         return None
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise `ConfigError` where weights that are loaded as `dtype` on `device` cannot be held in this format."""
+    def check(self, device: torch.device, dtype: torch.dtype, decodes: bool = False) -> None:
+        """Raise `ConfigError` where weights that are loaded as `dtype` on `device` cannot be held in this format;
+        `decodes` says whether the fused decoder of a GPU computes the model."""
+        if decodes and self.in_decoder:
+            return
         if device.type not in self.devices:
             where = "the CPU" if self.devices == {"cpu"} else " or ".join(sorted(self.devices))
-            raise ConfigError(f"quantization {self.name!r} is for {where}; on {device.type} leave it out")
+            also = " and for models that a GPU's fused decoder computes" if self.in_decoder else ""
+            raise ConfigError(
+                f"quantization {self.name!r} is for {where}{also}; on {device.type} leave it out"
+            )
         if dtype != torch.float32:
             name = str(dtype).removeprefix("torch.")
             raise ConfigError(
@@ -138,9 +146,11 @@ def weight_format(name: str | None) -> WeightFormat:
     return made
 
 
-def checked_format(name: str | None, device: torch.device, dtype: torch.dtype) -> WeightFormat:
+def checked_format(
+    name: str | None, device: torch.device, dtype: torch.dtype, decodes: bool = False
+) -> WeightFormat:
     """As `weight_format`; raises `ConfigError` too where weights of `dtype` on `device` cannot be held in it."""
     found = weight_format(name)
     if name is not None:
-        found.check(device, dtype)
+        found.check(device, dtype, decodes)
     return found

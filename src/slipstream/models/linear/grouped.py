@@ -181,9 +181,12 @@ class GroupedLinear(nn.Module, ABC):
         return torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """float32 [..., in] -> [..., out] with the numbers themselves, a part of the outputs at a time."""
-        products = [nn.functional.linear(rows.float(), self.numbers(*each)) for each in self._bounds()]
-        return self.completed(torch.cat(products, dim=-1), rows)
+        """[..., in] -> [..., out] with the numbers themselves, in float32, a part of the outputs at a time."""
+        wide = rows.float()
+        products = [
+            nn.functional.linear(wide, self.numbers(*each).to(rows.device)) for each in self._bounds()
+        ]
+        return self.completed(torch.cat(products, dim=-1), rows).to(rows.dtype)
 
     def widened(self) -> nn.Linear:
         """The same layer with float32 numbers, an adapter's change among them."""

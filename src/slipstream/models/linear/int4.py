@@ -114,6 +114,7 @@ class Int4(WeightFormat):
     bytes_per_output = kernel.bytes_per_output
     head = "int8"  # on the embedded pair 4 bits there would cost half as much as in all the other layers together
     weight_error = 0.15  # usual are 0.06 to 0.1
+    in_decoder = True  # where rows are not rounded
 
     def pack_torch(self, linear: nn.Linear) -> PackedLinear:
         return Int4Linear(linear, self.group)

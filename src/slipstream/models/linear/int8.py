@@ -56,6 +56,7 @@ class Int8(WeightFormat):
     bytes_per_weight = kernel.bytes_per_weight
     bytes_per_output = kernel.bytes_per_output
     weight_error = 0.03  # usual is 0.01
+    in_decoder = True  # where rows are not rounded
 
     def torch_unavailable(self) -> str | None:
         """Some processors add int8 products in 16 bits, which the largest ones overflow."""

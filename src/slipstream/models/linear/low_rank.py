@@ -23,7 +23,7 @@ class LowRankChange:
 
     def of(self, rows: Tensor) -> Tensor:
         """float32 [..., in] -> [..., out]"""
-        return rows.float() @ self.down.T @ self.up.T
+        return rows.float() @ self.down.T.to(rows.device) @ self.up.T.to(rows.device)
 
     def outputs(self, begin: int, end: int) -> LowRankChange:
         """The same for some neighbouring outputs."""
