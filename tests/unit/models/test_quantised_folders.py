@@ -409,7 +409,7 @@ def test_what_cannot_be_kept_is_named_with_the_flag_that_widens_it(tmp_path: Pat
     layers, write, settings = FOLDERS["awq"]
     saved(tmp_path / "b", layers, write, settings)
     what = refusal(lambda: load_model(str(tmp_path / "b"), device="meta"))
-    assert "holds AWQ, 4 bits weights, which are kept as they are on a CPU only; --dtype bfloat16" in what
+    assert "holds AWQ, 4 bits weights, which are kept as they are on a CPU, and on a GPU for models" in what
     state = load_file(tmp_path / "b" / "model.safetensors")
     odd = {
         name.replace("up_proj", "extra"): tensor.clone()
