@@ -12,12 +12,14 @@ from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.cuda.linear_codes import HeldAs
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.loading import load_plain
 from slipstream.models.outline import outline_model
 from slipstream.models.resolve import kept_dtype
 from slipstream.testing.recorded_graph import RecordedKernels
 from tests.kit.quantised_folders import gptq_folder
+from tests.unit.models.test_fp8_folders import FP8, compressed, saved, tiny
 from tests.unit.models.test_gguf_models import MIXED, quantised
 
 META = torch.device("meta")
@@ -75,6 +77,19 @@ def test_a_gptq_folder_stays_codes(act_order: bool, tmp_path: Path) -> None:
     assert lm.weight_type == "GPTQ, 4 bits"
     assert error(logits(lm), logits(wide)) < 1e-5
     assert lm.executor.footprint() < 0.5 * sum(part.nbytes for part in wide.model.parameters())
+
+
+@pytest.mark.parametrize("settings", [FP8, compressed("channel"), compressed("tensor")], ids=str)
+def test_an_fp8_folder_stays_codes(settings: dict[str, Any], tmp_path: Path) -> None:
+    numbers = saved(tmp_path / "m", settings, tiny())
+    lm = decoded(str(tmp_path / "m"))
+    assert lm.weight_type == "FP8"
+    wide = tiny()
+    wide.load_state_dict(numbers)
+    expected = wide(torch.tensor([[1, 5, 9, 3, 7]])).logits[0, [0, 4]].detach()
+    assert error(logits(lm), expected) < 1e-5
+    packed = [weight for layer in lm.executor._decoder.layers for weight in layer.linears]  # type: ignore[attr-defined]
+    assert {weight._codes.kind for weight in packed} == {HeldAs.FP8}
 
 
 @pytest.mark.parametrize("tied", [False, True])

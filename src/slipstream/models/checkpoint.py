@@ -132,6 +132,7 @@ def load_weights(
     can_keep: bool = True,
     narrow: torch.dtype | None = None,
     experts_in: str | None = None,
+    keeps_fp8: bool = False,
 ) -> tuple[Any, str]:
     """The Transformers model, with all of its weights from the checkpoint, and an adapter's changes in them or, of
     quantised layers, besides them.
@@ -139,13 +140,15 @@ def load_weights(
     Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, if what is to compute
     them can (`can_keep`); then the second result says how (it is empty where all of them are experts). Those that
     nothing can keep are converted to `narrow`, if that is given, and experts among them stay in the file until they are
-    packed in the format `experts_in`.
+    packed in the format `experts_in`. With `keeps_fp8` those of plain layers in FP8 stay so, without an adapter.
     """
     with one_line(f"cannot read the weights of {source.path!r}"), silenced():
         stored = source.stored()
     kept = stored.kind if stored is not None and stored.matrices and keeps else ""
     if kept and not can_keep:
         raise not_kept(source.path, kept)
+    if stored is not None and stored.converted and keeps_fp8 and source.adapter is None:
+        stored = stored.keeping_fp8(meta_model(source.config, "eager", source.trust_remote_code))
     if stored is None:
         model, loaded = _read_folder(source, dtype, attention)
     else:
@@ -159,10 +162,10 @@ def load_weights(
         with one_line(f"cannot merge the LoRA adapter {source.adapter!r} into {source.path!r}"), silenced():
             names, stacks = (stored.matrices, stored.stacks) if stored is not None and kept else ((), ())
             model, changes = apply_adapter(model, source.adapter, names, stacks)
-    if stored is not None and kept:
+    if stored is not None and (kept or stored.narrow):
         with one_line(f"cannot load the weights of {source.path!r}"):
             stored.install(model, changes)
-        kept = stored.kind if stored.matrices else ""
+        kept = stored.kind if stored.matrices or stored.narrow else ""
     return model, kept
 
 

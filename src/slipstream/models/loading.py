@@ -194,6 +194,7 @@ def _read(choice: _Choice, options: LoadOptions, pack: bool) -> tuple[Any, str, 
             keeps=options.dtype == "auto" and pack,
             can_keep=choice.device.type == "cpu" or choice.decodes,
             narrow=narrow,
+            keeps_fp8=options.dtype == "auto" and pack and choice.decodes,
             experts_in=options.quantization if native and choice.dtype == torch.float32 else None,
         )
     if stored_as and options.quantization is not None:

@@ -1,6 +1,7 @@
-"""FP8 weights with a scale for each block, output or matrix, which are converted to 16 or 32 bits while they are read.
+"""FP8 weights with a scale for each block, output or matrix: converted to 16 or 32 bits while they are read, unless the
+fused decoder of a GPU keeps them.
 
-No kernel of ours multiplies 8-bit floating-point numbers. Their layouts are Transformers' `fp8` (as DeepSeek and Qwen
+Their layouts are Transformers' `fp8` (as DeepSeek and Qwen
 publish their checkpoints) and compressed-tensors' `float-quantized`. Activations are not rounded to FP8.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import release
 from slipstream.models.files.grouped import check_matrix
+from slipstream.models.linear.fp8 import Fp8Linear
 
 PARTS = ("weight", "weight_scale_inv", "weight_scale")
 """Names of a layer's tensors that its weight needs."""
@@ -58,6 +60,21 @@ class Fp8Matrix:
         if scales.dtype not in _SCALE_TYPES:
             raise ModelError(f"{name}.{part} holds {str(scales.dtype).removeprefix('torch.')} numbers")
         self._scales, self._block = scales.float(), block
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self._weight.shape[0], self._weight.shape[1]
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether `layer` can be had."""
+        whole = self._block[1] >= self._weight.shape[1]
+        return self._weight.dtype == torch.float8_e4m3fn and (whole or self._block[1] % 16 == 0)
+
+    def layer(self, bias: Tensor | None = None) -> Fp8Linear:
+        """The layer with the file's own numbers, if it `can_be_kept`."""
+        return Fp8Linear(self._weight, self._scales, self._block, bias)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """[out, in] of this type, each number rounded once; the file's pages are given back as they are read."""

@@ -35,7 +35,9 @@ class StoredModel:
     kind: str
     """As messages say it: 'GPTQ, 4 bits'."""
     converted: Mapping[str, Fp8Matrix] = field(default_factory=dict)
-    """Those that no kernel can hold as they are."""
+    """Those that are converted while they are read."""
+    narrow: Mapping[str, Fp8Matrix] = field(default_factory=dict)
+    """Those in FP8 that stay so; see `keeping_fp8`."""
     stacks: Mapping[str, StoredStack] = field(default_factory=dict)
     """Experts that are rounded while they are packed, by the names of the parameters that they stand for; see `fit`."""
 
@@ -60,8 +62,25 @@ class StoredModel:
         return found
 
     def converted_to(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Those that no kernel can hold, as plain numbers of this type."""
-        return {f"{name}.weight": matrix.widened(dtype) for name, matrix in self.converted.items()}
+        """Those that are converted, as plain numbers of this type, and those in FP8 as `state` has them."""
+        found = {f"{name}.weight": matrix.widened(dtype) for name, matrix in self.converted.items()}
+        nothing = torch.zeros((), dtype=dtype)
+        return found | {
+            f"{name}.weight": nothing.expand(matrix.shape) for name, matrix in self.narrow.items()
+        }
+
+    def keeping_fp8(self, model: Any) -> StoredModel:
+        """These weights, of which those of plain layers of `model` (it may be without numbers) stay in FP8."""
+        modules = dict(model.named_modules())
+        narrow = {
+            name: matrix
+            for name, matrix in self.converted.items()
+            if type(modules.get(name)) is nn.Linear
+            and tuple(modules[name].weight.shape) == matrix.shape
+            and matrix.can_be_kept
+        }
+        converted = {name: matrix for name, matrix in self.converted.items() if name not in narrow}
+        return replace(self, narrow=narrow, converted=converted)
 
     def fit(self, model: Any, experts_in: str | None = None) -> StoredModel:
         """These weights, once it is sure that `model` (it may be without numbers) can have them as they are.
@@ -109,6 +128,8 @@ class StoredModel:
             else:
                 made = StoredLinear(matrix, plain.bias)
             model.set_submodule(name, made)
+        for name, narrow in self.narrow.items():
+            model.set_submodule(name, narrow.layer(model.get_submodule(name).bias))
         for name, stack in self.stacks.items():
             holder, _, parameter = name.rpartition(".")
             experts = model.get_submodule(holder)
