@@ -164,7 +164,7 @@ def load_weights(
             model, changes = apply_adapter(model, source.adapter, names, stacks)
     if stored is not None and (kept or stored.narrow):
         with one_line(f"cannot load the weights of {source.path!r}"):
-            stored.install(model, changes)
+            stored.install(model, changes, dtype)
         kept = stored.kind if stored.matrices or stored.narrow else ""
     return model, kept
 

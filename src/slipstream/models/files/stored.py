@@ -115,16 +115,21 @@ class StoredModel:
         kind = f"{self.kind}, experts in {experts_in}" if taken.stacks else self.kind
         return replace(self, tensors=tensors, matrices=matrices, kind=kind, stacks=taken.stacks)
 
-    def install(self, model: Any, changes: Mapping[str, LowRankChange] | None = None) -> None:
+    def install(
+        self,
+        model: Any,
+        changes: Mapping[str, LowRankChange] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Put the quantised matrices where the model has plain layers; raises `ModelError` where it has others.
 
-        `changes` are those of an adapter, by the names of the layers.
+        `changes` are those of an adapter, by the names of the layers, `dtype` what the model computes in.
         """
         for name, matrix in self.matrices.items():
             plain = model.get_submodule(name)
             made: nn.Module
             if isinstance(plain, nn.Embedding):
-                made = StoredEmbedding(StoredLinear(matrix, None), plain)
+                made = StoredEmbedding(StoredLinear(matrix, None), plain, dtype)
             else:
                 made = StoredLinear(matrix, plain.bias)
             model.set_submodule(name, made)
@@ -187,8 +192,9 @@ class StoredLinear(GroupedLinear):
 class StoredEmbedding(nn.Module):
     """An embedding whose table is a quantised matrix of a file."""
 
-    def __init__(self, linear: StoredLinear, plain: nn.Embedding) -> None:
-        """Read rows of `linear` in the place of `plain`; raises `ModelError` where that computes something else."""
+    def __init__(self, linear: StoredLinear, plain: nn.Embedding, dtype: torch.dtype = torch.float32) -> None:
+        """Read rows of `linear`, as `dtype`, in the place of `plain`; raises `ModelError` where that computes something
+        else."""
         super().__init__()
         scale = getattr(plain, "embed_scale", None)
         if scale is None and type(plain) is not nn.Embedding:
@@ -197,7 +203,7 @@ class StoredEmbedding(nn.Module):
             )
         self.scale = None if scale is None else torch.as_tensor(scale, dtype=torch.float32)
         self.scalar_embed_scale: float | None = getattr(plain, "scalar_embed_scale", None)
-        self.dtype = plain.weight.dtype
+        self.dtype = dtype
         self._table = [linear]  # no part of this module, or it would be packed as one
 
     @property
@@ -206,7 +212,7 @@ class StoredEmbedding(nn.Module):
         return self._table[0]
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., width] in the type of the model, on the device of `token_ids`."""
+        """int64 [...] -> [..., width] in the type that the model computes in, on the device of `token_ids`."""
         flat = token_ids.reshape(-1)
         rows = self.linear.rows(flat).view(*token_ids.shape, self.linear.in_features)
         rows = rows if self.scale is None else rows * self.scale
