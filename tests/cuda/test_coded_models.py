@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError, ModelError
-from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models import CausalLM, RowGroup, load_model, loading
 from slipstream.models.cuda.linear_codes import HeldAs
 from slipstream.models.linear.formats import weight_format
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.loading import load_plain
 from slipstream.models.outline import outline_model
 from slipstream.models.resolve import kept_dtype
-from slipstream.testing.recorded_graph import RecordedKernels
+from slipstream.testing.recorded_graph import RecordedExecutor, RecordedKernels
 from tests.kit.quantised_folders import gptq_folder
 from tests.unit.models.test_fp8_folders import FP8, compressed, saved, tiny
 from tests.unit.models.test_gguf_models import MIXED, quantised
@@ -104,6 +107,21 @@ def test_a_gguf_file_stays_codes(tied: bool, tmp_path: Path) -> None:
     assert 0.8 * held < outlined.held.total_bytes < 1.3 * held
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_codes_of_a_file_beside_16_bits(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU computes them."""
+    file, model = quantised(MIXED, tmp_path, tie_word_embeddings=tied)
+    expected = model(torch.tensor([[1, 5, 9, 3, 7]])).logits[0, [0, 4]].detach()
+    monkeypatch.setattr(loading, "kept_dtype", lambda *_: torch.bfloat16)
+    lm = decoded(str(file))
+    assert lm.dtype == torch.bfloat16
+    assert set(lm.weight_type.split(", ")) == {"Q4_K", "Q6_K", "Q8_0"}
+    embedded = lm.model.get_input_embeddings()(torch.tensor([3]))
+    layer = next(part for part in lm.model.modules() if isinstance(part, GroupedLinear))
+    assert embedded.dtype == layer(torch.zeros(1, layer.in_features).bfloat16()).dtype == torch.bfloat16
+    assert error(logits(lm), expected) < 0.05
+
+
 def test_texts_of_codes_are_the_same_beside_others() -> None:
     llm = LLM(quantization="int8", dtype="bfloat16", max_model_len=64, max_num_seqs=2, **DECODER)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -128,6 +146,17 @@ def test_codes_of_a_file_on_a_gpu_are_for_its_decoder(tmp_path: Path) -> None:
     folder = str(gptq_folder(tmp_path / "m", EMBEDDED_TARGET, 32))
     with pytest.raises(ModelError, match="its fused decoder computes; --dtype bfloat16 widens them"):
         load_model(folder, device="meta", executor="eager")
+
+
+def test_an_executor_that_takes_the_decoders_place_does_not_take_codes() -> None:
+    """As where the decoder refuses a model that has been read."""
+    given: Any = SimpleNamespace(
+        model=SimpleNamespace(device=META), weight_format=weight_format("int8"), dtype=torch.bfloat16
+    )
+    for executor, refused in ((RecordedExecutor, True), (RecordedKernels, False)):
+        for quantization, stored_as in (("int8", ""), (None, "Q4_K")):
+            with pytest.raises((ConfigError, ModelError)) if refused else nullcontext():
+                loading._check_kept(executor, given, quantization, "x", stored_as)
 
 
 def test_a_file_without_a_type_computes_in_16_bits_on_a_gpu() -> None:
