@@ -33,7 +33,7 @@ from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.choice import BLOCK
 from slipstream.models.cuda.linear import MOST_SPLITS, ProductCut
 from slipstream.models.cuda.linear_codes import HeldAs
-from slipstream.models.cuda.norm import WIDEST, num_warps
+from slipstream.models.cuda.norm import WIDEST, warps_of
 from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.cuda.verdict import NUM_PIECES, PIECE_BYTES
 from slipstream.models.executor.pass_layout import WANTED
@@ -110,7 +110,7 @@ def kernels() -> Iterator[tuple[Any, ...]]:
                 "CENTRES_CHANGE": centres,
             }
             constants |= {"HAS_CHANGE_BIAS": centres, "NORMS": True, "CENTRES": centres, "HAS_BIAS": centres}
-            yield layer_kernels.add_then_norm, constants, num_warps(width)
+            yield layer_kernels.add_then_norm, constants, warps_of(width)
     for kind in range(3):
         constants = {"KIND": kind, "GATED": True, "BLOCK": activation.BLOCK}
         yield layer_kernels.activate_rows, constants, 4

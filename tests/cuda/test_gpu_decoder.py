@@ -19,6 +19,7 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import tree_rows
+from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.models.families.registry import FAMILIES as KNOWN
 from slipstream.models.loading import adapt
@@ -32,12 +33,12 @@ TEXT = [(7 * i + 3) % 128 for i in range(15)]
 TREE = Proposal((1, 2, 3, 4), (-1, -1, 0, 2))
 
 
-def is_dense(name: str) -> bool:
-    model_type = CONFIGS[name]().model_type
-    return model_type in KNOWN.names() and KNOWN.load(model_type).experts is None
-
-
-DENSE = [name for name in CONFIGS if is_dense(name)]
+DECODED = [
+    name
+    for name in CONFIGS
+    if CONFIGS[name]().model_type in KNOWN.names() and name not in ("qwen3-moe-mixed", "olmoe-clipped")
+]
+MIXTURES = [name for name in DECODED if KNOWN.load(CONFIGS[name]().model_type).experts is not None]
 LIKE_LLAMA = ("cwm", "internlm3", "iquestcoder", "ministral", "seed-oss")
 """Whose bits are those of a family that is tested."""
 
@@ -72,6 +73,7 @@ def tiny(name: str, dtype: torch.dtype) -> Any:
     """A model of Transformers; its weights are the same numbers in any type."""
     config = CONFIGS[name]()
     config._attn_implementation = "slipstream"
+    torch.manual_seed(0)  # what `randomise` adds to
     model = tf.AutoModelForCausalLM.from_config(config)
     randomise(model)
     return model.to(torch.bfloat16).to(dtype).eval()
@@ -110,11 +112,13 @@ def in_decoder(model: Any, **options: Any) -> CausalLM:
     return lm
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", DECODED)
 def test_a_family_is_transformers_own(name: str) -> None:
     expected = all_expected(tiny(name, torch.float32))
     ours = all_states(in_decoder(tiny(name, torch.float32), canary=False))
     assert max(map(error, ours, expected)) < 1e-5
+    if name in MIXTURES:
+        return  # after a rounding a row may be sent to another expert
     exact = all_expected(tiny(name, torch.float64))
     theirs = all_expected(tiny(name, torch.bfloat16))
     ours = all_states(in_decoder(tiny(name, torch.bfloat16), canary=False))
@@ -175,7 +179,7 @@ def steps(lm: CausalLM, cache: KVCache) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_LLAMA else name for name in DENSE]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_LLAMA else name for name in DECODED]
 )
 def test_a_replay_has_the_bits_of_the_pass(name: str, tmp_path: Path) -> None:
     folder = str(save_tiny(CONFIGS[name](), tmp_path / name))
@@ -277,6 +281,44 @@ def test_the_model_and_the_decoder_share_their_weights() -> None:
     assert error(all_states(lm)[-1], all_expected(model)[-1]) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma", "phi3", "gpt-neox"])
+def test_packed_weights_are_compared_and_the_models_own_freed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny(name, torch.float32), torch.tensor([3, 70])
+    lm = in_decoder(model, quantization="int8")
+    assert lm.was_compared
+    assert error(all_states(lm)[-1], all_expected(tiny(name, torch.float32))[-1]) < 0.1
+    table = tiny(name, torch.float32).get_input_embeddings()
+    assert error(lm.embed(ids).detach(), table(ids).detach()) < 0.02
+    is_tied = model.get_output_embeddings().weight is table.weight or model.config.tie_word_embeddings
+    held = [key for key, weight in model.named_parameters() if weight.ndim == 2 and not weight.is_meta]
+    assert len(held) == (0 if is_tied else 1), "the embedding"
+    pack = DeviceWeight.of
+
+    def swapped(layers: Any, dtype: torch.dtype, fmt: Any = None, device: Any = None) -> Any:
+        parts = layers[::-1] if fmt is not None else layers
+        return pack(parts, dtype, fmt, device)
+
+    monkeypatch.setattr(DeviceWeight, "of", swapped)
+    if name != "phi3" and name != "gpt-neox":
+        with pytest.raises(
+            UnsupportedModelError, match="packed weights of a stack of 3 linear layers are not the"
+        ):
+            in_decoder(tiny(name, torch.float32), quantization="int8")
+
+
+def test_experts_are_counted() -> None:
+    """As Transformers' own modules are, but for the norms, of which there is a copy."""
+    theirs = adapt(
+        tiny("qwen3-moe", torch.float32), native=False, attention_backend="packed", executor="eager"
+    )
+    ours = in_decoder(tiny("qwen3-moe", torch.float32))
+    assert ours.executor.reads.number == theirs.executor.reads.number
+    assert ours.weight_bytes == theirs.weight_bytes
+    assert ours.executor.reads.num_bytes == theirs.executor.reads.num_bytes
+
+
 def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The family says that its norms add something to their weights, and they do not."""
     monkeypatch.setattr(KNOWN.load("qwen3"), "norm_offset", 0.1)
@@ -304,11 +346,13 @@ def test_a_model_that_is_compared_stays() -> None:
     assert lm.kernels == "decoder"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt-oss", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["gpt2", "olmoe-clipped", "qwen3-moe-mixed"])
 def test_other_models_are_run_by_another(name: str) -> None:
     lm = adapt(tiny(name, torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
     assert type(lm.executor) is RecordedExecutor
-    with pytest.raises(ConfigError, match=r"cannot run \w+: the fused decoder"):
+    with pytest.raises(
+        ConfigError, match=r"cannot run \w+: (the fused decoder knows|its queries, keys|it lacks a part)"
+    ):
         in_decoder(tiny(name, torch.float32))
 
 

@@ -15,9 +15,20 @@ from tests.gpu.captured_cases import options, outside, rows_with_other_bits, tex
 
 pytestmark = pytest.mark.gpu
 
-DENSE = (
+DECODED = (
     *("llama", "llama-gqa", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "phi3"),
-    *("phi3-partial", "gpt-neox", "gpt-neox-serial", "olmo2", "smollm3", "starcoder2", "granite"),
+    *(
+        "phi3-partial",
+        "gpt-neox",
+        "gpt-neox-serial",
+        "olmo2",
+        "smollm3",
+        "starcoder2",
+        "granite",
+        "mixtral",
+        "qwen3-moe",
+        "gpt-oss",
+    ),
 )
 TREE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4, "tree_top_k": 3}
 
@@ -36,7 +47,7 @@ def test_the_operators_against_float64(dtype: torch.dtype, monkeypatch: pytest.M
     layer_cases.check_bits(dtype)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", DECODED)
 def test_a_family_in_the_decoder_is_transformers_own(family: str, tmp_path: Path) -> None:
     error, lm = tree_error(tiny_folder(family, tmp_path / "model"), "cuda", decodes=True)
     assert error < 1e-4

@@ -2,8 +2,8 @@
 
 It computes what `models.families` describes. A layer is some ten kernels: add and norm, the product for queries, keys
 and values, rotation, attention (which writes the entries), its output's product, add and norm, the product for gate
-and up, activation, the last product. The states between layers are in the model's own type, as Transformers has them;
-in a kernel all is float32.
+and up, activation, the last product. Experts compute in Transformers' own code. The states between layers are in the
+model's own type, as Transformers has them; in a kernel all is float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from slipstream.models.attention.base import AttentionPass, Variant
 from slipstream.models.batch import BatchTensors
 from slipstream.models.cpu.pages import free_numbers
 from slipstream.models.cuda.decoder_layer import DecoderLayer, LayerSizes, Packing, device_weight
+from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.cuda.norm import Norm, joined
 from slipstream.models.cuda.rotation import Turns
 from slipstream.models.executor.base import PassOutput, ReadWeights
+from slipstream.models.families.experts import ExpertParts
 from slipstream.models.families.family import Family
 from slipstream.models.families.frequencies import Rotation
 from slipstream.models.families.parts import LayerParts, NormParts
@@ -42,9 +44,13 @@ class GpuDecoder:
         self._rotations: list[Rotation] = list(dict.fromkeys(way for way in ways if way is not None))
         self._ways = [None if way is None else self._rotations.index(way) for way in ways]
         self._frequencies = [way.inverse_frequencies.to(model.device) for way in self._rotations]
+        mixtures = [
+            None if family.experts is None else part(layer, family.experts.rpartition(".")[0])
+            for layer in part(model, family.layers)
+        ]
         self.layers = [
-            DecoderLayer(number, parts, variant, sizes, packing)
-            for number, (parts, variant) in enumerate(zip(layers, variants, strict=True))
+            DecoderLayer(number, *own, sizes, packing)
+            for number, own in enumerate(zip(layers, mixtures, variants, strict=True))
         ]
         norm = Norm.of(NormParts.of(part(model, family.final_norm), family.norm_offset), sizes.epsilon)
         assert norm is not None
@@ -146,15 +152,35 @@ class GpuDecoder:
 
     @property
     def reads(self) -> ReadWeights:
-        """What a pass of one row reads."""
-        linears = [self._head, *(linear for layer in self.layers for linear in layer.linears)]
-        num_bytes = sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in self._norms)
-        return ReadWeights(sum(linear.num_weights for linear in linears), num_bytes)
+        """What a pass of one row reads; of experts those that it is sent to."""
+        number = float(sum(linear.num_weights for linear in self._linears))
+        num_bytes = float(self._dense_bytes)
+        for experts in self._experts:
+            share = experts.num_chosen / experts.num_experts
+            for tensor in experts.parameters:
+                read = 1.0 if tensor is experts.router or tensor is experts.router_bias else share
+                number += read * tensor.numel() if tensor.ndim == 3 or tensor is experts.router else 0
+                num_bytes += read * tensor.nbytes
+        return ReadWeights(round(number), round(num_bytes))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held; of the model's own norms there is a copy."""
-        return self.reads.num_bytes + self._table_bytes
+        of_experts = sum(int(tensor.nbytes) for experts in self._experts for tensor in experts.parameters)
+        return self._dense_bytes + self._table_bytes + of_experts
+
+    @property
+    def _dense_bytes(self) -> int:
+        """Bytes of what every pass reads."""
+        return sum(linear.nbytes for linear in self._linears) + sum(norm.nbytes for norm in self._norms)
+
+    @property
+    def _linears(self) -> list[DeviceWeight]:
+        return [self._head, *(linear for layer in self.layers for linear in layer.linears)]
+
+    @property
+    def _experts(self) -> list[ExpertParts]:
+        return [layer.experts for layer in self.layers if layer.experts is not None]
 
     @property
     def _norms(self) -> list[Norm]:

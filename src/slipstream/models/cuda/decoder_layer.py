@@ -56,9 +56,15 @@ class DecoderLayer:
     """Takes the weights of one layer of a Transformers model."""
 
     def __init__(
-        self, number: int, parts: LayerParts, variant: Variant, sizes: LayerSizes, packing: Packing
+        self,
+        number: int,
+        parts: LayerParts,
+        mixture: nn.Module | None,
+        variant: Variant,
+        sizes: LayerSizes,
+        packing: Packing,
     ) -> None:
-        assert parts.down is not None
+        """`mixture` is the module that sends rows to experts, in the place of an MLP."""
         self.number, self._variant, self._sizes = number, variant, sizes
         self.attention_norm = Norm.of(parts.attention_norm, sizes.epsilon)
         self.attended_norm = Norm.of(parts.attended_norm, sizes.epsilon)
@@ -68,13 +74,20 @@ class DecoderLayer:
         self._key_norm = Norm.of(parts.key_norm, sizes.epsilon)
         self._qkv = device_weight(parts.qkv, sizes.dtype, packing)
         self._output = device_weight([parts.output], sizes.dtype, packing)
-        self._gate_up = device_weight(parts.gate_up, sizes.dtype, packing)
-        self._down = device_weight([parts.down], sizes.dtype, packing)
+        self._mixture = mixture
+        self._mlp: tuple[DeviceWeight, DeviceWeight] | None = None
+        if parts.down is not None:
+            gate_up, down = parts.gate_up, [parts.down]
+            self._mlp = (
+                device_weight(gate_up, sizes.dtype, packing),
+                device_weight(down, sizes.dtype, packing),
+            )
+        self.experts = parts.experts
 
     @property
     def linears(self) -> tuple[DeviceWeight, ...]:
         """In the order in which a pass reads them."""
-        return self._qkv, self._output, self._gate_up, self._down
+        return self._qkv, self._output, *(self._mlp or ())
 
     @property
     def norms(self) -> list[Norm]:
@@ -90,9 +103,15 @@ class DecoderLayer:
         return self._output(attended[0].flatten(1))
 
     def feed(self, rows: Tensor) -> Tensor:
-        """[n, width], behind the norm -> what the MLP adds to the states."""
-        sizes = self._sizes
-        return self._down(activate(self._gate_up(rows), sizes.activation, sizes.is_gated))
+        """[n, width], behind the norm -> what the MLP adds to the states; experts compute in Transformers' own code."""
+        if self._mlp is None:
+            assert self._mixture is not None
+            found = self._mixture(rows[None])
+            return (found if isinstance(found, Tensor) else found[0])[
+                0
+            ]  # some give their routers' choices too
+        gate_up, down = self._mlp
+        return down(activate(gate_up(rows), self._sizes.activation, self._sizes.is_gated))
 
     def _heads(self, qkv: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [n, heads, dim], normed and rotated."""

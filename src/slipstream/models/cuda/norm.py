@@ -124,7 +124,7 @@ def _in_triton(rows: Tensor) -> bool:
     return rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def num_warps(block: int) -> int:
+def warps_of(block: int) -> int:
     """Warps of a program that keeps so many numbers of a few arrays."""
     return min(max(block // 512, 1), 16)
 
@@ -145,7 +145,7 @@ def _launch(
         states, change, change_weight, change_bias, weight, bias, total, output,
         states.stride(0), 0 if change is None else change.stride(0), size, epsilon, scale,
         block, change is not None, change_weight is not None, centres_change, change_bias is not None,
-        weight is not None, is_centred, bias is not None, num_warps=num_warps(block), enable_fp_fusion=False,
+        weight is not None, is_centred, bias is not None, num_warps=warps_of(block), enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Passes in the GPU's fused decoder, recorded once a shape as a CUDA graph and replayed.
 
 It takes over Transformers models of the families in `models.families`, and computes every pass of theirs, recorded or
-not, in the same kernels. Rows are computed independently of each other.
+not, in the same kernels; experts compute in Transformers' own code. Rows are computed independently of each other.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class CudaKernels(CudaGraphExecutor):
         config = backend.traits.config
         if config.model_type not in FAMILIES.names():
             return f"the fused decoder knows {', '.join(FAMILIES.names())}"
-        if FAMILIES.load(config.model_type).experts is not None:
-            return "the fused decoder of a GPU has no experts"
         return super().misfit(backend)
 
     @classmethod
@@ -61,7 +59,9 @@ class CudaKernels(CudaGraphExecutor):
 
     @classmethod
     def unpacked(cls, given: ProbedModel) -> CudaKernels:
-        return cls(given, packs=False)
+        made = cls(given, packs=False)
+        made._failure = "a model that is tried out"
+        return made
 
     @property
     def reads(self) -> ReadWeights:
@@ -113,8 +113,14 @@ def _misfits(given: ProbedModel, family: Family) -> Iterator[str]:
     if max((norm.weight.numel() for parts in layers for norm in parts.norms), default=0) > WIDEST:
         yield f"the fused decoder takes norms of at most {WIDEST} numbers"
     stacks = [(fmt.of_head(), [family.part(model, family.head)])]
+    if family.experts is not None and fmt.weight_error is not None:
+        yield f"its experts are not held in {fmt.name} on a GPU"
     for parts in layers:
-        stacks += [(fmt, [*stack]) for stack in (parts.qkv, [parts.output], parts.gate_up, [parts.down])]
+        if parts.experts is not None and parts.experts.are_in_a_file:
+            yield "its experts stay in a file"
+            return
+        stacks += [(fmt, [*stack]) for stack in (parts.qkv, [parts.output], parts.gate_up) if stack]
+        stacks += [] if parts.down is None else [(fmt, [parts.down])]
     for held, stack in stacks:
         reason = DeviceWeight.holds(held, stack)
         if reason is not None:
