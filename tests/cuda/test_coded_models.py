@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from coded_cases import DECODER, error, logits
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError, ModelError
-from slipstream.models import CausalLM, RowGroup, load_model, loading
+from slipstream.models import CausalLM, load_model, loading
 from slipstream.models.cuda.linear_codes import HeldAs
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.grouped import GroupedLinear
@@ -26,20 +27,6 @@ from tests.unit.models.test_fp8_folders import FP8, compressed, saved, tiny
 from tests.unit.models.test_gguf_models import MIXED, quantised
 
 META = torch.device("meta")
-DECODER: dict[str, Any] = {
-    "attention_backend": "slipstream.testing.recorded_graph:KernelsOnCpu",
-    "cpu_kernels": "torch",
-}
-"""What computes as on a GPU."""
-
-
-def logits(lm: CausalLM) -> torch.Tensor:
-    pool = lm.new_cache(64, prefix_caching=False).pool
-    return lm.forward([RowGroup(pool.slots, 0, [1, 5, 9, 3, 7], [0, 4])], pool).logits.float()
-
-
-def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def decoded(path: str, **options: Any) -> CausalLM:
