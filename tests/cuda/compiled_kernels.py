@@ -1,4 +1,5 @@
-"""`python compiled_kernels.py`: compile every kernel for GPUs that need not be there, and say what each one takes.
+"""`python compiled_kernels.py 90`: compile every kernel for GPUs of this architecture, which need not be there, and say
+what each one takes.
 
 Prints a JSON object a line: kernel, architecture, constants, registers' spills, local and shared memory, and how often
 each matrix instruction stands in it.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +30,6 @@ from slipstream.models.cuda.tree_attention import Cut
 from slipstream.models.cuda.verdict import NUM_PIECES, PIECE_BYTES
 from slipstream.models.executor.pass_layout import WANTED
 
-ARCHITECTURES = (80, 90, 100)
 INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "STL", "LDL")
 """Matrix products of each generation; stores to and loads from local memory."""
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -155,6 +156,5 @@ def compiled(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for architecture in ARCHITECTURES:
-        for each in kernels():
-            print(json.dumps(compiled(architecture, *each)), flush=True)
+    for each in kernels():
+        print(json.dumps(compiled(int(sys.argv[1]), *each)), flush=True)
