@@ -50,14 +50,14 @@ class LinearCase:
     rank: int = 0
     fp8_block: tuple[int, int] = (128, 128)
 
-    def layers(self, seed: int, device: torch.device) -> list[nn.Linear | GroupedLinear | Fp8Linear]:
+    def layers(self, seed: int, device: torch.device) -> list[nn.Linear | GroupedLinear]:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self.num_in, generator=generator).int() if self.has_order else None
         return [self._layer(number, generator, order, device) for number in self.outputs]
 
     def _layer(
         self, num_out: int, generator: torch.Generator, order: Tensor | None, device: torch.device
-    ) -> nn.Linear | GroupedLinear | Fp8Linear:
+    ) -> nn.Linear | GroupedLinear:
         def normal(*sizes: int) -> Tensor:
             return torch.randn(sizes, generator=generator)
 
@@ -104,8 +104,6 @@ class LinearCase:
         for layer in self.layers(seed, rows.device):
             if isinstance(layer, GroupedLinear):
                 numbers = layer.widened().weight
-            elif isinstance(layer, Fp8Linear):
-                numbers = layer.numbers()
             elif fmt is None:
                 numbers = layer.weight
             else:

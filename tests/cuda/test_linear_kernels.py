@@ -150,6 +150,24 @@ def test_a_single_layer_of_the_rows_type_stays_in_its_memory() -> None:
     assert (weight.in_features, weight.out_features, weight.num_weights) == (32, 70, 2240)
 
 
+def test_fp8_weights_of_several_scales_are_one() -> None:
+    """Blocks beside a scale an output, as layers of one file need not agree."""
+    cases = [replace(LINEAR_CASES["fp8, blocks"], fp8_block=block) for block in ((128, 64), (1, 520))]
+    layers = [case.layers(seed, CPU)[0] for seed, case in enumerate(cases)]
+    weight = DeviceWeight.of(layers, torch.bfloat16)
+    expected = torch.cat([layer.numbers(0, 40) for layer in layers if isinstance(layer, GroupedLinear)])
+    assert torch.equal(weight.numbers(torch.arange(80)), expected)
+    layers[0].codes[3, 5] = 127  # type: ignore[operator, index]
+    with pytest.raises(ModelError, match="no numbers"):
+        DeviceWeight.of(layers, torch.bfloat16)
+
+
+def test_a_single_fp8_layer_stays_in_its_memory() -> None:
+    layer = LINEAR_CASES["fp8, whole"].layers(0, CPU)[0]
+    weight = DeviceWeight.of([layer], torch.float16)
+    assert weight._codes.codes.data_ptr() == layer.codes.data_ptr()  # type: ignore[union-attr, operator]
+
+
 class Unknown(WeightFormat):
     summary = "for a test"
     bytes_per_weight = 1
@@ -161,7 +179,7 @@ class Unknown(WeightFormat):
 
 def test_what_cannot_be_held_says_why() -> None:
     plain, grouped = nn.Linear(512, 72), StoredLinear(Blocks("Q4_0", 72, 512), None)
-    fp8 = LinearCase(kind="fp8", fp8_block=(128, 24)).layers(0, CPU)
+    fp8 = LINEAR_CASES["fp8, blocks"].layers(0, CPU)
     unordered = LINEAR_CASES["4 bits of 128 in float16"].layers(1, CPU)
     ordered = LINEAR_CASES["act-order"].layers(1, CPU)
     assert DeviceWeight.holds(None, [plain]) is None
@@ -170,7 +188,7 @@ def test_what_cannot_be_held_says_why() -> None:
         (None, [plain, grouped], "different kinds: Linear, StoredLinear"),
         (Unknown(), [plain], "'unknown' has no kernel"),
         (None, [unordered[0], ordered[0]], "different orders"),
-        (None, fp8, "groups of 24 inputs"),
+        (None, [fp8[0], ordered[0]], "different kinds: FileLinear, Fp8Linear"),
     ):
         found = DeviceWeight.holds(fmt, layers)
         assert found is not None

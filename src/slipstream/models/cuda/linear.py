@@ -35,7 +35,7 @@ LEAST_SPLIT = 192
 LEAST_GROUP = 16
 """Inputs that a matrix instruction takes at once."""
 
-Linear = nn.Linear | GroupedLinear | Fp8Linear
+Linear = nn.Linear | GroupedLinear
 
 
 class ProductCut(NamedTuple):
@@ -156,14 +156,10 @@ class DeviceWeight:
         """Why layers cannot be held as one, in one line; None where they can. What a file holds quantised is kept as it
         is, whatever the format."""
         kinds = {type(layer) for layer in layers}
-        if all(isinstance(layer, GroupedLinear) for layer in layers):
-            return _misfit_of_groups([layer for layer in layers if isinstance(layer, GroupedLinear)])
         if kinds == {Fp8Linear}:
-            narrow = [layer for layer in layers if isinstance(layer, Fp8Linear)]
-            odd = [
-                each.group for each in narrow if each.group % LEAST_GROUP and each.group < each.in_features
-            ]
-            return f"groups of {odd[0]} inputs are no multiple of {LEAST_GROUP}" if odd else None
+            return None
+        if Fp8Linear not in kinds and all(isinstance(layer, GroupedLinear) for layer in layers):
+            return _misfit_of_groups([layer for layer in layers if isinstance(layer, GroupedLinear)])
         if kinds != {nn.Linear}:
             return f"layers of different kinds: {', '.join(sorted(kind.__name__ for kind in kinds))}"
         if fmt is None or fmt.name in OF_DTYPE.values() or isinstance(fmt, Int8 | Int4):
@@ -186,10 +182,10 @@ class DeviceWeight:
         grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
         narrow = [layer for layer in layers if isinstance(layer, Fp8Linear)]
         plain = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        if grouped:
-            codes = linear_codes.kept_in_groups(grouped, dtype, device or torch.device("cpu"))
-        elif narrow:
+        if narrow:
             codes = linear_codes.kept_in_fp8(narrow, dtype)
+        elif grouped:
+            codes = linear_codes.kept_in_groups(grouped, dtype, device or torch.device("cpu"))
         elif isinstance(fmt, Int4):
             codes = linear_codes.rounded_to_int4(plain, fmt.group, dtype)
         elif isinstance(fmt, Int8):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.errors import ModelError
 from slipstream.models.linear.fp8 import Fp8Linear
 from slipstream.models.linear.grouped import GroupedLinear, GroupedWeight
 from slipstream.models.linear.int4 import fitted
@@ -154,14 +155,18 @@ def kept_in_fp8(layers: Sequence[Fp8Linear], dtype: torch.dtype) -> Codes:
     """The codes of a file, with a scale for each output, or for each group of its inputs."""
     shape = (sum(layer.out_features for layer in layers), layers[0].in_features)
     device = layers[0].codes.device
-    group = largest_group(math.gcd(*(layer.group for layer in layers)), dtype)
-    if all(layer.group >= shape[1] for layer in layers):
+    if any(bool((layer.codes & 127 == 127).any()) for layer in layers):
+        raise ModelError("FP8 weights among which are some that are no numbers")
+    if all(layer.has_one_scale for layer in layers):
         scales = torch.cat([layer.of_outputs()[:, 0] for layer in layers])
-        return Codes(HeldAs.FP8, torch.cat([layer.codes for layer in layers]), shape, scales)
+        codes = layers[0].codes if len(layers) == 1 else torch.cat([layer.codes for layer in layers])
+        return Codes(HeldAs.FP8, codes, shape, scales)
+    group = largest_group(math.gcd(*(layer.group for layer in layers)), dtype)
     made = _Groups(shape, 8, group, False, device)
     first = 0
     for layer in layers:
-        scales = layer.of_outputs().repeat_interleave(-(-layer.group // group), 1)[:, : made.num_groups]
+        each = made.num_groups if layer.has_one_scale else layer.block[1] // group
+        scales = layer.of_outputs().repeat_interleave(each, 1)[:, : made.num_groups]
         made.put(first, GroupedWeight(layer.codes, scales, None, group, 8))
         first += layer.out_features
     return replace(made.finished(), kind=HeldAs.FP8)

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.linear.grouped import LARGEST_GROUP, GroupedLinear, GroupedWeight
 
 
-class Fp8Linear(nn.Module):
-    """Takes the place of an `nn.Linear` whose file holds e4m3 numbers, until it is packed for a device that keeps them.
+class Fp8Linear(GroupedLinear):
+    """A layer whose file holds e4m3 numbers, until it is packed for a device that keeps them.
 
-    Activations are not rounded to FP8.
+    They lie where the model does. Activations are not rounded to FP8.
     """
-
-    def __init__(
-        self, weight: Tensor, scales: Tensor, block: tuple[int, int], bias: Tensor | None = None
-    ) -> None:
-        """weight float8_e4m3fn [out, in]; scales [out / block[0], in / block[1]], rounded up."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("codes", weight.detach().view(torch.uint8), persistent=False)
-        self.register_buffer("scales", scales.detach().float(), persistent=False)
-        self.block = block
-        self.bias = bias
 
     codes: Tensor
     scales: Tensor
 
+    def __init__(
+        self, weight: Tensor, scales: Tensor, block: tuple[int, int], bias: Tensor | None = None
+    ) -> None:
+        """weight float8_e4m3fn [out, in]; scales [out / block[0], in / block[1]], rounded up.
+
+        Raises `ModelError` for blocks of which no groups can be made.
+        """
+        out_features, in_features = weight.shape
+        self.block = block
+        group = LARGEST_GROUP if block[1] >= in_features else math.gcd(block[1], LARGEST_GROUP)
+        super().__init__(in_features, out_features, 8, group, False)
+        self.register_buffer("codes", weight.detach().view(torch.uint8), persistent=False)
+        self.register_buffer("scales", scales.detach().float(), persistent=False)
+        self.bias = bias
+
     @property
-    def group(self) -> int:
-        """Inputs of an output that share a scale."""
-        return self.block[1]
+    def has_one_scale(self) -> bool:
+        """Whether all inputs of an output share theirs."""
+        return self.block[1] >= self.in_features
+
+    def part(self, begin: int, end: int) -> GroupedWeight:
+        """There is none: the codes are no integers."""
+        raise ModelError("FP8 numbers are no groups of integers")
 
     def of_outputs(self) -> Tensor:
-        """float32 [out, groups]: each output's scales."""
+        """float32 [out, blocks of inputs]: each output's scales."""
         return self.scales[torch.arange(self.out_features, device=self.scales.device) // self.block[0]]
 
-    def numbers(self) -> Tensor:
-        """float32 [out, in]"""
-        scales = self.of_outputs().repeat_interleave(self.group, 1)[:, : self.in_features]
-        return self.codes.view(torch.float8_e4m3fn).float() * scales
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] -> [..., out], with the numbers themselves."""
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(rows.float(), self.numbers(), bias).to(rows.dtype)
+    def numbers(self, begin: int, end: int) -> Tensor:
+        scales = self.of_outputs()[begin:end].repeat_interleave(self.block[1], 1)[:, : self.in_features]
+        return self.codes[begin:end].view(torch.float8_e4m3fn).float() * scales
