@@ -385,6 +385,9 @@ def test_every_part_runs_on_a_cpu_in_small_sizes(tmp_path: Path) -> None:
     assert cells["kernels"]["cells"]["choice of 1,500"]["equal"] == 4
     assert cells["bits"]["cells"]["attention of 1G"] == {"rows": 6, "equal": 6}
     assert cells["bits"]["cells"]["noise"]["integers_equal"]
+    own = [cell for name, cell in cells["bits"]["cells"].items() if name.startswith("own product")]
+    assert own
+    assert all(all(cell["places"].values()) and cell["alone_agrees"] for cell in own)
     assert page.unequal_texts(cells["engine"]["cells"]) == 0
     assert page.share_outside(cells["engine"]["cells"]) == 0
     assert len(cells["engine"]["cells"]["a drafter that is loaded and not asked"]["ratios"]) == 5
