@@ -55,7 +55,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def product_bits(part: Part, n: int, k: int, dtype: torch.dtype, kind: str | None = None) -> dict[str, Any]:
-    """Of a linear layer: is a row the same in every place, beside any neighbours, alone, and in every bucket? cuBLAS's,
+    """A linear layer: is a row the same in every place, beside any neighbours, alone, and in every bucket? cuBLAS's,
     or ours with weights of this kind."""
     most = 4 if part.is_tiny else BUCKETS[-1]
     multiply = weight_of(part.device, n, k, kind, dtype) if kind else cublas(part.device, n, k, dtype)

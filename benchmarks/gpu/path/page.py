@@ -276,7 +276,7 @@ def _kernels(cells: Cells) -> list[str]:
 
 
 def _rates(cells: Cells) -> list[str]:
-    """Of products of linear layers."""
+    """Microseconds and bytes a second of products of linear layers."""
     rows = []
     for name, cell in cells.items():
         if not name.startswith("rates of "):
