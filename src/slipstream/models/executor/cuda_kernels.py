@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
@@ -39,6 +40,8 @@ class CudaKernels(CudaGraphExecutor):
         rounds = fmt.weight_error is not None  # others are of the model's type already
         packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.device)
         self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of matrices that became one, which PyTorch would keep
         self._layers: Sequence[int] | None = None
         """Those that the pass runs; None: all."""
 
@@ -93,10 +96,12 @@ class CudaKernels(CudaGraphExecutor):
             self._layers = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._decoder.embed(token_ids.to(self.device))
+        with self._on_device():
+            return self._decoder.embed(token_ids.to(self.device))
 
     def project(self, hidden: Tensor) -> Tensor:
-        return self._decoder.project(hidden)
+        with self._on_device():
+            return self._decoder.project(hidden)
 
     def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         return  # each layer has its own rotation and its own place
