@@ -38,9 +38,9 @@ class CudaKernels(CudaGraphExecutor):
         family, fmt = find_family(given.model), given.weight_format
         assert family is not None
         rounds = fmt.weight_error is not None  # others are of the model's type already
-        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.device)
+        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.model.device)
         self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
-        if self.device.type == "cuda":
+        if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # of matrices that became one, which PyTorch would keep
         self._layers: Sequence[int] | None = None
         """Those that the pass runs; None: all."""
@@ -81,7 +81,7 @@ class CudaKernels(CudaGraphExecutor):
         call: Callable[..., Any] | None = None,
     ) -> PassOutput:
         """As `EagerExecutor.run`; there is no other model to call."""
-        on = rows.on(self.device)
+        on = rows.on(self.model.device)
         embedded = self.embed(on.token_ids)
         if rows.added is not None:
             embedded = embedded + rows.added
@@ -97,7 +97,7 @@ class CudaKernels(CudaGraphExecutor):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         with self._on_device():
-            return self._decoder.embed(token_ids.to(self.device))
+            return self._decoder.embed(token_ids.to(self.model.device))
 
     def project(self, hidden: Tensor) -> Tensor:
         with self._on_device():
