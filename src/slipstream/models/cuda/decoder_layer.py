@@ -106,9 +106,8 @@ class DecoderLayer:
         if self._mlp is None:
             assert self._mixture is not None
             found = self._mixture(rows[None])
-            return (found if isinstance(found, Tensor) else found[0])[
-                0
-            ]  # some give their routers' choices too
+            states: Tensor = found if isinstance(found, Tensor) else found[0]  # some give what was chosen too
+            return states[0]
         gate_up, down = self._mlp
         return down(activate(gate_up(rows), self._sizes.activation, self._sizes.is_gated))
 

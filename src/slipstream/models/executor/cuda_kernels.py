@@ -7,7 +7,7 @@ not, in the same kernels; experts compute in Transformers' own code. Rows are co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -96,11 +96,11 @@ class CudaKernels(CudaGraphExecutor):
             self._layers = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        with self._on_device():
+        with _launching_on(self.model.device):
             return self._decoder.embed(token_ids.to(self.model.device))
 
     def project(self, hidden: Tensor) -> Tensor:
-        with self._on_device():
+        with _launching_on(self.model.device):
             return self._decoder.project(hidden)
 
     def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
@@ -108,6 +108,11 @@ class CudaKernels(CudaGraphExecutor):
 
     def check_packed(self, checks: PackedChecks) -> None:
         return  # compared as a whole before they were packed, see `unpacked`
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _misfits(given: ProbedModel, family: Family) -> Iterator[str]:
