@@ -21,8 +21,9 @@ FILES = (
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("executor", ["ComputedExecutor", "ComputedKernels"])
 @pytest.mark.parametrize("file", FILES)
-def test_the_engine_over_the_buffers_of_recorded_passes(file: str) -> None:
+def test_the_engine_over_the_buffers_of_recorded_passes(file: str, executor: str) -> None:
     options = (
         "-q",
         "-p",
@@ -33,5 +34,5 @@ def test_the_engine_over_the_buffers_of_recorded_passes(file: str) -> None:
         "not long",
         "--timeout=0",
     )
-    done = run("-m", "pytest", *options, str(TESTS / file))
+    done = run("-m", "pytest", *options, str(TESTS / file), RECORDED_EXECUTOR=executor)
     assert done.returncode == 0, done.stdout

@@ -1,15 +1,17 @@
 """A pytest plugin (`-p tests.kit.on_recorded_passes`): every engine replays recorded passes, unless a test says
-otherwise."""
+otherwise. The variable RECORDED_EXECUTOR names the stand-in of `slipstream.testing.recorded_graph` that computes them.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from slipstream.config import EngineConfig
 
 RECORDED = {
     "attention_backend": "slipstream.testing.recorded_graph:TritonOnCpu",
-    "executor": "slipstream.testing.recorded_graph:ComputedExecutor",
+    "executor": f"slipstream.testing.recorded_graph:{os.environ.get('RECORDED_EXECUTOR', 'ComputedExecutor')}",
     "cpu_kernels": "torch",
 }
 _init = EngineConfig.__init__

@@ -16,8 +16,13 @@ from torch import Tensor, nn
 
 from slipstream.models.attention.base import AttentionPass, Variant
 from slipstream.models.batch import BatchTensors
-from slipstream.models.cpu.pages import free_numbers
-from slipstream.models.cuda.decoder_layer import DecoderLayer, LayerSizes, Packing, device_weight
+from slipstream.models.cuda.decoder_layer import (
+    DecoderLayer,
+    LayerSizes,
+    Packing,
+    device_weight,
+    forget_numbers,
+)
 from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.cuda.norm import Norm, joined
 from slipstream.models.cuda.rotation import Turns
@@ -66,19 +71,14 @@ class GpuDecoder:
             is_tied = isinstance(head, nn.Linear) and head.weight.data_ptr() == embedding.weight.data_ptr()
         fmt = None if packing.fmt is None else packing.fmt.of_head()
         self._head = device_weight([head], self._dtype, packing._replace(fmt=fmt))
-        self._embedding, self._table = embedding, self._head if is_tied else None
+        is_read = is_stored or (is_tied and packing.frees and fmt is not None)
+        self._embedding, self._table = embedding, self._head if is_read and is_tied else None
         if is_stored and not is_tied:
             self._table = device_weight([embedding.linear], self._dtype, packing._replace(fmt=None))
-        elif is_tied and not is_stored and not (packing.frees and fmt is not None):
-            self._table = None  # the output layer is the table itself
-        elif is_tied and packing.frees:
-            free_numbers(embedding)
-        own = (
-            sum(int(each.nbytes) for each in embedding.parameters())
-            if self._table is None
-            else self._table.nbytes
-        )
-        self._table_bytes = 0 if is_tied else own
+        elif is_read and not is_stored:
+            forget_numbers(embedding)
+        table = embedding.weight if self._table is None else self._table
+        self._table_bytes = 0 if is_tied else int(table.nbytes)
 
     def _read_numbers(self, model: Any, family: Family) -> None:
         self._is_parallel = bool(family.number(model, family.parallel, 0.0))

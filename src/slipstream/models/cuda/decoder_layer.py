@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.attention.base import AttentionPass, Variant
-from slipstream.models.cpu.pages import free_numbers
 from slipstream.models.cuda.activation import activate
 from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.cuda.norm import Norm
@@ -107,9 +106,8 @@ class DecoderLayer:
         if self._mlp is None:
             assert self._mixture is not None
             found = self._mixture(rows[None])
-            return (found if isinstance(found, Tensor) else found[0])[
-                0
-            ]  # some give their routers' choices too
+            states: Tensor = found if isinstance(found, Tensor) else found[0]  # some give what was chosen too
+            return states[0]
         gate_up, down = self._mlp
         return down(activate(gate_up(rows), self._sizes.activation, self._sizes.is_gated))
 
@@ -156,8 +154,14 @@ def device_weight(
         check.check_stack(f"a stack of {len(plain)} linear layers", plain, weight, dtype)
     if packing.frees:
         for linear in linears:
-            free_numbers(linear)
+            forget_numbers(linear)
     return weight
+
+
+def forget_numbers(module: nn.Module) -> None:
+    """Give up a module's numbers. One is left of each tensor, seen everywhere: a model is where its first tensor is."""
+    for parameter in module.parameters():
+        parameter.data = parameter.detach().new_zeros(()).expand(parameter.shape)
 
 
 def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:

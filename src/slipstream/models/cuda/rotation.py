@@ -22,7 +22,8 @@ class Turns:
     def of(cls, positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Turns:
         """At positions [rows], by frequencies float32 [half]."""
         angles = positions.float()[:, None] * inverse_frequencies
-        return cls(angles.cos() * scale, angles.sin() * scale)
+        turns = angles.cos(), angles.sin()
+        return cls(*(turns if scale == 1.0 else (turn * scale for turn in turns)))
 
 
 @torch.library.custom_op("slipstream::rotate", mutates_args=())

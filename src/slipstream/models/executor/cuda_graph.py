@@ -170,7 +170,7 @@ class CudaGraphExecutor(EagerExecutor):
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Kernels and graphs are launched on the current device."""
-        device = self.device
+        device = self.model.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _forward(
@@ -199,8 +199,8 @@ class CudaGraphExecutor(EagerExecutor):
         if choices is None:
             return output
         # By the arithmetic of recorded passes: a text takes both routes.
-        table = choices.fill_in(upload(choices.table(rows.num_logit_rows), self.device))
-        return conclude(output, table, rows.on(self.device), pool)
+        table = choices.fill_in(upload(choices.table(rows.num_logit_rows), self.model.device))
+        return conclude(output, table, rows.on(self.model.device), pool)
 
     def warm_up(
         self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False
@@ -270,7 +270,7 @@ class CudaGraphExecutor(EagerExecutor):
         recorded = self.recorded.setdefault(pool, {})
         if shape not in recorded:
             recorded[shape] = self._record(padded, pool, shape, layout)
-        numbers = upload(layout.numbers(padded, plan, choices), self.device)
+        numbers = upload(layout.numbers(padded, plan, choices), self.model.device)
         padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks)
         if choices is not None:
             choices.fill_in(layout.choices(numbers))
@@ -284,7 +284,7 @@ class CudaGraphExecutor(EagerExecutor):
     def _record(
         self, padded: ForwardBatch, pool: KVPool, shape: PassShape, layout: PassLayout
     ) -> RecordedPass:
-        device, call = self.device, self.callable()
+        device, call = self.model.device, self.callable()
 
         def compute(buffer: Tensor) -> PassOutput:
             views = padded.views(layout.part(buffer, "batch"))

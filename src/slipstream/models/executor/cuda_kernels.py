@@ -7,9 +7,10 @@ not, in the same kernels; experts compute in Transformers' own code. Rows are co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
@@ -37,8 +38,10 @@ class CudaKernels(CudaGraphExecutor):
         family, fmt = find_family(given.model), given.weight_format
         assert family is not None
         rounds = fmt.weight_error is not None  # others are of the model's type already
-        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.device)
+        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.model.device)
         self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # of matrices that became one, which PyTorch would keep
         self._layers: Sequence[int] | None = None
         """Those that the pass runs; None: all."""
 
@@ -78,7 +81,7 @@ class CudaKernels(CudaGraphExecutor):
         call: Callable[..., Any] | None = None,
     ) -> PassOutput:
         """As `EagerExecutor.run`; there is no other model to call."""
-        on = rows.on(self.device)
+        on = rows.on(self.model.device)
         embedded = self.embed(on.token_ids)
         if rows.added is not None:
             embedded = embedded + rows.added
@@ -93,16 +96,23 @@ class CudaKernels(CudaGraphExecutor):
             self._layers = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._decoder.embed(token_ids.to(self.device))
+        with _launching_on(self.model.device):
+            return self._decoder.embed(token_ids.to(self.model.device))
 
     def project(self, hidden: Tensor) -> Tensor:
-        return self._decoder.project(hidden)
+        with _launching_on(self.model.device):
+            return self._decoder.project(hidden)
 
     def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         return  # each layer has its own rotation and its own place
 
     def check_packed(self, checks: PackedChecks) -> None:
         return  # compared as a whole before they were packed, see `unpacked`
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _misfits(given: ProbedModel, family: Family) -> Iterator[str]:

@@ -39,8 +39,6 @@ class EagerExecutor(Executor):
         """`packs=False` leaves the model as it is."""
         super().__init__(given)
         self.backend = given.backend
-        self.device = given.model.device
-        """Where it computes, whatever becomes of the model's weights."""
         self._layer_stack: LayerStack | None = None
         self._lock = threading.RLock()
         """Held for every pass: one over some layers changes the model while it runs."""
@@ -116,11 +114,11 @@ class EagerExecutor(Executor):
         call: Callable[..., Any] | None = None,
     ) -> PassOutput:
         """The pass with an attention that was prepared for it; `call` is what is called instead of the model."""
-        on = rows.on(self.device)
+        on = rows.on(self.model.device)
         given = {"input_ids": on.token_ids[None]}
         if rows.added is not None:
             given = {"inputs_embeds": (self.embed(on.token_ids) + rows.added)[None]}
-        with without_cudnn(self.device):
+        with without_cudnn(self.model.device):
             output = (call or self.model)(
                 **given,
                 position_ids=on.positions[None],
@@ -133,7 +131,7 @@ class EagerExecutor(Executor):
         return PassOutput(output.logits[0], hidden)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids.to(self.model.device))
         return embedded
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -67,12 +67,12 @@ class Rotation:
 
     @cached_property
     def inverse_frequencies(self) -> Tensor:
-        """float32 [width / 2], computed anew.
+        """float32 [width / 2], computed anew, on the CPU.
 
         They differ from the module's own by a rounding at most; otherwise it is not what its configuration says, and
         its own are returned, which the log says.
         """
-        own: Tensor = self._named(self.module, "inv_freq").float()
+        own: Tensor = self._named(self.module, "inv_freq").float().cpu()
         try:
             with unused_deferred(), _RoundedPowers():  # type: ignore[no-untyped-call]
                 again = self._again().float()
