@@ -27,6 +27,7 @@ from slipstream.models.families.registry import FAMILIES as KNOWN
 from slipstream.models.loading import adapt
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.recorded_graph import ComputedKernels, RecordedExecutor, RecordedKernels
+from slipstream.testing.wait_audit import WaitAudit
 from tests.parity.tiny_models import FAMILIES, LIKE_OTHERS, randomise, save_tiny
 
 ON_CPU = "slipstream.testing.recorded_graph"
@@ -388,8 +389,11 @@ def test_other_models_are_run_by_another(name: str) -> None:
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 
 
-def texts(spec: dict[str, Any] | None, temperature: float) -> list[list[int]]:
-    llm = LLM(
+PROMPTS = [row["messages"] for row in sample_prompts()[:4]]
+
+
+def engine(spec: dict[str, Any] | None) -> LLM:
+    return LLM(
         speculative_config=spec,
         attention_backend=f"{ON_CPU}:TritonOnCpu",
         executor=f"{ON_CPU}:RecordedKernels",
@@ -397,19 +401,34 @@ def texts(spec: dict[str, Any] | None, temperature: float) -> list[list[int]]:
         max_model_len=512,
         max_num_batched_tokens=128,
     )
-    prompts = [row["messages"] for row in sample_prompts()[:4]]
+
+
+def texts(llm: LLM, temperature: float = 0.0) -> list[list[int]]:
     params = [
         SamplingParams(max_tokens=20, seed=n, ignore_eos=True, temperature=temperature) for n in range(4)
     ]
-    outputs = llm.chat(prompts, params)
+    outputs = llm.chat(PROMPTS, params)
     assert llm.engine.integrity() == []
     for counts in llm.engine.stats().passes.values():
         assert counts.num_replayed == counts.num_passes > 0
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_no_text(temperature: float) -> None:
-    expected = texts(None, temperature)
-    assert texts(DRAFT, temperature) == expected
-    assert texts({**DRAFT, "tree_top_k": 3}, temperature) == expected
+def test_drafts_change_no_text_and_a_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    off, chain, tree = engine(None), engine(DRAFT), engine({**DRAFT, "tree_top_k": 3})
+    for temperature in (0.0, 0.8):
+        expected = texts(off, temperature)
+        assert texts(chain, temperature) == expected
+        assert texts(tree, temperature) == expected
+    audit, step, num_steps = WaitAudit(), tree.engine.step, 0
+
+    def audited() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        with audit:
+            return step()
+
+    monkeypatch.setattr(tree.engine, "step", audited)
+    assert texts(tree) == texts(off)
+    assert 0 < sum(audit.waits.values()) <= num_steps, audit.waits
+    assert sum(audit.uploads.values()) == 0, audit.uploads
