@@ -12,9 +12,11 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
 from slipstream.core.pending import PendingNumbers
-from slipstream.models.executor import cuda_graph
-from slipstream.models.executor.chains import NOT_FINITE, Chains
-from slipstream.models.executor.cuda_graph import CudaGraphExecutor, RecordedPass
+from slipstream.models.executor import cuda_graph, recorded_drafts
+from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.executor.levels import NOT_FINITE
+from slipstream.models.executor.recording import RecordedPass
 from slipstream.testing.recorded_graph import RecordedExecutor
 from slipstream.testing.wait_audit import WaitAudit
 
@@ -87,10 +89,17 @@ def test_the_texts_are_those_of_passes_that_are_not_recorded(spec: str, kind: st
     assert answers(llm, kind) == expected(kind)
     assert executor.num_replayed > replayed
     assert executor.eager.total() == eager
+    draft = llm.engine.draft_model
+    if spec in ("chain", "tree", "wide-tree"):
+        assert draft is not None
+        assert isinstance(draft.executor, CudaGraphExecutor)
+        assert kind == "penalised" or draft.executor.drafts.num_replayed
+        assert not draft.executor.drafts.refused
 
 
 def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
+    drafts: list[int] = []
 
     class Listed(RecordedPass):
         def __init__(self, graph: Any, size: int, *others: Any) -> None:
@@ -98,11 +107,20 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
             super().__init__(graph, size, *others)
 
     monkeypatch.setattr(RecordedExecutor, "warms_up", True)
+
+    class ListedDrafts(RecordedPass):
+        def __init__(self, graph: Any, size: int, *others: Any) -> None:
+            drafts.append(size)
+            super().__init__(graph, size, *others)
+
     monkeypatch.setattr(cuda_graph, "RecordedPass", Listed)
+    monkeypatch.setattr(recorded_drafts, "RecordedPass", ListedDrafts)
     llm = LLM(speculative_config=CHAIN, **RECORDED | {"max_num_batched_tokens": 60, "max_num_seqs": 4})
     assert len(sizes) == 6, "64, 32 and 16 rows of draft and target"
     assert sizes[:3] == sorted(sizes[:3], reverse=True)
     assert sizes[3:] == sorted(sizes[3:], reverse=True)
+    assert len(drafts) == 3, "chains of 4, 2 and 1 requests"
+    assert drafts == sorted(drafts, reverse=True)
     assert answers(llm, "greedy", 3) == expected("greedy")[:3]
 
 
@@ -153,12 +171,12 @@ def test_a_draft_that_is_not_finite_is_found_once_it_was_checked(spec: str) -> N
 @pytest.mark.parametrize("spec", ["chain", "eagle3-chain"])
 def test_whoever_drafts_what_is_not_finite_is_retired(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads keep no entries of accepted tokens, and are told of them all the same."""
-    draw = Chains.draw_pending
+    pending = Chains.pending
 
-    def damaged(self: Chains, *given: Any) -> list[PendingNumbers]:
-        return [PendingNumbers(torch.full_like(drawn.tensor, NOT_FINITE)) for drawn in draw(self, *given)]
+    def damaged(self: Chains, drawn: torch.Tensor) -> list[PendingNumbers]:
+        return pending(self, torch.full_like(drawn, NOT_FINITE))
 
-    monkeypatch.setattr(Chains, "draw_pending", damaged)
+    monkeypatch.setattr(Chains, "pending", damaged)
     llm = LLM(speculative_config=SPECS[spec], **RECORDED)
     assert answers(llm, "greedy", 2) == expected("greedy")[:2]
     assert llm.engine.stats().num_draft_failures >= 1

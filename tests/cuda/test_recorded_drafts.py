@@ -1,0 +1,187 @@
+"""Whole drafts that one recording draws, against the same drafts a level at a time."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.assets import EMBEDDED_DRAFT
+from slipstream.core.pending import PendingNumbers
+from slipstream.core.pending_tree import PendingTree
+from slipstream.draft.proposers.device_tree import DeviceTrees
+from slipstream.kv.cache import KVCache
+from slipstream.kv.slots import SlotMap
+from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.executor.chains import Chains, Draw
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.sampling.noise import Noise
+from slipstream.sampling.params import SamplingParams
+
+LENGTHS = (11, 6, 17)
+"""Tokens of the texts; the last of each, or the last two, have no entry yet."""
+
+
+@cache
+def model() -> CausalLM:
+    return load_model(
+        EMBEDDED_DRAFT,
+        dtype="float32",
+        cpu_kernels="torch",
+        attention_backend="slipstream.testing.recorded_graph:TritonOnCpu",
+        executor="slipstream.testing.recorded_graph:RecordedExecutor",
+        canary=False,
+    )
+
+
+def executor() -> CudaGraphExecutor:
+    found = model().executor
+    assert isinstance(found, CudaGraphExecutor)
+    return found
+
+
+def texts(rng: random.Random, number: int) -> list[list[int]]:
+    return [[rng.randrange(5, 400) for _ in range(LENGTHS[n])] for n in range(number)]
+
+
+def opened(own: list[list[int]], rng: random.Random) -> tuple[KVCache, list[RowGroup]]:
+    """A cache with the texts but their last tokens, and the rows of these."""
+    cache = model().new_cache(512)
+    cache.pool.fill(float("nan"))
+    rows = []
+    for owner, text in enumerate(own):
+        cache.accounting.open(owner, [])
+        assert cache.accounting.reserve(owner, len(text) + 20)
+    for owner, text in enumerate(own):
+        past = len(text) - rng.choice([1, 2])
+        model().forward([RowGroup(slots_of(cache, owner), 0, text[:past], [])], cache.pool)
+        rows.append(RowGroup(slots_of(cache, owner), past, text[past:], [len(text) - past - 1]))
+    return cache, rows
+
+
+def slots_of(cache: KVCache, owner: int) -> SlotMap:
+    return cache.accounting.slots(owner)
+
+
+def drawing(rng: random.Random, kind: str, length: int) -> Draw:
+    keys = [rng.getrandbits(64) for _ in range(length)]
+    kind = rng.choice(["greedy", "coupled", "filtered", "coldest"]) if kind == "mixed" else kind
+    if kind == "greedy":
+        return Draw(0.0, keys)
+    if kind == "coldest":
+        return Draw(0.7, keys, greedy=True)
+    filters = (rng.choice([0, 5, 40]), rng.choice([0.5, 0.9]), rng.choice([0.0, 0.05]))
+    return Draw(rng.uniform(0.5, 1.5), keys, *(filters if kind == "filtered" else ()))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "coupled", "filtered", "mixed"])
+def test_a_recorded_chain_is_the_chain_that_the_host_draws(kind: str) -> None:
+    rng = random.Random(kind)
+    replayed, depth = executor().drafts.num_replayed, 4
+    for _ in range(6):
+        own = texts(rng, rng.choice([1, 2, 3]))
+        cache, rows = opened(own, rng)
+        lengths = [depth, *(rng.randint(1, depth) for _ in own[1:])]
+        draws = [drawing(rng, kind, length) for length in lengths]
+        at_once = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
+        recorded = [tensor.clone() for tensor in cache.pool.tensors]
+        in_turn = model().draft_chain(rows, cache.pool, Chains(draws, 300))
+        assert all(isinstance(chain, PendingNumbers) and chain.is_pending for chain in at_once)
+        assert [list(chain) for chain in at_once] == [list(chain) for chain in in_turn]
+        for ours, theirs in zip(recorded, cache.pool.tensors, strict=True):
+            held = slice(0, cache.pool.num_slots)  # both have left the same entries
+            assert torch.allclose(ours[held], theirs[held], atol=1e-5, equal_nan=True)
+    assert executor().drafts.num_replayed == replayed + 6
+    assert not executor().drafts.refused
+
+
+class Tree:
+    """In place of a `DraftTree`: keeps the proposal."""
+
+    def __init__(self, rng: random.Random, text: list[int], shape: tuple[int, int, int], kind: str) -> None:
+        num_nodes, depth, top_k = shape
+        greedy = kind == "greedy" or (kind == "mixed" and rng.random() < 0.5)
+        params = SamplingParams(
+            temperature=1.0 if greedy else rng.uniform(0.5, 1.5), top_k=9 if kind == "filtered" else 0
+        )
+        method = "greedy" if kind == "greedy" else "coupled"
+        self.shape = SimpleNamespace(top_k=top_k, method=method, num_nodes=num_nodes, depth=depth)
+        self.max_nodes, self.max_depth = num_nodes, depth
+        self.noise = Noise(rng.getrandbits(40), len(text), greedy)
+        self.sequence = SimpleNamespace(token_ids=text)
+        self.processor = SimpleNamespace(filters_only=params)
+        self.proposal: PendingTree | None = None
+
+    def take_pending(self, proposal: PendingTree, _: list[int]) -> None:
+        self.proposal = proposal
+
+    @property
+    def grown(self) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+        assert self.proposal is not None
+        assert self.proposal.ranks is not None
+        known = self.proposal.known()
+        return known.token_ids, known.parents, self.proposal.ranks.tolist()
+
+
+@pytest.mark.parametrize("kind", ["greedy", "coupled", "filtered", "mixed"])
+@pytest.mark.parametrize("shape", [(12, 4, 3), (7, 3, 2), (3, 1, 3)])
+def test_a_recorded_tree_is_the_tree_that_grows_a_pass_a_level(
+    shape: tuple[int, int, int], kind: str
+) -> None:
+    rng = random.Random(f"{shape} {kind}")
+    replayed = executor().drafts.num_replayed
+    for _ in range(3):
+        own = texts(rng, rng.choice([1, 3]))
+        cache, rows = opened(own, rng)
+        firsts = [(slots_of(cache, owner), len(text)) for owner, text in enumerate(own)]
+        trees: list[Any] = [Tree(rng, text, shape, kind) for text in own]
+        trees[-1].max_nodes = max(1, shape[0] - 2)
+        grower = DeviceTrees(trees, 300, firsts)
+        with torch.inference_mode():
+            drawn = executor().draft(ForwardBatch(rows), cache.pool, grower)
+            assert drawn is not None
+            grower.finish(drawn)
+            recorded = [tree.grown for tree in trees]
+            logits = model().forward(rows, cache.pool).logits
+            grower.draw(logits, lambda level, pool=cache.pool: model().forward(level, pool).logits)
+        assert recorded == [tree.grown for tree in trees]
+    assert executor().drafts.num_replayed == replayed + 3
+
+
+def test_drafts_that_are_not_recorded_are_counted_by_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, drafts = random.Random(0), executor().drafts
+    own = texts(rng, 1)
+    cache, rows = opened(own, rng)
+    draws = [drawing(rng, "coupled", 3)]
+    expected = [list(chain) for chain in model().draft_chain(rows, cache.pool, Chains(draws, 300))]
+    monkeypatch.setattr("slipstream.models.executor.recorded_drafts.MOST_FIRST_ROWS", 0)
+    replayed = drafts.num_replayed
+    found = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
+    assert [list(chain) for chain in found] == expected
+    assert drafts.num_replayed == replayed
+    assert drafts.refused["too many rows"] == 1
+    drafts.refused.clear()
+
+
+def test_a_recording_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, drafts = random.Random(1), executor().drafts
+    own = texts(rng, 1)
+    cache, rows = opened(own, rng)
+    draws = [drawing(rng, "coupled", 2)]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no graph today\nand more")
+
+    monkeypatch.setattr("slipstream.models.executor.recorded_drafts.RecordedPass.replay", fails)
+    expected = [list(chain) for chain in model().draft_chain(rows, cache.pool, Chains(draws, 300))]
+    for _ in range(2):
+        found = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
+        assert [list(chain) for chain in found] == expected
+    assert drafts.refused["no graph today"] == 2
+    drafts.refused.clear()
+    drafts.failure = None
