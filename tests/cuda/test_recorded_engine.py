@@ -126,7 +126,7 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
 
 @pytest.mark.parametrize("number", [1, 8])
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "filtered"])
-@pytest.mark.parametrize("spec", ["off", "chain", "tree"])
+@pytest.mark.parametrize("spec", ["off", "chain", "tree", "eagle3", "eagle3-chain"])
 def test_a_step_waits_once(spec: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = recorded(spec)
     engine, audit, num_steps = llm.engine, WaitAudit(), 0

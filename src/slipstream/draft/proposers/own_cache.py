@@ -44,6 +44,7 @@ class CachedDrafter(EntriesDrafter):
         super().__init__(options, context, vocab_size=vocab_size)
         self._shapes, self._dtype, self._device = tuple(shapes), like.dtype, like.device
         self._cache_dtype, self._kept_width = like.cache_dtype, kept_width
+        self._num_scratch = like.executor.num_scratch_slots
         self.traits = replace(
             self.traits,
             context_length=context_length,
@@ -76,8 +77,9 @@ class CachedDrafter(EntriesDrafter):
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         """In the layout that passes read."""
         pool = KVPool(
-            self._shapes, num_tokens, self._dtype, self._device, self._kept_width, self._cache_dtype
-        )
+            self._shapes, num_tokens, self._dtype, self._device, self._kept_width, self._cache_dtype,
+            self._num_scratch,
+        )  # fmt: skip
         return KVCache(pool, prefix_caching)
 
     def memory_bytes(self) -> int:

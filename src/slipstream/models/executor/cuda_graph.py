@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,7 +41,7 @@ from slipstream.models.executor.pass_layout import (
 )
 from slipstream.models.executor.pass_memory import recorded_bytes
 from slipstream.models.executor.recorded_drafts import DraftRecorder, draw_by_passes
-from slipstream.models.executor.recording import CudaGraph, Graph, RecordedPass, why_not_recorded
+from slipstream.models.executor.recording import CudaGraph, Graph, RecordedPass, on_device, why_not_recorded
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +96,8 @@ class CudaGraphExecutor(EagerExecutor):
         layers: Sequence[int] | None = None,
         choices: TokenChoices | None = None,
     ) -> PassOutput:
-        with self._on_device():
+        with on_device(self.model.device):
             return self._forward(rows, pool, hidden_layers, layers, choices)
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Kernels and graphs are launched on the current device."""
-        device = self.model.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _forward(
         self,
@@ -147,7 +141,7 @@ class CudaGraphExecutor(EagerExecutor):
         ) -> tuple[Tensor, None]:
             return self.run(level, attention, (), call).logits, None
 
-        with self._on_device(), self._lock:
+        with self._lock:
             drawn = draw_by_passes(self.drafts, rows, pool, drafts, self.backend.plan, step)
         self.num_replayed += 0 if drawn is None else 1 + len(drafts.shape.fed)
         return drawn

@@ -28,7 +28,7 @@ from slipstream.models.cuda.attention_plan import AttentionPlan
 from slipstream.models.cuda.tree_attention import Reads
 from slipstream.models.executor.levels import DraftShape, PendingDrafts, draw_levels
 from slipstream.models.executor.pass_layout import ROWS, WANTED, PassLayout, PassShape, doubled, plan_sizes
-from slipstream.models.executor.recording import Graph, RecordedPass, why_not_recorded
+from slipstream.models.executor.recording import Graph, RecordedPass, on_device, why_not_recorded
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class DraftRecorder:
         def compute_all(buffer: Tensor) -> Tensor:
             return compute(*torch.split(buffer, sizes))
 
-        with self._lock:
+        with on_device(self._device), self._lock:
             recorded = self._recorded.setdefault(pool, {})
             if shape not in recorded:
                 recorded[shape] = RecordedPass(self._graph(), sum(sizes), self._device, compute_all)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -82,6 +83,11 @@ class RecordedPass(Generic[Out]):
         assert self.output is not None
         self._graph.replay()
         return self.output
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels and graphs are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def why_not_recorded(error: RuntimeError) -> str:
