@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.core.pending import PendingNumbers
-from slipstream.core.pending_tree import PendingTree
 from slipstream.draft.proposers.device_tree import DeviceTrees
 from slipstream.kv.cache import KVCache
 from slipstream.kv.slots import SlotMap
@@ -20,8 +18,7 @@ from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains, Draw
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
-from slipstream.sampling.noise import Noise
-from slipstream.sampling.params import SamplingParams
+from tests.kit.kept_trees import KeptTree
 
 LENGTHS = (11, 6, 17)
 """Tokens of the texts; the last of each, or the last two, have no entry yet."""
@@ -100,34 +97,6 @@ def test_a_recorded_chain_is_the_chain_that_the_host_draws(kind: str) -> None:
     assert not executor().drafts.refused
 
 
-class Tree:
-    """In place of a `DraftTree`: keeps the proposal."""
-
-    def __init__(self, rng: random.Random, text: list[int], shape: tuple[int, int, int], kind: str) -> None:
-        num_nodes, depth, top_k = shape
-        greedy = kind == "greedy" or (kind == "mixed" and rng.random() < 0.5)
-        params = SamplingParams(
-            temperature=1.0 if greedy else rng.uniform(0.5, 1.5), top_k=9 if kind == "filtered" else 0
-        )
-        method = "greedy" if kind == "greedy" else "coupled"
-        self.shape = SimpleNamespace(top_k=top_k, method=method, num_nodes=num_nodes, depth=depth)
-        self.max_nodes, self.max_depth = num_nodes, depth
-        self.noise = Noise(rng.getrandbits(40), len(text), greedy)
-        self.sequence = SimpleNamespace(token_ids=text)
-        self.processor = SimpleNamespace(filters_only=params)
-        self.proposal: PendingTree | None = None
-
-    def take_pending(self, proposal: PendingTree, _: list[int]) -> None:
-        self.proposal = proposal
-
-    @property
-    def grown(self) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-        assert self.proposal is not None
-        assert self.proposal.ranks is not None
-        known = self.proposal.known()
-        return known.token_ids, known.parents, self.proposal.ranks.tolist()
-
-
 @pytest.mark.parametrize("kind", ["greedy", "coupled", "filtered", "mixed"])
 @pytest.mark.parametrize("shape", [(12, 4, 3), (7, 3, 2), (3, 1, 3)])
 def test_a_recorded_tree_is_the_tree_that_grows_a_pass_a_level(
@@ -139,7 +108,7 @@ def test_a_recorded_tree_is_the_tree_that_grows_a_pass_a_level(
         own = texts(rng, rng.choice([1, 3]))
         cache, rows = opened(own, rng)
         firsts = [(slots_of(cache, owner), len(text)) for owner, text in enumerate(own)]
-        trees: list[Any] = [Tree(rng, text, shape, kind) for text in own]
+        trees: list[Any] = [KeptTree(rng, text, shape, kind) for text in own]
         trees[-1].max_nodes = max(1, shape[0] - 2)
         grower = DeviceTrees(trees, 300, firsts)
         with torch.inference_mode():

@@ -110,6 +110,12 @@ class HeadsExecutor(HeadExecutor):
         self.target = target
         self.reads_tokens = heads.reads_tokens
 
+    def draft(
+        self, pool: KVPool, drafts: PendingDrafts, states: FirstStates, token_ids: Seq[int]
+    ) -> Tensor | None:
+        """As `Executor.draft`, from the target's states in `pool` and the tokens behind them."""
+        return None
+
     @abstractmethod
     def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
         """Logits [count, n, vocab] of the heads from `first` on, all over the same rows [n, width]."""
@@ -124,7 +130,7 @@ class HeadsExecutor(HeadExecutor):
             return chains.drawn
         rows, tokens, level = states, list(token_ids), 0
         while growing:
-            rows = torch.cat([rows, self.target.embed(torch.tensor(tokens, device=rows.device))], dim=-1)
+            rows = torch.cat([rows, self.target.embed(upload(tokens, rows.device))], dim=-1)
             before = growing
             growing = chains.take(self.forward(rows, level, 1)[0], growing)
             rows, level = rows[[before.index(chain) for chain in growing]], level + 1
@@ -215,7 +221,9 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
         "eagle.recorded": "slipstream.draft.heads.recorded_heads:RecordedEagle",
         "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
         "heads.eager": "slipstream.draft.heads.head_executor:EagerHeads",
+        "heads.recorded": "slipstream.draft.heads.recorded_heads:RecordedHeads",
         "mtp.eager": "slipstream.draft.heads.mtp_executor:EagerMtp",
+        "mtp.recorded": "slipstream.draft.heads.recorded_heads:RecordedMtp",
     },
 )
 

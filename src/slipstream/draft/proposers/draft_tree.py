@@ -85,6 +85,8 @@ class Peaks:
     @classmethod
     def of(cls, logits: Tensor, trees: Seq[DraftTree]) -> Peaks:
         """The peaks of `logits` [rows, vocab], as far as the `trees` need them."""
+        if not len(logits):  # nothing to wait for
+            return cls([], [])
         peaks = logits.amax(-1)
         if not any(tree.takes_argmax for tree in trees):
             return cls(peaks.tolist(), [])

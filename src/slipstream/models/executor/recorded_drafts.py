@@ -145,10 +145,9 @@ def draw_by_passes(
     passes = _passes(rows, pool, drafts, plan, max(rows.num_rows, rows_per_draft * number))
     if not all(each.rows.contiguous for each in passes):
         return recorder.refuse("slots that are not consecutive")
-    table = drafts.numbers()
-    table = np.pad(table, ((0, 0), (0, number - table.shape[1])))
-    places = np.array([] if given is None else given.places, np.int64)
-    places = np.pad(places, (0, passes[0].rows.num_rows - len(places)))
+    table = with_room(drafts.numbers(), number)
+    places = np.array([[] if given is None else given.places], np.int64)
+    places = with_room(places, passes[0].rows.num_rows)
     shape: DraftShape = drafts.shape
 
     def compute(table: Tensor, places: Tensor, *parts: Tensor) -> Tensor:
@@ -182,6 +181,11 @@ def most_wanted(widest: int) -> int:
     """The most rows of a pass of drafts whose logits are wanted, of which a draft has up to `widest`. Of trees' rows
     more is kept while they are drawn."""
     return WANTED[-1] if widest == 1 else WANTED[0]
+
+
+def with_room(numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """[rows, n], with zeros behind them up to [rows, width]."""
+    return np.pad(numbers, ((0, 0), (0, width - numbers.shape[1])))
 
 
 def _passes(
