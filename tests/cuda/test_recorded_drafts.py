@@ -46,11 +46,13 @@ def texts(rng: random.Random, number: int) -> list[list[int]]:
     return [[rng.randrange(5, 400) for _ in range(LENGTHS[n])] for n in range(number)]
 
 
-def opened(own: list[list[int]], rng: random.Random) -> tuple[KVCache, list[RowGroup]]:
-    """A cache with the texts but their last tokens, and the rows of these."""
-    cache = model().new_cache(512)
+def opened(cache: KVCache, own: list[list[int]], rng: random.Random) -> list[RowGroup]:
+    """Have the cache hold nothing but the texts without their last tokens; the rows of these."""
     cache.pool.fill(float("nan"))
     rows = []
+    for owner in range(len(LENGTHS)):
+        if owner in cache.accounting:
+            cache.accounting.close(owner, retain=False)
     for owner, text in enumerate(own):
         cache.accounting.open(owner, [])
         assert cache.accounting.reserve(owner, len(text) + 20)
@@ -58,7 +60,7 @@ def opened(own: list[list[int]], rng: random.Random) -> tuple[KVCache, list[RowG
         past = len(text) - rng.choice([1, 2])
         model().forward([RowGroup(slots_of(cache, owner), 0, text[:past], [])], cache.pool)
         rows.append(RowGroup(slots_of(cache, owner), past, text[past:], [len(text) - past - 1]))
-    return cache, rows
+    return rows
 
 
 def slots_of(cache: KVCache, owner: int) -> SlotMap:
@@ -79,18 +81,21 @@ def drawing(rng: random.Random, kind: str, length: int) -> Draw:
 @pytest.mark.parametrize("kind", ["greedy", "coupled", "filtered", "mixed"])
 def test_a_recorded_chain_is_the_chain_that_the_host_draws(kind: str) -> None:
     rng = random.Random(kind)
-    replayed, depth = executor().drafts.num_replayed, 4
+    replayed, depth, cache = executor().drafts.num_replayed, 4, model().new_cache(512)
     for _ in range(6):
         own = texts(rng, rng.choice([1, 2, 3]))
-        cache, rows = opened(own, rng)
+        rows = opened(cache, own, rng)
         lengths = [depth, *(rng.randint(1, depth) for _ in own[1:])]
         draws = [drawing(rng, kind, length) for length in lengths]
-        at_once = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
-        recorded = [tensor.clone() for tensor in cache.pool.tensors]
+        before = [tensor.clone() for tensor in cache.pool.tensors]
         in_turn = model().draft_chain(rows, cache.pool, Chains(draws, 300))
+        expected = [tensor.clone() for tensor in cache.pool.tensors]
+        for tensor, kept in zip(cache.pool.tensors, before, strict=True):
+            tensor.copy_(kept)
+        at_once = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
         assert all(isinstance(chain, PendingNumbers) and chain.is_pending for chain in at_once)
         assert [list(chain) for chain in at_once] == [list(chain) for chain in in_turn]
-        for ours, theirs in zip(recorded, cache.pool.tensors, strict=True):
+        for ours, theirs in zip(cache.pool.tensors, expected, strict=True):
             held = slice(0, cache.pool.num_slots)  # both have left the same entries
             assert torch.allclose(ours[held], theirs[held], atol=1e-5, equal_nan=True)
     assert executor().drafts.num_replayed == replayed + 6
@@ -103,10 +108,10 @@ def test_a_recorded_tree_is_the_tree_that_grows_a_pass_a_level(
     shape: tuple[int, int, int], kind: str
 ) -> None:
     rng = random.Random(f"{shape} {kind}")
-    replayed = executor().drafts.num_replayed
-    for _ in range(3):
-        own = texts(rng, rng.choice([1, 3]))
-        cache, rows = opened(own, rng)
+    replayed, cache = executor().drafts.num_replayed, model().new_cache(512)
+    for number in (1, 3, 1):
+        own = texts(rng, number)
+        rows = opened(cache, own, rng)
         firsts = [(slots_of(cache, owner), len(text)) for owner, text in enumerate(own)]
         trees: list[Any] = [KeptTree(rng, text, shape, kind) for text in own]
         trees[-1].max_nodes = max(1, shape[0] - 2)
@@ -124,8 +129,8 @@ def test_a_recorded_tree_is_the_tree_that_grows_a_pass_a_level(
 
 def test_drafts_that_are_not_recorded_are_counted_by_why(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, drafts = random.Random(0), executor().drafts
-    own = texts(rng, 1)
-    cache, rows = opened(own, rng)
+    own, cache = texts(rng, 1), model().new_cache(512)
+    rows = opened(cache, own, rng)
     draws = [drawing(rng, "coupled", 3)]
     expected = [list(chain) for chain in model().draft_chain(rows, cache.pool, Chains(draws, 300))]
     monkeypatch.setattr("slipstream.models.executor.recorded_drafts.MOST_FIRST_ROWS", 0)
@@ -139,8 +144,8 @@ def test_drafts_that_are_not_recorded_are_counted_by_why(monkeypatch: pytest.Mon
 
 def test_a_recording_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, drafts = random.Random(1), executor().drafts
-    own = texts(rng, 1)
-    cache, rows = opened(own, rng)
+    own, cache = texts(rng, 1), model().new_cache(512)
+    rows = opened(cache, own, rng)
     draws = [drawing(rng, "coupled", 2)]
 
     def fails(*_: Any) -> None:
