@@ -216,6 +216,7 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
     {
         "block.cpu_kernels": "slipstream.draft.heads.block_native:NativeBlocks",
         "block.eager": "slipstream.draft.heads.block_executor:EagerBlocks",
+        "block.recorded": "slipstream.draft.heads.recorded_blocks:RecordedBlocks",
         "eagle.cpu_kernels": "slipstream.draft.heads.heads_native:NativeEagle",
         "eagle.eager": "slipstream.draft.heads.head_executor:EagerEagle",
         "eagle.recorded": "slipstream.draft.heads.recorded_heads:RecordedEagle",

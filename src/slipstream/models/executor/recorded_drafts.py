@@ -108,12 +108,18 @@ class DraftRecorder:
         return None
 
 
-class _Pass(NamedTuple):
-    """One level's rows, padded, and where their numbers lie."""
+class RecordedRows(NamedTuple):
+    """The rows of one pass of a recording, padded, and where their numbers lie."""
 
     rows: ForwardBatch
     plan: AttentionPlan
     shape: PassShape
+
+    @classmethod
+    def of(cls, rows: ForwardBatch, plan: AttentionPlan, bucket: Bucket, least: float = 0.0) -> RecordedRows:
+        """Padded rows, with room for as many partials as their plan has, or `least` a row."""
+        sizes = plan_sizes(rows.num_rows, max(plan.sizes.num_partials, int(least * rows.num_rows)))
+        return cls(rows, plan, PassShape(bucket, sizes, (), False, False))
 
     @property
     def layout(self) -> PassLayout:
@@ -190,27 +196,24 @@ def with_room(numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 
 def _passes(
     rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, plan: Plan, first_rows: int
-) -> list[_Pass]:  # fmt: skip
+) -> list[RecordedRows]:  # fmt: skip
     """The passes of all levels. Of those behind the first all have room for the same attention."""
     number, fed = doubled(rows.num_logit_rows), drafts.shape.fed
     seen = [LEAST_SEEN, *(max(LEAST_SEEN, number * count * depth) for depth, count in enumerate(fed, 1))]
-    padded = []
+    padded: list[tuple[ForwardBatch, Bucket]] = []
     for level, (count, num_seen) in enumerate(zip((1, *fed), seen, strict=True)):
         groups = drafts.rows(level, pool.scratch) if level else rows.groups
         least = number * count if level else first_rows
         bucket = Bucket(next(size for size in ROWS if size >= least), number * count, num_seen)
-        padded.append(ForwardBatch(groups, bucket, pool.scratch))
-    plans = [plan(each, pool) for each in padded]
+        padded.append((ForwardBatch(groups, bucket, pool.scratch), bucket))
+    plans = [plan(each, pool) for each, _ in padded]
     most = max([each.sizes.num_partials / each.sizes.num_rows for each in plans[1:]], default=0.0)
-    made = []
-    for level, (each, own) in enumerate(zip(padded, plans, strict=True)):
-        num_partials = max(own.sizes.num_partials, int(most * each.num_rows) if level else 0)
-        sizes = plan_sizes(each.num_rows, num_partials)
-        bucket = Bucket(each.num_rows, number * (1, *fed)[level], seen[level])
-        made.append(_Pass(each, own, PassShape(bucket, sizes, (), False, False)))
-    return made
+    return [
+        RecordedRows.of(each, own, bucket, most if level else 0.0)
+        for level, ((each, bucket), own) in enumerate(zip(padded, plans, strict=True))
+    ]
 
 
-def _padded(states: Tensor, own: _Pass) -> Tensor:
+def _padded(states: Tensor, own: RecordedRows) -> Tensor:
     """A row for each of a pass."""
     return torch.nn.functional.pad(states, (0, 0, 0, own.rows.num_rows - len(states)))
