@@ -18,17 +18,19 @@ from slipstream.models.executor.recorded_drafts import FirstStates
 from tests.kit.head_drafters import random_heads
 from tests.kit.kept_trees import KeptTree, grow_by_paths
 from tests.kit.mtp_targets import mtp_target
+from tests.kit.pard_models import pard_folder
+from tests.kit.peagle_heads import masked_eagle3
 from tests.kit.recorded_engines import RECORDED, answers, check_waits, expected
 
 CHAIN = {"tree_top_k": 1, "num_draft_nodes": None}
 TREE = {"tree_top_k": 3, "num_draft_nodes": None}
-METHODS = ("eagle3", "medusa", "hydra", "mtp")
+METHODS = ("eagle3", "medusa", "hydra", "mtp", "peagle", "pard")
 OWN = RECORDED | {"enable_prefix_caching": False}  # each answer begins anew
 SHAPES: dict[str, Any] = {"chain": CHAIN, "tree": TREE}
 
 
 def spec_of(method: str, shape: str) -> dict[str, Any]:
-    models = {"eagle3": lambda: EMBEDDED_EAGLE3, "mtp": str}
+    models = {"eagle3": lambda: EMBEDDED_EAGLE3, "mtp": str, "peagle": masked_eagle3, "pard": pard_folder}
     model = models.get(method, lambda: random_heads(method))()
     return {"method": method, "model": model, **SHAPES[shape], "num_speculative_tokens": 3}
 
@@ -71,7 +73,9 @@ def test_recorded_chains_are_those_that_the_host_draws(method: str, kind: str) -
 
 
 def check_recorded(llm: LLM) -> None:
-    drafts = llm.engine.drafter.executor.drafts
+    drafter: Any = llm.engine.drafter
+    executor = drafter.executor if llm.engine.draft_model is None else drafter.model.executor
+    drafts = executor.drafts
     assert drafts.num_replayed
     assert not drafts.refused
 

@@ -57,7 +57,12 @@ class FeatureExecutor(HeadExecutor):
     """Whether `draft` may record drafts."""
 
     def draft(
-        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, features: FirstStates
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        drafts: PendingDrafts,
+        features: FirstStates,
+        at_once: bool = False,
     ) -> Tensor | None:
         """As `Executor.draft`; `features` are the target's."""
         return None

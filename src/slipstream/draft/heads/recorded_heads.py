@@ -26,6 +26,7 @@ from slipstream.models.executor.pass_layout import doubled
 from slipstream.models.executor.recorded_drafts import (
     DraftRecorder,
     FirstStates,
+    draw_by_one_pass,
     draw_by_passes,
     most_wanted,
     with_room,
@@ -51,7 +52,12 @@ class RecordedEagle(EagerEagle):
         self.drafts = recorder_of(target)
 
     def draft(
-        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, features: FirstStates
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        drafts: PendingDrafts,
+        features: FirstStates,
+        at_once: bool = False,
     ) -> Tensor | None:
         def step(
             level: int, batch: ForwardBatch, attention: AttentionPass, given: Tensor | None
@@ -60,6 +66,8 @@ class RecordedEagle(EagerEagle):
             states, logits = self.compute(batch, attention, given, level)
             return logits, states
 
+        if at_once:
+            return draw_by_one_pass(self.drafts, rows, pool, drafts, self._plan, step, features)
         depth = 1 + len(drafts.shape.fed)
         return draw_by_passes(self.drafts, rows, pool, drafts, self._plan, step, features, depth + 1)
 
@@ -77,9 +85,14 @@ class RecordedMtp(EagerMtp):
         self.drafts = recorder_of(target)
 
     def draft(
-        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, features: FirstStates
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        drafts: PendingDrafts,
+        features: FirstStates,
+        at_once: bool = False,
     ) -> Tensor | None:
-        if len(self.head.layers) > 1:
+        if len(self.head.layers) > 1 or at_once:
             return self.drafts.refuse("several layers for multi-token prediction")
 
         def step(

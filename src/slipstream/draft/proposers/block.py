@@ -20,19 +20,18 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.heads.block_executor import BlockExecutor
 from slipstream.draft.heads.dflash_head import DFlashConfig
-from slipstream.draft.proposers.device_tree import DeviceTrees, grows_on_device
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks, whole_chains
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.marginals import grow_tree, take_chains
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
+from slipstream.draft.proposers.whole_drafts import WholeDrafts
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.kv.upload import upload
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.executor.chains import Chains, Draw
-from slipstream.models.executor.levels import PendingDrafts
 from slipstream.models.executor.recorded_drafts import FirstStates
 
 
@@ -94,38 +93,25 @@ class BlockDrafter(CachedDrafter):
         """Store the feeds' entries and draft all that nothing but logits decides about; False where nothing is done."""
         if not self.may_pend or self._estimates or self.target_cache is None:
             return False
-        draws = whole_chains(trees)
-        alike = [tree for tree in trees if tree.sequence.id in draws or grows_on_device(tree)]
-        if not alike:
+        whole = WholeDrafts.of(trees, self._trees.vocab_size)
+        if whole is None:
             return False
-        vocab_size = self._trees.vocab_size
-        chains = Chains(list(draws.values()), vocab_size, self.may_pend) if draws else None
-        if chains is not None and not chains.pends:
-            return False
-        grower = DeviceTrees(alike, vocab_size) if chains is None else None
-        drafts: PendingDrafts | None = chains or grower
-        assert drafts is not None
         places: list[int] = []
         for feed in feeds:
             slots = self.target_cache.accounting.slots(feed.tree.sequence.id)
             places += slots[feed.first : feed.first + len(feed.rows.token_ids)]
-        texts = [tree.sequence.token_ids[-2:] for tree in alike]
+        texts = [tree.sequence.token_ids[-2:] for tree in whole.trees]
         drawn = self.executor.draft(
             [feed.rows for feed in feeds],
             FirstStates(self.target_cache.features_at, places),
-            self._blocks(alike),
+            self._blocks(whole.trees),
             ([text[-1] for text in texts], [text[0] for text in texts]),
             self.cache.pool,
-            drafts,
+            whole.drafts,
         )
-        if drawn is None:
-            return False
-        if grower is not None:
-            grower.finish(drawn)
-        elif chains is not None:
-            for tree, token_ids in zip(alike, chains.pending(drawn), strict=True):
-                tree.take_chain(token_ids)
-        return True
+        if drawn is not None:
+            whole.take(drawn)
+        return drawn is not None
 
     def _is_ready(self, tree: DraftTree) -> bool:
         """True where all tokens before the anchor have entries."""

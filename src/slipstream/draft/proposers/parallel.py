@@ -28,16 +28,15 @@ from slipstream.draft.heads.checkpoints import (
 )
 from slipstream.draft.heads.head_executor import head_bytes, heads_executor, pack_head
 from slipstream.draft.heads.residual import ProjectedHeads
-from slipstream.draft.proposers.device_tree import DeviceTrees, grows_on_device
 from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
 from slipstream.draft.proposers.growing import GrowingDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
+from slipstream.draft.proposers.whole_drafts import WholeDrafts
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.upload import upload
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.executor.chains import Chains
-from slipstream.models.executor.levels import PendingDrafts
 from slipstream.models.executor.recorded_drafts import FirstStates
 from slipstream.models.linear.formats import check_quantization
 
@@ -168,42 +167,37 @@ class HeadDrafter(StateDrafter):
         self._unobserved.update({tree.sequence.id: tree for tree in trees if tree.pending is not None})
 
     def grow(self, trees: list[DraftTree]) -> None:
-        """Chains that one call can draw apart from the others."""
-        draws = whole_chains(trees)
-        drawn = [tree for tree in trees if tree.sequence.id in draws]
+        """What one call can draw apart from the others."""
+        if self.may_pend:
+            self._grow_pending(trees)
+        left = [tree for tree in trees if tree.pending is None]
+        draws = whole_chains(left)
+        drawn = [tree for tree in left if tree.sequence.id in draws]
         if drawn:
-            chains = Chains(list(draws.values()), self._trees.vocab_size, self.may_pend)
-            for tree, token_ids in zip(drawn, self._chains(drawn, chains), strict=True):
+            chains = self.executor.draft_chain(
+                self.states(drawn),
+                [tree.sequence.token_ids[-1] for tree in drawn],
+                Chains(list(draws.values()), self._trees.vocab_size),
+            )
+            for tree, token_ids in zip(drawn, chains, strict=True):
                 tree.take_chain(token_ids)
-        self._grow_pending([tree for tree in trees if self.may_pend and grows_on_device(tree)])
-        others = [tree for tree in trees if tree.pending is None and tree.sequence.id not in draws]
+        others = [tree for tree in left if tree.sequence.id not in draws]
         if others:
             grow = self._grow_in_turn if self.executor.reads_tokens else self._grow_at_once
             grow(others, self.states(others))
 
-    def _chains(self, trees: list[DraftTree], chains: Chains) -> Seq[Seq[int]]:
-        drawn = self._drawn(trees, chains) if chains.pends else None
-        if drawn is not None:
-            return chains.pending(drawn)
-        last = [tree.sequence.token_ids[-1] for tree in trees]
-        return self.executor.draft_chain(self.states(trees), last, chains)
-
     def _grow_pending(self, trees: list[DraftTree]) -> None:
-        """Grow trees on the device, if it can do that."""
-        if trees:
-            grower = DeviceTrees(trees, self._trees.vocab_size)
-            drawn = self._drawn(trees, grower)
-            if drawn is not None:
-                grower.finish(drawn)
-
-    def _drawn(self, trees: list[DraftTree], drafts: PendingDrafts) -> Tensor | None:
-        """What the executor draws of the drafts behind these trees' texts in one call; None where it cannot."""
-        cache = self.target_cache
+        """Have the executor draw whole drafts on the device, where it can."""
+        cache, whole = self.target_cache, WholeDrafts.of(trees, self._trees.vocab_size)
         assert cache is not None, "attach() comes before the first proposal"
-        texts = [tree.sequence for tree in trees]
+        if whole is None:
+            return
+        texts = [tree.sequence for tree in whole.trees]
         places = [cache.accounting.slots(text.id)[text.num_computed - 1] for text in texts]
-        states = FirstStates(cache.features_at, places)
-        return self.executor.draft(cache.pool, drafts, states, [text.token_ids[-1] for text in texts])
+        states, last = FirstStates(cache.features_at, places), [text.token_ids[-1] for text in texts]
+        drawn = self.executor.draft(cache.pool, whole.drafts, states, last)
+        if drawn is not None:
+            whole.take(drawn)
 
     def _grow_at_once(self, trees: list[DraftTree], states: Tensor) -> None:
         """One pass gives the logits of all levels; all nodes of a level share them."""

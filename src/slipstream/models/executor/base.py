@@ -225,10 +225,14 @@ class Executor(ABC):
         """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
 
     def draft(
-        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None
-    ) -> Tensor | None:
+        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None,
+        at_once: bool = False,
+    ) -> Tensor | None:  # fmt: skip
         """What the levels of `drafts` have drawn behind the rows whose logits are wanted, all of them in one call that
-        reads nothing from the device; None where it is not made for that. By default it never is."""
+        reads nothing from the device; None where it is not made for that. By default it never is.
+
+        With `at_once` there is one pass, and a draft's levels are drawn from as many wanted rows.
+        """
         return None
 
     def draft_chain(

@@ -40,7 +40,7 @@ from slipstream.models.executor.pass_layout import (
     usual_seen,
 )
 from slipstream.models.executor.pass_memory import recorded_bytes
-from slipstream.models.executor.recorded_drafts import DraftRecorder, draw_by_passes
+from slipstream.models.executor.recorded_drafts import DraftRecorder, draw_by_one_pass, draw_by_passes
 from slipstream.models.executor.recording import CudaGraph, Graph, RecordedPass, on_device, why_not_recorded
 
 log = logging.getLogger(__name__)
@@ -129,8 +129,9 @@ class CudaGraphExecutor(EagerExecutor):
         return conclude(output, table, rows.on(self.model.device), pool)
 
     def draft(
-        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None
-    ) -> Tensor | None:
+        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None,
+        at_once: bool = False,
+    ) -> Tensor | None:  # fmt: skip
         reason = self.reason_not(rows, pool, layers)
         if reason is not None:
             return self.drafts.refuse(reason)
@@ -142,8 +143,10 @@ class CudaGraphExecutor(EagerExecutor):
             return self.run(level, attention, (), call).logits, None
 
         with self._lock:
-            drawn = draw_by_passes(self.drafts, rows, pool, drafts, self.backend.plan, step)
-        self.num_replayed += 0 if drawn is None else 1 + len(drafts.shape.fed)
+            draw = draw_by_one_pass if at_once else draw_by_passes
+            drawn = draw(self.drafts, rows, pool, drafts, self.backend.plan, step)
+        num_passes = 1 if at_once else 1 + len(drafts.shape.fed)
+        self.num_replayed += 0 if drawn is None else num_passes
         return drawn
 
     def draft_chain(

@@ -108,6 +108,21 @@ def draw_levels(
     return levels.drawn()
 
 
+def draw_marginals(shape: DraftShape, numbers: Tensor, logits: Tensor) -> Tensor:
+    """Draw all levels of drafts of this shape from `logits` [drafts * levels, vocab], which all nodes of a level share.
+
+    `numbers` are those of the drafts.
+    """
+    fed = (1, *shape.fed)
+    of_levels = logits.view(numbers.shape[1], len(fed), -1)
+    levels = shape.levels(numbers)
+    return draw_levels(
+        levels,
+        len(fed),
+        lambda level, _: (of_levels[:, level].repeat_interleave(fed[level], dim=0), None),
+    )
+
+
 def choose_level(logits: Tensor, temperatures: Tensor, filters: Tensor | None, keys: Tensor) -> Tensor:
     """A token of each row of `logits` [rows, vocab]; `NOT_FINITE` of a row that is not.
 

@@ -26,7 +26,7 @@ from slipstream.models.attention.triton import TritonAttention
 from slipstream.models.batch import BatchTensors, Bucket, ForwardBatch
 from slipstream.models.cuda.attention_plan import AttentionPlan
 from slipstream.models.cuda.tree_attention import Reads
-from slipstream.models.executor.levels import DraftShape, PendingDrafts, draw_levels
+from slipstream.models.executor.levels import DraftShape, PendingDrafts, draw_levels, draw_marginals
 from slipstream.models.executor.pass_layout import ROWS, WANTED, PassLayout, PassShape, doubled, plan_sizes
 from slipstream.models.executor.recording import Graph, RecordedPass, on_device, why_not_recorded
 
@@ -173,6 +173,35 @@ def draw_by_passes(
 
     key = (number, shape, tuple(each.shape for each in passes), given is not None)
     return recorder.draw(pool, key, [table, places, *(each.numbers() for each in passes)], compute)
+
+
+def draw_by_one_pass(
+    recorder: DraftRecorder, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, plan: Plan, step: DraftStep,
+    given: FirstStates | None = None,
+) -> Tensor | None:  # fmt: skip
+    """As `draw_by_passes`, from one pass: a draft's levels are its wanted rows, all alike for the nodes of a level."""
+    depth, shape = 1 + len(drafts.shape.fed), drafts.shape
+    number = doubled(rows.num_logit_rows // depth)
+    reason = _refusal(rows, pool, number, max((depth, *shape.fed)))
+    if reason is not None:
+        return recorder.refuse(reason)
+    least = max(rows.num_rows, 2 * depth * number)  # the masks, and what a whole draft has become
+    bucket = Bucket(next(size for size in ROWS if size >= least), number * depth, LEAST_SEEN)
+    padded = ForwardBatch(rows.groups, bucket, pool.scratch)
+    if not padded.contiguous:
+        return recorder.refuse("slots that are not consecutive")
+    own = RecordedRows.of(padded, plan(padded, pool), bucket)
+    places = np.array([[] if given is None else given.places], np.int64)
+
+    def compute(table: Tensor, places: Tensor, part: Tensor) -> Tensor:
+        views = own.views(part)
+        padded.read(part.device, views)
+        begun = None if given is None else given.read(places)
+        logits, _ = step(0, padded, own.attention(pool, views, part), begun)
+        return draw_marginals(shape, table.view(-1, number), logits)
+
+    numbers = [with_room(drafts.numbers(), number), with_room(places, padded.num_rows), own.numbers()]
+    return recorder.draw(pool, ("one pass", number, shape, own.shape, given is not None), numbers, compute)
 
 
 def _refusal(rows: ForwardBatch, pool: KVPool, number: int, widest: int) -> str | None:
