@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains, Draw
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
-from tests.kit.kept_trees import KeptTree
+from tests.kit.kept_trees import KeptTree, grow_by_paths
 
 LENGTHS = (11, 6, 17)
 """Tokens of the texts; the last of each, or the last two, have no entry yet."""
@@ -159,3 +160,30 @@ def test_a_recording_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPat
     assert drafts.refused["no graph today"] == 2
     drafts.refused.clear()
     drafts.failure = None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["greedy", "coupled"])
+def test_drafts_of_one_pass_are_drawn_from_its_rows(kind: str) -> None:
+    rng, cache, depth = random.Random(kind), model().new_cache(512), 3
+    for number in (3, 1, 3):
+        own = texts(rng, number)
+        rows = [
+            replace(
+                group,
+                token_ids=[*group.token_ids, 7, 7],
+                logit_rows=range(len(group.token_ids) - 1, len(group.token_ids) + 2),
+            )
+            for group in opened(cache, own, rng)
+        ]
+        logits = model().forward(rows, cache.pool).logits
+        trees: list[Any] = [KeptTree(rng, text, (8, depth, 3), kind) for text in own]
+        grower = DeviceTrees(trees, 300)
+        drawn = executor().draft(ForwardBatch(rows), cache.pool, grower, at_once=True)
+        assert drawn is not None
+        grower.finish(drawn)
+        found = [tree.grown for tree in trees]
+        grow_by_paths(
+            trees, 300, lambda owner, path, logits=logits: logits[owner * depth + len(path)]
+        )  # fmt: skip
+        assert found == [tree.grown for tree in trees]

@@ -52,7 +52,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         drawn = [feed for feed in feeds if feed.tree.sequence.id in draws]
         if not drawn:
             return feeds
-        draw = Chains(list(draws.values()), self._trees.vocab_size, self.may_pend)
+        draw = Chains(list(draws.values()), self._trees.vocab_size, self.may_pend, self.pends_on)
         chains = self._chains(drawn, draw)
         for feed, token_ids in zip(drawn, chains, strict=True):
             self.commit_feed(feed)
@@ -70,7 +70,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         for feed in grown:
             slots = self.cache.accounting.slots(feed.tree.sequence.id)[self.first_entry :]
             firsts.append((slots, feed.tree.length - self.first_entry))
-        trees = DeviceTrees([feed.tree for feed in grown], self._trees.vocab_size, firsts)
+        trees = DeviceTrees([feed.tree for feed in grown], self._trees.vocab_size, firsts, self.pends_on)
         if not self._grow_pending(grown, trees):
             return feeds
         for feed in grown:

@@ -93,7 +93,7 @@ class BlockDrafter(CachedDrafter):
         """Store the feeds' entries and draft all that nothing but logits decides about; False where nothing is done."""
         if not self.may_pend or self._estimates or self.target_cache is None:
             return False
-        whole = WholeDrafts.of(trees, self._trees.vocab_size)
+        whole = WholeDrafts.of(trees, self._trees.vocab_size, self.pends_on)
         if whole is None:
             return False
         places: list[int] = []

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from slipstream.core.proposal import ProposalKind
 from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.kv.slots import SlotMap
-from slipstream.kv.upload import upload
+from slipstream.kv.upload import across, upload
 from slipstream.models.batch import RowGroup
 from slipstream.models.cuda.filters import filter_numbers, filters_of
 from slipstream.models.executor.levels import Levels, TreesShape
@@ -61,11 +62,13 @@ class DeviceTrees:
     """Grows trees of the same shape together, from the logits behind their texts to their proposals."""
 
     def __init__(
-        self, trees: Seq[DraftTree], vocab_size: int, firsts: Seq[tuple[SlotMap, int]] = ()
+        self, trees: Seq[DraftTree], vocab_size: int, firsts: Seq[tuple[SlotMap, int]] = (),
+        onto: torch.device | None = None,
     ) -> None:  # fmt: skip
         """`firsts` are each sequence's slots and how many of its entries lie before the tree's; without them the trees
-        have no rows. Tokens from id `vocab_size` on are never drafted."""
-        self._trees, self._firsts, self._vocab_size = trees, firsts, vocab_size
+        have no rows. Tokens from id `vocab_size` on are never drafted. The proposals lie on the device `onto`, None:
+        where they grew."""
+        self._trees, self._firsts, self._vocab_size, self._onto = trees, firsts, vocab_size, onto
         params = (tree.processor.filters_only for tree in trees)
         self._params = [each for each in params if each is not None]
 
@@ -129,7 +132,7 @@ class DeviceTrees:
 
     def finish(self, drawn: Tensor) -> None:
         """Have each tree take its proposal, from what `TreeLevels` has drawn."""
-        widths = self.shape.widths
+        widths, drawn = self.shape.widths, across(drawn, self._onto)
         kind = ProposalKind.COUPLED if self._trees[0].shape.method == "coupled" else ProposalKind.ONE_HOT
         for tree, numbers in zip(self._trees, drawn, strict=False):  # behind them may stand others
             tokens, parents, ranks = numbers.tensor_split([sum(widths), 2 * sum(widths)])

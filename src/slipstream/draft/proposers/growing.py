@@ -33,8 +33,8 @@ class GrowingDrafter(Drafter):
     """Begins a tree for each sequence that has room for one, and grows all of them together."""
 
     traits = DrafterTraits(kinds=frozenset(ProposalKind), observes_all=False)
-    may_pend = False
-    """Whether whole drafts may be pending."""
+    pends_on: torch.device | None = None
+    """The device where whole drafts may be pending; None where they may not."""
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
@@ -64,6 +64,11 @@ class GrowingDrafter(Drafter):
         not keep it."""
         self._damaged: dict[int, bool] = self.by_sequence()
         """Sequences whose last draft was not finite, which was seen once it was checked."""
+
+    @property
+    def may_pend(self) -> bool:
+        """Whether whole drafts may be pending."""
+        return self.pends_on is not None
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:

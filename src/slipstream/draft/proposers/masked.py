@@ -51,7 +51,9 @@ class MaskedDrafter(CachedDrafter, AutoregressiveDrafter):
     def _grow_whole(self, feeds: list[Feed]) -> list[Feed]:
         """Draft on the device all that nothing but logits decides about; returns the other feeds."""
         vocab_size = self._trees.vocab_size
-        whole = WholeDrafts.of([feed.tree for feed in feeds if feed.rows.logit_rows], vocab_size)
+        whole = WholeDrafts.of(
+            [feed.tree for feed in feeds if feed.rows.logit_rows], vocab_size, self.pends_on
+        )
         if whole is None:
             return feeds
         # All have as many rows: no mask sees those behind it.

@@ -63,7 +63,10 @@ class CachedDrafter(EntriesDrafter):
     # --- the contract -----------------------------------------------------------------------------------------
 
     def let_pend(self, device: torch.device) -> None:
-        self.may_pend = self._device == device
+        is_reached = (
+            self._device.type == device.type == "cuda"
+        )  # what is drawn is copied there without a wait
+        self.pends_on = device if is_reached or self._device == device else None
 
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)

@@ -155,7 +155,7 @@ class HeadDrafter(StateDrafter):
         return super().memory_bytes() + self.executor.footprint()
 
     def let_pend(self, device: torch.device) -> None:
-        self.may_pend = self.target.device == device
+        self.pends_on = device if self.target.device == device else None
 
     def observe(self, observations: Seq[Observation]) -> None:
         """See whether what was pending was finite."""
@@ -188,7 +188,7 @@ class HeadDrafter(StateDrafter):
 
     def _grow_pending(self, trees: list[DraftTree]) -> None:
         """Have the executor draw whole drafts on the device, where it can."""
-        cache, whole = self.target_cache, WholeDrafts.of(trees, self._trees.vocab_size)
+        cache, whole = self.target_cache, WholeDrafts.of(trees, self._trees.vocab_size, self.pends_on)
         assert cache is not None, "attach() comes before the first proposal"
         if whole is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from slipstream.draft.proposers.device_tree import DeviceTrees, grows_on_device
@@ -19,16 +20,16 @@ class WholeDrafts:
         self.depth = 1 + len(drafts.shape.fed)
 
     @classmethod
-    def of(cls, trees: Seq[DraftTree], vocab_size: int) -> WholeDrafts | None:
-        """Those among `trees`, if any. Their levels have no rows of their own."""
+    def of(cls, trees: Seq[DraftTree], vocab_size: int, onto: torch.device | None) -> WholeDrafts | None:
+        """Those among `trees`, if any, to lie on the device `onto`. Their levels have no rows of their own."""
         draws = whole_chains(trees)
         if draws:
-            chains = Chains(list(draws.values()), vocab_size, may_pend=True)
+            chains = Chains(list(draws.values()), vocab_size, True, onto)
             return (
                 cls([tree for tree in trees if tree.sequence.id in draws], chains) if chains.pends else None
             )
         grown = [tree for tree in trees if grows_on_device(tree)]
-        return cls(grown, DeviceTrees(grown, vocab_size)) if grown else None
+        return cls(grown, DeviceTrees(grown, vocab_size, onto=onto)) if grown else None
 
     def take(self, drawn: Tensor) -> None:
         """Have the trees take what was drawn, which stays pending."""

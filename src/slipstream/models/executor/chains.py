@@ -17,11 +17,12 @@ from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.kv.slots import SlotMap
-from slipstream.kv.upload import upload
+from slipstream.kv.upload import across, upload
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
 from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filters_of
 from slipstream.models.executor.levels import NOT_FINITE, ChainsShape, choose_level
+from slipstream.models.executor.recording import on_device
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -76,11 +77,14 @@ class Chains:
     An executor draws them level by level with `take`, or in one call that reads and writes `struct`, as chain.h says.
     """
 
-    def __init__(self, draws: Seq[Draw], num_tokens: int, may_pend: bool = False) -> None:
+    def __init__(
+        self, draws: Seq[Draw], num_tokens: int, may_pend: bool = False, onto: torch.device | None = None
+    ) -> None:  # fmt: skip
         """Tokens from id `num_tokens` on are never drafted. With `may_pend` chains that are drawn a pass a level may be
         `PendingNumbers`: the tokens of a level then go to the next on the device, and the host does not wait for any.
+        They lie on the device `onto` in the end, None: where they were drawn.
         """
-        self._may_pend = may_pend
+        self._may_pend, self._onto = may_pend, onto
         self.lengths: Seq[int] = [len(draw.keys) for draw in draws]
         """The most tokens of each chain."""
         self.depth = max(self.lengths)
@@ -147,6 +151,11 @@ class Chains:
     ) -> list[PendingNumbers]:
         """As `draw`, without reading a token."""
         logits = run(rows, [])
+        with on_device(logits.device):
+            return self.pending(self._draw_all(logits, run))
+
+    def _draw_all(self, logits: Tensor, run: Callable[[ForwardBatch, list[int]], Tensor]) -> Tensor:
+        """The tokens [depth, chains], from the logits of the first pass on."""
         device, number = logits.device, len(self.lengths)
         drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
         numbers = upload(self.numbers(), device)
@@ -163,10 +172,11 @@ class Chains:
             filters = numbers[1:4, some] if self.shape.filters else None
             own = logits[:, : self._num_tokens]
             drawn[level][some] = choose_level(own, temperatures[some], filters, numbers[4 + level][some])
-        return self.pending(drawn)
+        return drawn
 
     def pending(self, drawn: Tensor) -> list[PendingNumbers]:
         """The chains, from the tokens [depth, chains] that a device has drawn."""
+        drawn = across(drawn, self._onto)
         return [PendingNumbers(drawn[:length, chain]) for chain, length in enumerate(self.lengths)]
 
     @cached_property

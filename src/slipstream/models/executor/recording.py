@@ -27,8 +27,9 @@ class Graph(Protocol):
 class CudaGraph:
     """A `torch.cuda.CUDAGraph`; all of a device share one pool of memory."""
 
-    _pools: ClassVar[dict[int, tuple[Any, Any]]] = {}
-    """By device the pool's handle, and a graph that is never freed: a pool without graphs cannot be used again."""
+    _pools: ClassVar[dict[int, tuple[Any, Any, Any]]] = {}
+    """By device the pool's handle, the stream that is recorded, since PyTorch's own is that of the first device, and a
+    graph that is never freed: a pool without graphs cannot be used again."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
     """One pass at a time is recorded, of all models."""
 
@@ -42,12 +43,13 @@ class CudaGraph:
         with CudaGraph._lock:
             if device not in CudaGraph._pools:
                 kept, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-                with torch.cuda.graph(kept, pool=handle, capture_error_mode="thread_local"):
+                own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                with torch.cuda.graph(kept, handle, own, "thread_local"):
                     torch.zeros(1, device="cuda")
-                CudaGraph._pools[device] = (handle, kept)
-            handle, _ = CudaGraph._pools[device]
+                CudaGraph._pools[device] = (handle, own, kept)
+            handle, own, _ = CudaGraph._pools[device]
             try:
-                with torch.cuda.graph(self._graph, pool=handle, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self._graph, handle, own, "thread_local"):
                     return compute()
             except BaseException:
                 torch.cuda.set_stream(stream)  # a recording that is broken off leaves its own behind,
