@@ -17,8 +17,10 @@ from slipstream.kv.cache import KVCache
 from slipstream.kv.slots import SlotMap
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch
+from slipstream.models.executor import recorded_drafts
 from slipstream.models.executor.chains import Chains, Draw
 from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.executor.recording import RecordedPass
 from tests.kit.kept_trees import KeptTree, grow_by_paths
 
 LENGTHS = (11, 6, 17)
@@ -134,7 +136,7 @@ def test_drafts_that_are_not_recorded_are_counted_by_why(monkeypatch: pytest.Mon
     rows = opened(cache, own, rng)
     draws = [drawing(rng, "coupled", 3)]
     expected = [list(chain) for chain in model().draft_chain(rows, cache.pool, Chains(draws, 300))]
-    monkeypatch.setattr("slipstream.models.executor.recorded_drafts.MOST_FIRST_ROWS", 0)
+    monkeypatch.setattr(recorded_drafts, "MOST_FIRST_ROWS", 0)
     replayed = drafts.num_replayed
     found = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
     assert [list(chain) for chain in found] == expected
@@ -149,10 +151,11 @@ def test_a_recording_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPat
     rows = opened(cache, own, rng)
     draws = [drawing(rng, "coupled", 2)]
 
-    def fails(*_: Any) -> None:
-        raise RuntimeError("no graph today\nand more")
+    class Fails(RecordedPass[torch.Tensor]):
+        def replay(self, _: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no graph today\nand more")
 
-    monkeypatch.setattr("slipstream.models.executor.recorded_drafts.RecordedPass.replay", fails)
+    monkeypatch.setattr(recorded_drafts, "RecordedPass", Fails)
     expected = [list(chain) for chain in model().draft_chain(rows, cache.pool, Chains(draws, 300))]
     for _ in range(2):
         found = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
