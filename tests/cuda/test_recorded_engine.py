@@ -91,7 +91,7 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
 
 @pytest.mark.parametrize("number", [1, 8])
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "filtered"])
-@pytest.mark.parametrize("spec", ["off", "chain", "tree", "eagle3", "eagle3-chain"])
+@pytest.mark.parametrize("spec", ["off", "chain", "tree"])
 def test_a_step_waits_once(spec: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The numbers of the target's pass, those of all drafts, and what each sequence moves in the draft model's cache.
     most = 1 + (spec != "off") + (number if spec in ("chain", "tree") else 0)

@@ -56,8 +56,9 @@ def expected(kind: str, model: str | None = None) -> list[list[int]]:
 
 def check_waits(
     llm: LLM, kind: str, number: int, monkeypatch: pytest.MonkeyPatch, most_copies: int
-) -> None:  # fmt: skip
-    """Answer twice: the steps of the second time wait at most once each, and bring numbers to the device as often."""
+) -> list[list[int]]:  # fmt: skip
+    """Answer twice: the steps of the second time wait at most once each, and bring numbers to the device `most_copies`
+    times. The answers."""
     engine, audit, num_steps = llm.engine, WaitAudit(), 0
     step = engine.step
 
@@ -69,8 +70,9 @@ def check_waits(
 
     answers(llm, kind, number)  # what is recorded now waits
     monkeypatch.setattr(engine, "step", audited)
-    answers(llm, kind, number)
+    found = answers(llm, kind, number)
     assert sum(audit.waits.values()) <= num_steps, audit.waits
     assert sum(audit.uploads.values()) == 0, audit.uploads
     prompts = 2 * number  # drafters catch up with them in passes of their own
     assert sum(audit.copies.values()) <= most_copies * num_steps + prompts, audit.copies
+    return found
