@@ -125,7 +125,7 @@ class StateDrafter(GrowingDrafter):
 
     def _draft(self, trees: list[DraftTree]) -> None:
         if trees := [tree for tree in trees if tree.frontier]:
-            self.grow(trees)
+            super()._draft(trees)
 
 
 class HeadDrafter(StateDrafter):
