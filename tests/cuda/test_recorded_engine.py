@@ -62,7 +62,10 @@ def test_the_texts_are_those_of_passes_that_are_not_recorded(spec: str, kind: st
         assert not draft.executor.drafts.refused
 
 
-def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", ["chain", "tree", "eagle3"])
+def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
     drafts: list[int] = []
 
@@ -80,11 +83,12 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
 
     monkeypatch.setattr(cuda_graph, "RecordedPass", Listed)
     monkeypatch.setattr(recorded_drafts, "RecordedPass", ListedDrafts)
-    llm = LLM(speculative_config=CHAIN, **RECORDED | {"max_num_batched_tokens": 60, "max_num_seqs": 4})
-    assert len(sizes) == 6, "64, 32 and 16 rows of draft and target"
+    options = RECORDED | {"max_num_batched_tokens": 60, "max_num_seqs": 4}
+    llm = LLM(speculative_config=SPECS[spec], **options)
+    assert len(sizes) == (3 if spec == "eagle3" else 6), "64, 32 and 16 rows of draft and target"
     assert sizes[:3] == sorted(sizes[:3], reverse=True)
     assert sizes[3:] == sorted(sizes[3:], reverse=True)
-    assert len(drafts) == 3, "chains of 4, 2 and 1 requests"
+    assert len(drafts) == 3, "drafts of 4, 2 and 1 requests"
     assert drafts == sorted(drafts, reverse=True)
     assert answers(llm, "greedy", 3) == expected("greedy")[:3]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class FeatureExecutor(HeadExecutor):
     """Computes a head that reads the target's features, over a cache of its own."""
 
     target: CausalLM
-    records: ClassVar[bool] = False
+    records: bool = False
     """Whether `draft` may record drafts."""
 
     def draft(

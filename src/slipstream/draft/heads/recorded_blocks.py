@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,10 @@ from slipstream.models.executor.levels import Levels, PendingDrafts, draw_levels
 from slipstream.models.executor.pass_layout import ROWS, doubled
 from slipstream.models.executor.recorded_drafts import (
     LEAST_SEEN,
-    MOST_FIRST_ROWS,
     FirstStates,
     RecordedRows,
-    most_wanted,
+    refusal,
+    room_for,
     with_room,
 )
 from slipstream.models.linear.formats import WeightFormat
@@ -45,8 +45,6 @@ class BlockSizes(NamedTuple):
 class RecordedBlocks(EagerBlocks):
     """A block head; its rows attend in our Triton kernels while drafts are recorded."""
 
-    records: ClassVar[bool] = True
-
     def __init__(self, head: DFlashHead, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(head, target, fmt)
         self.drafts = recorder_of(target)
@@ -58,11 +56,11 @@ class RecordedBlocks(EagerBlocks):
         number, shape, wanted = doubled(len(blocks)), drafts.shape, blocks[0].logit_rows
         num_rows, fed = len(blocks[0].token_ids), (1, *shape.fed)
         committed = sum(len(group.token_ids) for group in stored)
-        too_many = number * num_rows > ROWS[-1] or number * max(fed) > most_wanted(max(fed))
-        if not pool.scratch or too_many or committed > MOST_FIRST_ROWS:
-            return self.drafts.refuse("too many rows" if pool.scratch else "a cache without scratch slots")
-        least = max(committed, number * (len(fed) + 1))
-        num_stored = next(size for size in ROWS if size >= least)
+        usual = number * (len(fed) + 1)
+        reason = refusal(committed, usual, number, max(fed), pool)
+        if reason is not None or number * num_rows > ROWS[-1]:
+            return self.drafts.refuse(reason or "too many rows")
+        num_stored = room_for(committed, usual)
         sizes = BlockSizes(number, num_rows, num_stored, range(wanted[0], wanted[-1] + 1))
         views = {view: self._seen(view, blocks, sizes, pool) for view in views_of(self.config)}
         entries = ForwardBatch(stored, Bucket(num_stored, num_stored, 0), pool.scratch)

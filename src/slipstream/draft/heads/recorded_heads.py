@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ def recorder_of(target: CausalLM) -> DraftRecorder:
 class RecordedEagle(EagerEagle):
     """An EAGLE head; its rows attend in our Triton kernels while drafts are recorded."""
 
-    records: ClassVar[bool] = True
+    records = True
 
     def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(head, target, fmt)
@@ -78,11 +77,9 @@ class RecordedEagle(EagerEagle):
 class RecordedMtp(EagerMtp):
     """Layers for multi-token prediction, recorded where there is one of them: of several each has rows of its own."""
 
-    records: ClassVar[bool] = True
-
     def __init__(self, head: MtpHead, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(head, target, fmt)
-        self.drafts = recorder_of(target)
+        self.drafts, self.records = recorder_of(target), len(head.layers) == 1
 
     def draft(
         self,
@@ -112,8 +109,6 @@ class RecordedMtp(EagerMtp):
 
 class RecordedHeads(EagerHeads):
     """A set of Medusa or Hydra heads."""
-
-    records: ClassVar[bool] = True
 
     def __init__(self, heads: ProjectedHeads, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(heads, target, fmt)

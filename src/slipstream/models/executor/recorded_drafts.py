@@ -145,10 +145,11 @@ def draw_by_passes(
     """What the levels of `drafts` have drawn behind the wanted rows, a pass of `step` a level; None where that cannot
     be recorded. `rows_per_draft` is how many rows of a text the first pass has at most, unless the text lags behind."""
     number, fed = doubled(rows.num_logit_rows), (1, *drafts.shape.fed)
-    reason = _refusal(rows, pool, number, max(fed))
+    usual = rows_per_draft * number
+    reason = refusal(rows.num_rows, usual, number, max(fed), pool)
     if reason is not None:
         return recorder.refuse(reason)
-    passes = _passes(rows, pool, drafts, plan, max(rows.num_rows, rows_per_draft * number))
+    passes = _passes(rows, pool, drafts, plan, room_for(rows.num_rows, usual))
     if not all(each.rows.contiguous for each in passes):
         return recorder.refuse("slots that are not consecutive")
     table = with_room(drafts.numbers(), number)
@@ -182,11 +183,11 @@ def draw_by_one_pass(
     """As `draw_by_passes`, from one pass: a draft's levels are its wanted rows, all alike for the nodes of a level."""
     depth, shape = 1 + len(drafts.shape.fed), drafts.shape
     number = doubled(rows.num_logit_rows // depth)
-    reason = _refusal(rows, pool, number, max((depth, *shape.fed)))
+    usual = 2 * depth * number  # the masks, and what a whole draft has become
+    reason = refusal(rows.num_rows, usual, number, max((depth, *shape.fed)), pool)
     if reason is not None:
         return recorder.refuse(reason)
-    least = max(rows.num_rows, 2 * depth * number)  # the masks, and what a whole draft has become
-    bucket = Bucket(next(size for size in ROWS if size >= least), number * depth, LEAST_SEEN)
+    bucket = Bucket(room_for(rows.num_rows, usual), number * depth, LEAST_SEEN)
     padded = ForwardBatch(rows.groups, bucket, pool.scratch)
     if not padded.contiguous:
         return recorder.refuse("slots that are not consecutive")
@@ -204,12 +205,19 @@ def draw_by_one_pass(
     return recorder.draw(pool, ("one pass", number, shape, own.shape, given is not None), numbers, compute)
 
 
-def _refusal(rows: ForwardBatch, pool: KVPool, number: int, widest: int) -> str | None:
+def refusal(num_rows: int, usual: int, number: int, widest: int, pool: KVPool) -> str | None:
+    """Why drafts are not recorded that begin with so many rows, where `usual` are many, and of which a pass has up to
+    `widest` wanted rows each of `number`."""
     if not pool.scratch:
         return "a cache without slots for rows that fill a pass"
-    if rows.num_rows > MOST_FIRST_ROWS or number * widest > most_wanted(widest):
+    if num_rows > min(max(MOST_FIRST_ROWS, usual), ROWS[-1]) or number * widest > most_wanted(widest):
         return "too many rows"
     return None
+
+
+def room_for(num_rows: int, usual: int) -> int:
+    """The rows of a bucket for so many, and for `usual` ones unless these are many."""
+    return next(size for size in ROWS if size >= max(num_rows, min(usual, MOST_FIRST_ROWS)))
 
 
 def most_wanted(widest: int) -> int:
@@ -232,8 +240,8 @@ def _passes(
     padded: list[tuple[ForwardBatch, Bucket]] = []
     for level, (count, num_seen) in enumerate(zip((1, *fed), seen, strict=True)):
         groups = drafts.rows(level, pool.scratch) if level else rows.groups
-        least = number * count if level else first_rows
-        bucket = Bucket(next(size for size in ROWS if size >= least), number * count, num_seen)
+        num_rows = room_for(number * count, 0) if level else first_rows
+        bucket = Bucket(num_rows, number * count, num_seen)
         padded.append((ForwardBatch(groups, bucket, pool.scratch), bucket))
     plans = [plan(each, pool) for each, _ in padded]
     most = max([each.sizes.num_partials / each.sizes.num_rows for each in plans[1:]], default=0.0)
