@@ -19,7 +19,7 @@ from slipstream.models.executor.levels import NOT_FINITE, ChainLevels, TreeLevel
 from slipstream.models.executor.recorded_drafts import FirstStates
 from tests.kit.head_drafters import random_heads
 from tests.kit.kept_trees import KeptTree, grow_by_paths
-from tests.kit.mtp_targets import mtp_target
+from tests.kit.mtp_targets import mtp_target, random_mtp
 from tests.kit.pard_models import pard_folder
 from tests.kit.peagle_heads import masked_eagle3
 from tests.kit.recorded_engines import RECORDED, answers, check_waits, expected
@@ -115,6 +115,20 @@ def test_a_head_whose_drafts_are_not_finite_is_retired(
     llm = LLM(target(method), speculative_config=spec_of(method, shape), **OWN | length_of(method))
     assert answers(llm, "greedy", 2) == expected("greedy", target(method))[:2]
     assert llm.engine.stats().num_draft_failures >= 1
+
+
+def test_several_prediction_layers_draw_a_pass_a_level_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = mtp_target("llama").folder
+    spec = {"method": "mtp", "model": random_mtp(folder, 2), "num_speculative_tokens": 3}
+    host = {"executor": "eager", "attention_backend": "packed"}
+    ours, theirs = (
+        LLM(folder, speculative_config=spec, **OWN | length_of("mtp") | own) for own in ({}, host)
+    )
+    assert drafts_of(ours, "filtered", 2) == drafts_of(theirs, "filtered", 2)
+    check_waits(ours, "seeded", 2, monkeypatch, 30)
+    assert ours.engine.stats().num_draft_failures == 0
 
 
 def features_of(drafter: Any, generator: torch.Generator) -> torch.Tensor:

@@ -75,6 +75,7 @@ class EagerMtp(MtpExecutor):
         made = torch.zeros_like(states), torch.zeros_like(states)
         if kept:
             own = ForwardBatch([group for group in groups if group.token_ids])
+            own.drafted = rows.drafted
             index = upload(kept, states.device)
             found = self.call(number, own, PackedAttention(own, pool, number), states[index])
             for whole, part in zip(made, found, strict=True):
@@ -100,7 +101,7 @@ class EagerMtp(MtpExecutor):
     def _behind(self, rows: ForwardBatch, made: Tensor, before: Tensor) -> Tensor:
         """For each row of the text what the layer above put out for the row before, [N, hidden]."""
         states = made.roll(1, dims=0)
-        states[rows.first_rows[:-1]] = before
+        states[upload(rows.first_rows[:-1], states.device)] = before
         return states
 
 

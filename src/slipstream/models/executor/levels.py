@@ -265,7 +265,8 @@ class TreeLevels(Levels):
         log_probs = (logits / self._temperatures[:, None, None]).log_softmax(-1)
         if not self._shape.coupled:
             return log_probs
-        counters = token_counters(logits.shape[-1], logits.device)
+        # Not those that are kept: a recording outlives them.
+        counters = token_counters.__wrapped__(logits.shape[-1], logits.device)
         noise = gumbel_of_bits(uniform_bits(self._keys[level][:, None] + counters))  # [trees, vocab]
         drawn = (log_probs.double() + noise[:, None]).log_softmax(-1)
         return torch.where(self._is_noisy[:, None, None], drawn, log_probs.double())
