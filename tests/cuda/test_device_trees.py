@@ -76,7 +76,7 @@ def test_a_tree_is_what_a_beam_search_finds(
     seeds = [3, 4]
     trees: list[Any] = [Recorded(seed, num_nodes, depth, top_k, temperature) for seed in seeds]
     slots, past = [range(0, 64), range(100, 164)], 7
-    grower = DeviceTrees(trees, [(own, past) for own in slots], VOCAB)
+    grower = DeviceTrees(trees, VOCAB, [(own, past) for own in slots])
     widths = level_widths(num_nodes, depth, top_k)
     expected = [beams(tree, seed, widths) for tree, seed in zip(trees, seeds, strict=True)]
     fed = [min(top_k, width) for width in widths[:-1]]
@@ -129,7 +129,7 @@ def test_levels_share_the_nodes() -> None:
 
 def test_a_tree_with_a_row_that_is_not_finite_says_so() -> None:
     trees: list[Any] = [Recorded(seed, 6, 2, 3, 0.0) for seed in (1, 2)]
-    grower = DeviceTrees(trees, [(range(20), 1), (range(20, 40), 1)], VOCAB)
+    grower = DeviceTrees(trees, VOCAB, [(range(20), 1), (range(20, 40), 1)])
     damaged = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     damaged[4, 3] = math.nan
     grower.draw(damaged[:2].clone(), lambda _: damaged)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream import LLM, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, sample_prompts
+from slipstream import LLM
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3
 from slipstream.core.pending import PendingNumbers
-from slipstream.models.executor import cuda_graph
-from slipstream.models.executor.chains import NOT_FINITE, Chains
-from slipstream.models.executor.cuda_graph import CudaGraphExecutor, RecordedPass
+from slipstream.models.executor import cuda_graph, recorded_drafts
+from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor
+from slipstream.models.executor.levels import NOT_FINITE
+from slipstream.models.executor.recording import RecordedPass
 from slipstream.testing.recorded_graph import RecordedExecutor
-from slipstream.testing.wait_audit import WaitAudit
+from tests.kit.recorded_engines import PARAMS, RECORDED, answers, check_waits, expected
 
-RECORDED: dict[str, Any] = {
-    "attention_backend": "slipstream.testing.recorded_graph:TritonOnCpu",
-    "executor": "slipstream.testing.recorded_graph:RecordedExecutor",
-    "cpu_kernels": "torch",
-    "max_model_len": 512,
-    "max_num_batched_tokens": 128,
-}
 CHAIN = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 TREE = {**CHAIN, "tree_top_k": 3}
 SPECS: dict[str, Any] = {
@@ -42,34 +37,6 @@ SPECS: dict[str, Any] = {
     "eagle3": {"method": "eagle3", "model": EMBEDDED_EAGLE3},
     "eagle3-chain": {"method": "eagle3", "model": EMBEDDED_EAGLE3, "tree_top_k": 1, "num_draft_nodes": None},
 }
-CONVERSATIONS = [row["messages"] for row in sample_prompts()[:8]]
-PARAMS: dict[str, Any] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.8},
-    "filtered": {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
-    "penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
-}
-
-
-def params(kind: str, number: int) -> list[SamplingParams]:
-    """One for each conversation; `mixed` takes turns."""
-    kinds = list(PARAMS) if kind == "mixed" else [kind]
-    return [
-        SamplingParams(max_tokens=20, seed=n, ignore_eos=True, **PARAMS[kinds[n % len(kinds)]])
-        for n in range(number)
-    ]
-
-
-def answers(llm: LLM, kind: str, number: int = 4) -> list[list[int]]:
-    outputs = llm.chat(CONVERSATIONS[:number], params(kind, number))
-    assert llm.engine.integrity() == []
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@cache
-def expected(kind: str) -> list[list[int]]:
-    """The texts of the same operators, not recorded."""
-    return answers(LLM(**RECORDED | {"executor": "eager", "attention_backend": "packed"}), kind)
 
 
 @lru_cache(maxsize=1)  # what is recorded keeps every number in between
@@ -87,10 +54,20 @@ def test_the_texts_are_those_of_passes_that_are_not_recorded(spec: str, kind: st
     assert answers(llm, kind) == expected(kind)
     assert executor.num_replayed > replayed
     assert executor.eager.total() == eager
+    draft = llm.engine.draft_model
+    if spec in ("chain", "tree", "wide-tree"):
+        assert draft is not None
+        assert isinstance(draft.executor, CudaGraphExecutor)
+        assert kind == "penalised" or draft.executor.drafts.num_replayed
+        assert not draft.executor.drafts.refused
 
 
-def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", ["chain", "tree", "eagle3"])
+def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
+    drafts: list[int] = []
 
     class Listed(RecordedPass):
         def __init__(self, graph: Any, size: int, *others: Any) -> None:
@@ -98,11 +75,21 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
             super().__init__(graph, size, *others)
 
     monkeypatch.setattr(RecordedExecutor, "warms_up", True)
+
+    class ListedDrafts(RecordedPass):
+        def __init__(self, graph: Any, size: int, *others: Any) -> None:
+            drafts.append(size)
+            super().__init__(graph, size, *others)
+
     monkeypatch.setattr(cuda_graph, "RecordedPass", Listed)
-    llm = LLM(speculative_config=CHAIN, **RECORDED | {"max_num_batched_tokens": 60, "max_num_seqs": 4})
-    assert len(sizes) == 6, "64, 32 and 16 rows of draft and target"
+    monkeypatch.setattr(recorded_drafts, "RecordedPass", ListedDrafts)
+    options = RECORDED | {"max_num_batched_tokens": 60, "max_num_seqs": 4}
+    llm = LLM(speculative_config=SPECS[spec], **options)
+    assert len(sizes) == (3 if spec == "eagle3" else 6), "64, 32 and 16 rows of draft and target"
     assert sizes[:3] == sorted(sizes[:3], reverse=True)
     assert sizes[3:] == sorted(sizes[3:], reverse=True)
+    assert len(drafts) == 3, "drafts of 4, 2 and 1 requests"
+    assert drafts == sorted(drafts, reverse=True)
     assert answers(llm, "greedy", 3) == expected("greedy")[:3]
 
 
@@ -110,26 +97,9 @@ def test_passes_of_all_sizes_are_recorded_at_load_the_largest_first(monkeypatch:
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "filtered"])
 @pytest.mark.parametrize("spec", ["off", "chain", "tree"])
 def test_a_step_waits_once(spec: str, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = recorded(spec)
-    engine, audit, num_steps = llm.engine, WaitAudit(), 0
-    step = engine.step
-
-    def audited() -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        with audit:
-            return step()
-
-    answers(llm, kind, number)  # what is recorded now waits
-    before = sum(counts.num_passes for counts in engine.stats().passes.values())
-    monkeypatch.setattr(engine, "step", audited)
-    answers(llm, kind, number)
-    assert sum(audit.waits.values()) <= num_steps, audit.waits
-    assert sum(audit.uploads.values()) == 0, audit.uploads
-    passes = sum(counts.num_passes for counts in engine.stats().passes.values()) - before
-    # Of drafts the noise's keys of a step too, and what each sequence moves in the draft model's cache.
-    others = 0 if spec == "off" else (1 + number) * num_steps
-    assert sum(audit.copies.values()) <= passes + others, audit.copies
+    # The numbers of the target's pass, those of all drafts, and what each sequence moves in the draft model's cache.
+    most = 1 + (spec != "off") + (number if spec in ("chain", "tree") else 0)
+    check_waits(recorded(spec), kind, number, monkeypatch, most)
 
 
 @pytest.mark.parametrize("spec", ["chain", "tree"])
@@ -153,12 +123,12 @@ def test_a_draft_that_is_not_finite_is_found_once_it_was_checked(spec: str) -> N
 @pytest.mark.parametrize("spec", ["chain", "eagle3-chain"])
 def test_whoever_drafts_what_is_not_finite_is_retired(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads keep no entries of accepted tokens, and are told of them all the same."""
-    draw = Chains.draw_pending
+    pending = Chains.pending
 
-    def damaged(self: Chains, *given: Any) -> list[PendingNumbers]:
-        return [PendingNumbers(torch.full_like(drawn.tensor, NOT_FINITE)) for drawn in draw(self, *given)]
+    def damaged(self: Chains, drawn: torch.Tensor) -> list[PendingNumbers]:
+        return pending(self, torch.full_like(drawn, NOT_FINITE))
 
-    monkeypatch.setattr(Chains, "draw_pending", damaged)
+    monkeypatch.setattr(Chains, "pending", damaged)
     llm = LLM(speculative_config=SPECS[spec], **RECORDED)
     assert answers(llm, "greedy", 2) == expected("greedy")[:2]
     assert llm.engine.stats().num_draft_failures >= 1

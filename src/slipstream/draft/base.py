@@ -254,8 +254,8 @@ class Drafter(ABC):
         return
 
     def let_pend(self, device: torch.device) -> None:
-        """From now on whole drafts may be pending (`core.pending`), where they are made on this device: each goes to a
-        pass that checks it there, by a verifier that compares tokens alone. By default none is."""
+        """From now on whole drafts may be pending (`core.pending`), where they can be brought to this device without a
+        wait: each goes to a pass that checks it there, by a verifier that compares tokens alone. By default none is."""
         return
 
     def allocate(self, num_tokens: int) -> None:

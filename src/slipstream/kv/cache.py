@@ -10,6 +10,7 @@ import torch
 from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting, SlotMap
+from slipstream.kv.upload import upload
 
 
 class KVCache:
@@ -34,6 +35,10 @@ class KVCache:
         """[end - begin, width]: what a drafter had kept of `owner`'s computed tokens `begin` to `end`."""
         return self.pool.features[self.pool.index(self.accounting.slots(owner)[begin:end])]
 
+    def features_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """[n, width]: what a drafter had kept of the tokens with entries in these slots, int64 [n] on the device."""
+        return self.pool.features[slots]
+
     def keep_features(self, slots: SlotMap | torch.Tensor, features: torch.Tensor) -> None:
         """Keep `features` [tokens, width] with the entries in these slots."""
         self.pool.features[self.pool.index(slots)] = features
@@ -57,10 +62,13 @@ class _View(KVCache):
 
     def __init__(self, cache: KVCache, columns: Sequence[int]) -> None:
         self.pool, self.accounting = cache.pool, cache.accounting
-        self._columns = list(columns)
+        self._columns = upload(list(columns), cache.pool.features.device)
 
     def features(self, owner: int, begin: int, end: int) -> torch.Tensor:
         return super().features(owner, begin, end)[:, self._columns]
+
+    def features_at(self, slots: torch.Tensor) -> torch.Tensor:
+        return super().features_at(slots)[:, self._columns]
 
     @property
     def feature_width(self) -> int:

@@ -20,6 +20,16 @@ def upload(numbers: NDArray[np.int64] | NDArray[np.float32] | Sequence[int], dev
     return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
 
 
+def across(numbers: Tensor, device: torch.device | None) -> Tensor:
+    """The numbers on another device of the same kind, without a wait; where they are for None.
+
+    Between CUDA devices PyTorch copies on the current stream of the numbers' device, behind an event of the other
+    device's current stream, which waits for an event behind the copy. So it comes after what computes the numbers, and
+    before whatever is launched to read them; the memory of both is theirs in the order of these streams too.
+    """
+    return numbers if device is None else numbers.to(device, non_blocking=True)
+
+
 def download(numbers: Tensor) -> list[int]:
     """The numbers, int64 [n]; the host waits for them, and for nothing that is launched behind them."""
     host = numbers.to("cpu", non_blocking=True)  # from a CUDA device into pinned memory

@@ -159,14 +159,21 @@ class BatchTensors(NamedTuple):
 
     def fill_in(self, drafted: Tensor | None, ranks: Tensor | None) -> BatchTensors:
         """Write what `ForwardBatch.drafted` and `ranks` say into the arrays."""
-        ids, device = self.token_ids, self.token_ids.device
+        for own, filled in zip(self, self.filled(drafted, ranks), strict=True):
+            if filled is not own:
+                own.copy_(filled)
+        return self
+
+    def filled(self, drafted: Tensor | None, ranks: Tensor | None) -> BatchTensors:
+        """As `fill_in`, in new arrays: a recording reads the old ones again."""
+        ids, tails, device = self.token_ids, (self.tail_slots, self.tail_entries), self.token_ids.device
         if drafted is not None:
             own = drafted.to(device)[(-1 - ids).clamp(min=0)].clamp(min=0)
-            ids.copy_(torch.where(ids < 0, own, ids))
+            ids = torch.where(ids < 0, own, ids)
         if ranks is not None:
-            for tail in (self.tail_slots, self.tail_entries):
-                tail[: len(ranks)] += ranks.to(device)
-        return self
+            added = torch.nn.functional.pad(ranks.to(device), (0, len(tails[0]) - len(ranks)))
+            tails = (tails[0] + added, tails[1] + added)
+        return self._replace(token_ids=ids, tail_slots=tails[0], tail_entries=tails[1])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -9,7 +9,6 @@ and uploads. What the host computed while it was recorded stays as it was. Load 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,8 +19,9 @@ from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.packed import PackedBackend
 from slipstream.models.attention.triton import TritonBackend
 from slipstream.models.executor.base import PassOutput
-from slipstream.models.executor.cuda_graph import CudaGraphExecutor, Graph
+from slipstream.models.executor.cuda_graph import CudaGraphExecutor
 from slipstream.models.executor.cuda_kernels import CudaKernels
+from slipstream.models.executor.recording import Graph, Out
 
 REFUSED = (
     *("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "equal"),
@@ -36,7 +36,7 @@ class RecordedGraph:
     def __init__(self) -> None:
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
 
-    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
+    def record(self, compute: Callable[[], Out]) -> Out:
         """As a CUDA graph is: once to warm up, then with every operator noted. All results are poisoned after."""
         compute()
         with _OperatorRecorder(self._calls):
@@ -87,13 +87,14 @@ class ComputedGraph:
     """Computes the pass anew at every replay: what is left of a `RecordedGraph` where speed and memory count."""
 
     def __init__(self) -> None:
-        self._compute: Callable[[], PassOutput] | None = None
-        self._output: PassOutput | None = None
+        self._compute: Callable[[], Any] | None = None
+        self._output: Any = None
 
-    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
+    def record(self, compute: Callable[[], Out]) -> Out:
         """See `RecordedGraph`."""
-        self._compute, self._output = compute, compute()
-        return self._output
+        self._compute, output = compute, compute()
+        self._output = output
+        return output
 
     def replay(self) -> None:
         """Compute into the tensors of the first time."""
@@ -102,8 +103,8 @@ class ComputedGraph:
             result.copy_(again)
 
 
-def _tensors(output: PassOutput | None) -> list[Tensor]:
-    values = [] if output is None else [getattr(output, field.name) for field in fields(output)]
+def _tensors(output: Any) -> list[Tensor]:
+    values = [output.logits, output.hidden, output.verdicts] if isinstance(output, PassOutput) else output
     return [part for part in tree_leaves(values) if isinstance(part, Tensor)]
 
 

@@ -16,9 +16,10 @@ from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_model
 from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.executor.base import PassOutput, ProbedModel
-from slipstream.models.executor.chains import ENDED, NOT_FINITE, Chains, Draw
+from slipstream.models.executor.chains import ENDED, Chains, Draw
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.executor.eager import EagerExecutor
+from slipstream.models.executor.levels import NOT_FINITE
 from slipstream.models.executor.registry import ENTRY_POINT_GROUP, EXECUTORS
 from slipstream.sampling.noise import Noise
 from tests.kit.marks import needs_kernels

@@ -7,6 +7,7 @@ The executors are named `block.` and the name of the target's own: a package add
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -18,13 +19,20 @@ from slipstream.draft.heads.dflash_head import DFlashConfig, DFlashHead
 from slipstream.draft.heads.head_executor import HeadExecutor, head_bytes, made_executor, pack_head
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.attention.base import Variant
+from slipstream.models.attention.base import AttentionPass, Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
-from slipstream.models.batch import ForwardBatch
+from slipstream.models.batch import BatchTensors, ForwardBatch
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.levels import PendingDrafts
+from slipstream.models.executor.recorded_drafts import FirstStates
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.outline import ModelOutline
+
+View = tuple[bool, int | None]
+"""Whether a row of a block sees only those before it, and how many entries before the block; None is all."""
+Ends = tuple[Seq[int], Seq[int]]
+"""Of each block its anchor, which is the last committed token, and the token before that."""
 
 
 class BlockExecutor(HeadExecutor):
@@ -58,6 +66,16 @@ class BlockExecutor(HeadExecutor):
         A block is a chain of rows behind the sequence's entries; it is the head that decides which of them a row sees.
         All have as many rows, and the same ones are wanted. What the pass writes into the pool is not read later.
         """
+
+    def draft(
+        self, stored: Seq[RowGroup], features: FirstStates, blocks: Seq[RowGroup], ends: Ends, pool: KVPool,
+        drafts: PendingDrafts,
+    ) -> Tensor | None:  # fmt: skip
+        """`store`, `forward` and what `drafts` draw of the blocks, as `Executor.draft`; None where nothing was done.
+
+        `features` are the target's, of the rows that are stored.
+        """
+        return None
 
     def begin(self, states: Tensor, anchor: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """What a left-to-right head reads of the blocks' `states`, [blocks, rows, width], and its own first states.
@@ -126,9 +144,13 @@ class EagerBlocks(BlockExecutor):
         return table + head_bytes(self.head)
 
     def store(self, rows: ForwardBatch, pool: KVPool, features: Tensor) -> None:
-        head, where = self.head, pool.index(rows.slots_on(self.target.device))
-        context = head.encode(features[None])
-        entries = head.context_entries(context, rows.on(self.target.device).positions[None])
+        device = self.target.device
+        self.write(pool, pool.index(rows.slots_on(device)), rows.on(device).positions, features)
+
+    def write(self, pool: KVPool, where: slice | Tensor, positions: Tensor, features: Tensor) -> None:
+        """Write the entries of tokens at these positions, into what `KVPool.index` gave for their slots."""
+        context = self.head.encode(features[None])
+        entries = self.head.context_entries(context, positions[None])
         for layer, (key, value) in enumerate(entries):
             pool.write(layer, where, key[0], value[0])
 
@@ -137,6 +159,17 @@ class EagerBlocks(BlockExecutor):
         attention = {view: PackedAttention(rows, pool) for view, rows in views.items()}
         sizes = (len(blocks), len(blocks[0].token_ids))
         on = next(iter(views.values())).on(self.target.device)
+        return self.compute(on, sizes, attention, blocks[0].logit_rows)
+
+    def compute(
+        self,
+        on: BatchTensors,
+        sizes: tuple[int, int],
+        attention: Mapping[View, AttentionPass],
+        wanted: Seq[int],
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of `sizes` blocks and rows each, whose arrays are `on` the device, with an attention for each of
+        the views that the layers have."""
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             """Over all blocks as the rows of one pass: [blocks, heads, rows, dim] -> [1, heads, blocks * rows, dim]."""
@@ -147,7 +180,6 @@ class EagerBlocks(BlockExecutor):
         with without_cudnn(self.target.device):
             embeds = self.embed(on.token_ids).view(*sizes, -1)
             states: Tensor = self.head(embeds, on.positions.view(*sizes), attend)
-        wanted = blocks[0].logit_rows
         return states, self.head.logits(states[:, wanted[0] : wanted[-1] + 1], self.target.project)
 
 
@@ -157,10 +189,6 @@ def behind_layers(head: DFlashHead) -> nn.ModuleDict:
     return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
 
 
-View = tuple[bool, int | None]
-"""Whether a row of a block sees only those before it, and how many entries before the block; None is all."""
-
-
 def view_of(config: DFlashConfig, layer: int) -> View:
     """What the rows of a block see in a layer."""
     return config.causal[layer], config.windows[layer]
@@ -168,8 +196,18 @@ def view_of(config: DFlashConfig, layer: int) -> View:
 
 def block_views(blocks: Seq[RowGroup], config: DFlashConfig) -> dict[View, ForwardBatch]:
     """The rows of the blocks as the layers see them, for each view that some layer has."""
-    views = dict.fromkeys(view_of(config, layer) for layer in range(config.num_layers))
-    return {view: ForwardBatch([_seen(block, *view) for block in blocks]) for view in views}
+    views = views_of(config)
+    return {view: ForwardBatch([seen_by(view, block) for block in blocks]) for view in views}
+
+
+def views_of(config: DFlashConfig) -> list[View]:
+    """Those that some layer has."""
+    return list(dict.fromkeys(view_of(config, layer) for layer in range(config.num_layers)))
+
+
+def seen_by(view: View, block: RowGroup) -> RowGroup:
+    """The rows of a block in layers with this view."""
+    return _seen(block, *view)
 
 
 def _seen(block: RowGroup, causal: bool, window: int | None) -> RowGroup:

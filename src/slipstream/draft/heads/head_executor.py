@@ -1,7 +1,8 @@
 """What computes the heads that run with a target, as `models.executor` computes models.
 
-The executor of a head is found by the name of the target's own executor, and is `eager` where there is none of that
-name, or where it does not know such a head. A package adds one with one line of its own `pyproject.toml`:
+The executor of a head is found by the name of the target's own executor. Where there is none of that name, it is
+`recorded` for a target whose passes are recorded, and else `eager`, as where it does not know such a head. A package
+adds one with one line of its own `pyproject.toml`:
 
     [project.entry-points."slipstream.head_executors"]
     "eagle.my_executor" = "my_package.module:MyEagle"
@@ -23,11 +24,13 @@ from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
 from slipstream.kv.upload import upload
 from slipstream.models import CausalLM
-from slipstream.models.attention.base import Variant
+from slipstream.models.attention.base import AttentionPass, Variant
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.levels import PendingDrafts
+from slipstream.models.executor.recorded_drafts import FirstStates
 from slipstream.models.linear.formats import UNCHANGED, WeightFormat
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.registry import Registry
@@ -50,6 +53,19 @@ class FeatureExecutor(HeadExecutor):
     """Computes a head that reads the target's features, over a cache of its own."""
 
     target: CausalLM
+    records: bool = False
+    """Whether `draft` may record drafts."""
+
+    def draft(
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        drafts: PendingDrafts,
+        features: FirstStates,
+        at_once: bool = False,
+    ) -> Tensor | None:
+        """As `Executor.draft`; `features` are the target's."""
+        return None
 
     @abstractmethod
     def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
@@ -99,6 +115,12 @@ class HeadsExecutor(HeadExecutor):
         self.target = target
         self.reads_tokens = heads.reads_tokens
 
+    def draft(
+        self, pool: KVPool, drafts: PendingDrafts, states: FirstStates, token_ids: Seq[int]
+    ) -> Tensor | None:
+        """As `Executor.draft`, from the target's states in `pool` and the tokens behind them."""
+        return None
+
     @abstractmethod
     def forward(self, rows: Tensor, first: int, count: int) -> Tensor:
         """Logits [count, n, vocab] of the heads from `first` on, all over the same rows [n, width]."""
@@ -113,7 +135,7 @@ class HeadsExecutor(HeadExecutor):
             return chains.drawn
         rows, tokens, level = states, list(token_ids), 0
         while growing:
-            rows = torch.cat([rows, self.target.embed(torch.tensor(tokens, device=rows.device))], dim=-1)
+            rows = torch.cat([rows, self.target.embed(upload(tokens, rows.device))], dim=-1)
             before = growing
             growing = chains.take(self.forward(rows, level, 1)[0], growing)
             rows, level = rows[[before.index(chain) for chain in growing]], level + 1
@@ -136,8 +158,13 @@ class EagerEagle(EagleExecutor):
         return table + head_bytes(self.head)
 
     def forward(self, rows: ForwardBatch, pool: KVPool, given: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        return self.compute(rows, PackedAttention(rows, pool), given, level)
+
+    def compute(
+        self, rows: ForwardBatch, attention: AttentionPass, given: Tensor, level: int
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` with an attention that was prepared for it."""
         head, device = self.head, self.target.device
-        attention = PackedAttention(rows, pool)
         on = rows.on(device)
         embeds = self.target.embed(on.token_ids) if head.embedding is None else head.embedding[on.token_ids]
         states = given if level else head.encode(given)
@@ -194,11 +221,15 @@ HEAD_EXECUTORS: Registry[HeadExecutor] = Registry(
     {
         "block.cpu_kernels": "slipstream.draft.heads.block_native:NativeBlocks",
         "block.eager": "slipstream.draft.heads.block_executor:EagerBlocks",
+        "block.recorded": "slipstream.draft.heads.recorded_blocks:RecordedBlocks",
         "eagle.cpu_kernels": "slipstream.draft.heads.heads_native:NativeEagle",
         "eagle.eager": "slipstream.draft.heads.head_executor:EagerEagle",
+        "eagle.recorded": "slipstream.draft.heads.recorded_heads:RecordedEagle",
         "heads.cpu_kernels": "slipstream.draft.heads.heads_native:NativeHeads",
         "heads.eager": "slipstream.draft.heads.head_executor:EagerHeads",
+        "heads.recorded": "slipstream.draft.heads.recorded_heads:RecordedHeads",
         "mtp.eager": "slipstream.draft.heads.mtp_executor:EagerMtp",
+        "mtp.recorded": "slipstream.draft.heads.recorded_heads:RecordedMtp",
     },
 )
 
@@ -230,8 +261,10 @@ def heads_executor(heads: ProjectedHeads, target: CausalLM, quantization: str | 
 def made_executor(kind: str, head: Any, target: CausalLM, quantization: str | None) -> HeadExecutor:
     """The executor of a head of this kind, such as `eagle`; see `eagle_executor`."""
     fmt = target.head_format(quantization)
-    name = f"{kind}.{target.executor.name}"
-    found = HEAD_EXECUTORS.load(name if name in HEAD_EXECUTORS.names() else f"{kind}.eager")
+    known = HEAD_EXECUTORS.names()
+    own = [target.executor.name, *(["recorded"] if target.executor.records else [])]
+    name = next((f"{kind}.{each}" for each in own if f"{kind}.{each}" in known), f"{kind}.eager")
+    found = HEAD_EXECUTORS.load(name)
     if found.refusal(head, target, fmt) is not None:
         found = HEAD_EXECUTORS.load(f"{kind}.eager")
     return found(head, target, fmt)  # type: ignore[call-arg]

@@ -177,7 +177,7 @@ class NativeEagle(PackedHead, EagleExecutor):
         return made, logits
 
     def draft_chain(self, rows: ForwardBatch, pool: KVPool, given: Tensor, chains: Chains) -> list[list[int]]:
-        chains.check(rows)
+        chains.begin(rows)
         _, logits, states = self._outputs(rows, given, from_target=True)
         batch = self._batch(rows, pool, logits)
         self._run("slipstream_draft_eagle", self._struct, batch, states, chains.struct)

@@ -16,7 +16,9 @@ from torch import Tensor
 from slipstream.draft.heads.head_executor import MtpExecutor, head_bytes, pack_head
 from slipstream.draft.heads.mtp_head import MtpHead
 from slipstream.kv.pool import KVPool
+from slipstream.kv.upload import upload
 from slipstream.models import CausalLM
+from slipstream.models.attention.base import AttentionPass
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
 from slipstream.models.batch import ForwardBatch, RowGroup
@@ -63,7 +65,7 @@ class EagerMtp(MtpExecutor):
     def _run(self, number: int, rows: ForwardBatch, pool: KVPool, states: Tensor) -> tuple[Tensor, Tensor]:
         """A layer over the rows [N, hidden], before and behind its final norm; zeros for rows that it has not."""
         if not number:
-            return self._call(number, rows, pool, states)
+            return self.call(number, rows, PackedAttention(rows, pool), states)
         groups = [_later(group, number) for group in rows.groups]
         kept = [
             row
@@ -73,14 +75,19 @@ class EagerMtp(MtpExecutor):
         made = torch.zeros_like(states), torch.zeros_like(states)
         if kept:
             own = ForwardBatch([group for group in groups if group.token_ids])
-            for whole, part in zip(made, self._call(number, own, pool, states[kept]), strict=True):
-                whole[kept] = part
+            own.drafted = rows.drafted
+            index = upload(kept, states.device)
+            found = self.call(number, own, PackedAttention(own, pool, number), states[index])
+            for whole, part in zip(made, found, strict=True):
+                whole[index] = part
         return made
 
-    def _call(self, number: int, rows: ForwardBatch, pool: KVPool, states: Tensor) -> tuple[Tensor, Tensor]:
-        device = self.target.device
+    def call(
+        self, number: int, rows: ForwardBatch, attention: AttentionPass, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A layer over the rows [N, hidden], all of which it has, before and behind its final norm."""
+        device, arguments = self.target.device, attention.arguments()
         on = rows.on(device)
-        arguments = PackedAttention(rows, pool, number).arguments()
         embeds = self.target.embed(on.token_ids)
         with without_cudnn(device):
             output, normed = self.head(number, embeds[None], states[None], on.positions[None], arguments)
@@ -94,7 +101,7 @@ class EagerMtp(MtpExecutor):
     def _behind(self, rows: ForwardBatch, made: Tensor, before: Tensor) -> Tensor:
         """For each row of the text what the layer above put out for the row before, [N, hidden]."""
         states = made.roll(1, dims=0)
-        states[rows.first_rows[:-1]] = before
+        states[upload(rows.first_rows[:-1], states.device)] = before
         return states
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,6 +17,9 @@ from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.masked import MaskedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError, ModelError
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.executor.levels import PendingDrafts
+from slipstream.models.executor.recorded_drafts import FirstStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,20 @@ class PEagleDrafter(MaskedDrafter, Eagle3Drafter):
 
     def weight_bytes(self) -> int:
         return super().weight_bytes() + self._mask_features().nbytes
+
+    def draw_at_once(self, feeds: Seq[Feed], drafts: PendingDrafts) -> Tensor | None:
+        rows, mask = ForwardBatch([feed.rows for feed in feeds]), self._mask_features()
+        features, places = self._first_states([]).read, list[int]()
+        for feed in feeds:
+            text = replace(
+                feed.rows, token_ids=feed.rows.token_ids[: len(feed.rows.token_ids) - feed.num_masks]
+            )
+            places += [*self._first_states([replace(feed, rows=text)]).places, *[-1] * feed.num_masks]
+
+        def read(at: Tensor) -> Tensor:
+            return torch.where(at[:, None] < 0, mask, features(at.clamp(min=0)))
+
+        return self.executor.draft(rows, self.cache.pool, drafts, FirstStates(read, places), at_once=True)
 
     def _features(self, feed: Feed) -> Tensor:
         """[rows, width]: the target's features for committed tokens, and what the head learned for each mask."""

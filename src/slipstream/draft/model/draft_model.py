@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
@@ -16,12 +17,14 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
 from slipstream.draft.proposers.correction import CorrectedOptions, correction_bytes
+from slipstream.draft.proposers.device_tree import DeviceTrees
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
-from slipstream.models import CausalLM, RowGroup, load_draft_tokenizer, load_model, load_tokenizer
+from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
 from slipstream.models.linear.formats import check_quantization, weight_format
 from slipstream.models.load_options import LoadOptions
@@ -173,8 +176,21 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
     def grows_on_device(self) -> bool:
         return self.model.executor.chooses and self.draws_chains()
 
-    def _logits_of(self, groups: list[RowGroup]) -> Tensor:
-        return self.model.forward(groups, self.cache.pool).logits
+    def _grow_pending(self, feeds: Seq[Feed], trees: DeviceTrees) -> bool:
+        groups, pool = [feed.rows for feed in feeds], self.cache.pool
+        drawn = self.model.executor.draft(ForwardBatch(groups), pool, trees)
+        if drawn is None:
+            logits = self.model.forward(groups, pool).logits
+            trees.draw(logits, lambda level: self.model.forward(level, pool).logits)
+        else:
+            trees.finish(drawn)
+        return True
+
+    def let_pend(self, device: torch.device) -> None:
+        super().let_pend(device)
+        if self.may_pend and self.grows_on_device() and self.model.executor.warms_up:
+            pool, executor = self.cache.pool, self.model.executor
+            self.record_drafts(lambda rows, drafts: executor.draft(rows, pool, drafts))
 
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits

@@ -25,6 +25,8 @@ from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.errors import ConfigError, ModelError
 from slipstream.kv.cache import KVCache
 from slipstream.models import load_config
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.executor.levels import PendingDrafts
 from slipstream.models.support import text_config
 
 
@@ -107,6 +109,12 @@ class PardDrafter(MaskedDrafter, DraftModelDrafter):
         added = self._projection(torch.cat([self._features(feed) for feed in feeds]))
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool, added=added).logits
         return logits[:, : self._trees.vocab_size]
+
+    def draw_at_once(self, feeds: Seq[Feed], drafts: PendingDrafts) -> Tensor | None:
+        if self._projection is not None:
+            return None
+        rows = ForwardBatch([feed.rows for feed in feeds])
+        return self.model.executor.draft(rows, self.cache.pool, drafts, at_once=True)
 
     def _features(self, feed: Feed) -> Tensor:
         """[rows, width]: the target's states of the token before each committed one, the last of them for each mask."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from slipstream.draft.base import DraftContext
 from slipstream.draft.proposers.correction import CorrectedOptions, Correction
-from slipstream.draft.proposers.device_tree import DeviceTrees, grows_on_device
+from slipstream.draft.proposers.device_tree import DeviceTrees, grows_on_device, tree_shape
 from slipstream.draft.proposers.draft_tree import DraftTree, Peaks, whole_chains
 from slipstream.draft.proposers.growing import EntriesDrafter, Feed
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
-from slipstream.models.batch import RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.levels import BlankDrafts, ChainsShape, DraftShape, PendingDrafts, blank_rows
+from slipstream.models.executor.recorded_drafts import most_wanted
 
 
 class AutoregressiveDrafter(EntriesDrafter):
@@ -48,7 +52,7 @@ class AutoregressiveDrafter(EntriesDrafter):
         drawn = [feed for feed in feeds if feed.tree.sequence.id in draws]
         if not drawn:
             return feeds
-        draw = Chains(list(draws.values()), self._trees.vocab_size, self.may_pend)
+        draw = Chains(list(draws.values()), self._trees.vocab_size, self.may_pend, self.pends_on)
         chains = self._chains(drawn, draw)
         for feed, token_ids in zip(drawn, chains, strict=True):
             self.commit_feed(feed)
@@ -66,20 +70,36 @@ class AutoregressiveDrafter(EntriesDrafter):
         for feed in grown:
             slots = self.cache.accounting.slots(feed.tree.sequence.id)[self.first_entry :]
             firsts.append((slots, feed.tree.length - self.first_entry))
-        trees = DeviceTrees([feed.tree for feed in grown], firsts, self._trees.vocab_size)
-        logits = self._forward(grown)
+        trees = DeviceTrees([feed.tree for feed in grown], self._trees.vocab_size, firsts, self.pends_on)
+        if not self._grow_pending(grown, trees):
+            return feeds
         for feed in grown:
             self.commit_feed(feed)
-        trees.draw(logits, self._logits_of)
         return [feed for feed in feeds if feed.tree.pending is None]
 
     def grows_on_device(self) -> bool:
-        """Whether `_logits_of` can compute rows whose tokens and paths are known on the device only."""
+        """Whether `_grow_pending` can grow trees whose tokens and paths are known on the device only."""
         return False
 
-    def _logits_of(self, groups: list[RowGroup]) -> Tensor:
-        """One pass over rows of trees: logits [wanted rows, vocab]."""
+    def _grow_pending(self, feeds: Seq[Feed], trees: DeviceTrees) -> bool:
+        """Feed the rows and grow a whole tree behind each feed; False where that cannot be done, and was not."""
         raise NotImplementedError
+
+    def record_drafts(self, draw: Callable[[ForwardBatch, PendingDrafts], object]) -> None:
+        """Have `draw` draw the usual numbers of usual drafts from blank rows, the most first."""
+        shape, vocab_size = self.shape, self._trees.vocab_size
+        if self._correction is not None or shape.widths is not None or shape.method == "probabilistic":
+            return
+        own: DraftShape = ChainsShape(shape.depth, vocab_size, False)
+        if not shape.is_chain:
+            own = tree_shape(shape, vocab_size, shape.depth)
+        widest = max((1, *own.fed))
+        most = min(self.context.engine_config.max_num_seqs, most_wanted(widest) // widest)
+        scratch = self.cache.pool.scratch[:1]
+        for number in (1 << bits for bits in reversed(range(most.bit_length()))):
+            rows = [row for _ in range(number) for row in blank_rows(1, scratch)]
+            with torch.inference_mode():
+                draw(ForwardBatch(rows), BlankDrafts(own, number))
 
     def draws_chains(self) -> bool:
         """Whether `_chains` draws whole chains; False: level by level, from the logits of `_forward`."""

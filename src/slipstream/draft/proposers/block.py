@@ -25,11 +25,14 @@ from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.marginals import grow_tree, take_chains
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
+from slipstream.draft.proposers.whole_drafts import WholeDrafts
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
+from slipstream.kv.upload import upload
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.executor.chains import Chains, Draw
+from slipstream.models.executor.recorded_drafts import FirstStates
 
 
 class BlockDrafter(CachedDrafter):
@@ -76,13 +79,39 @@ class BlockDrafter(CachedDrafter):
         return self.block.block_size if reads_all else self.block.first_slot + levels
 
     def grow(self, trees: list[DraftTree]) -> None:
-        if feeds := self.pending_feeds(trees):
+        feeds = self.pending_feeds(trees)
+        for feed in feeds:
+            self.commit_feed(feed)
+        ready = [tree for tree in trees if tree.frontier and self._is_ready(tree)]
+        if not self._grow_pending(feeds, ready) and feeds:
             features = torch.cat([self._features(feed) for feed in feeds])
             self.executor.store(ForwardBatch([feed.rows for feed in feeds]), self.cache.pool, features)
-            for feed in feeds:
-                self.commit_feed(feed)
-        if ready := [tree for tree in trees if tree.frontier and self._is_ready(tree)]:
-            self._draft_blocks(ready)
+        if left := [tree for tree in ready if tree.frontier]:
+            self._draft_blocks(left)
+
+    def _grow_pending(self, feeds: Seq[Feed], trees: list[DraftTree]) -> bool:
+        """Store the feeds' entries and draft all that nothing but logits decides about; False where nothing is done."""
+        if not self.may_pend or self._estimates or self.target_cache is None:
+            return False
+        whole = WholeDrafts.of(trees, self._trees.vocab_size, self.pends_on)
+        if whole is None:
+            return False
+        places: list[int] = []
+        for feed in feeds:
+            slots = self.target_cache.accounting.slots(feed.tree.sequence.id)
+            places += slots[feed.first : feed.first + len(feed.rows.token_ids)]
+        texts = [tree.sequence.token_ids[-2:] for tree in whole.trees]
+        drawn = self.executor.draft(
+            [feed.rows for feed in feeds],
+            FirstStates(self.target_cache.features_at, places),
+            self._blocks(whole.trees),
+            ([text[-1] for text in texts], [text[0] for text in texts]),
+            self.cache.pool,
+            whole.drafts,
+        )
+        if drawn is not None:
+            whole.take(drawn)
+        return drawn is not None
 
     def _is_ready(self, tree: DraftTree) -> bool:
         """True where all tokens before the anchor have entries."""
@@ -94,11 +123,12 @@ class BlockDrafter(CachedDrafter):
         end = feed.first + len(feed.rows.token_ids)
         return self.target_cache.features(feed.tree.sequence.id, feed.first, end)
 
-    def _draft_blocks(self, trees: list[DraftTree]) -> None:
+    def _blocks(self, trees: list[DraftTree]) -> list[RowGroup]:
+        """The rows of all trees' blocks."""
         levels = max(tree.max_depth for tree in trees)
         masks = [self.block.mask_token_id] * (self._num_rows(levels) - 1)
         wanted = range(self.block.first_slot, self.block.first_slot + levels)
-        blocks = [
+        return [
             RowGroup(
                 self.cache.accounting.slots(tree.sequence.id),
                 tree.length - 1,
@@ -107,7 +137,9 @@ class BlockDrafter(CachedDrafter):
             )
             for tree in trees
         ]
-        states, logits = self.executor.forward(blocks, self.cache.pool)
+
+    def _draft_blocks(self, trees: list[DraftTree]) -> None:
+        states, logits = self.executor.forward(self._blocks(trees), self.cache.pool)
         if self.block.left_to_right is None and (self.shape.is_dynamic or not self._estimates):
             self._grow_at_once(trees, states, logits)
             return
@@ -196,7 +228,7 @@ class BlockDrafter(CachedDrafter):
         return self._ids([end[-1] for end in ends]), self._ids([end[0] for end in ends])
 
     def _ids(self, token_ids: list[int]) -> Tensor:
-        return torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        return upload(token_ids, self._device)
 
 
 def entry_shapes(config: DFlashConfig) -> list[LayerShape]:

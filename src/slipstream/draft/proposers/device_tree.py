@@ -2,15 +2,16 @@
 them.
 
 Every level has a fixed number of nodes, so that the host knows all shapes: the best of the tokens below the nodes of
-the level before, by the product of the probabilities on their paths. `DraftTree` chooses its nodes among all levels. A
-tree with a smaller budget is the first nodes of a whole one, so that all grow together.
+the level before, by the product of the probabilities on their paths (`models.executor.levels`). `DraftTree` chooses its
+nodes among all levels. A tree with a smaller budget is the first nodes of a whole one, so that all grow together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -20,28 +21,14 @@ from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.pending_tree import PendingTree
-from slipstream.core.proposal import ROOT, ProposalKind
+from slipstream.core.proposal import ProposalKind
 from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.kv.slots import SlotMap
-from slipstream.kv.upload import upload
+from slipstream.kv.upload import across, upload
 from slipstream.models.batch import RowGroup
-from slipstream.models.cuda.filters import filter_numbers, filtered, filters_of, limits
-from slipstream.models.executor.chains import NOT_FINITE
-from slipstream.sampling.noise import gumbel_of_bits, token_counters, uniform_bits
-
-
-@dataclass(slots=True)
-class Level:
-    """Nodes of one depth of all trees, the best first."""
-
-    token_ids: Tensor
-    """int64 [trees, width]"""
-    parents: Tensor
-    """int64 [trees, width]: ranks in the level before."""
-    scores: Tensor
-    """[trees, width]: log of the product of the probabilities on the path."""
-    paths: Tensor
-    """int64 [trees, width, depth]: the ranks of the nodes on the path, the node's own last."""
+from slipstream.models.cuda.filters import filter_numbers, filters_of
+from slipstream.models.executor.levels import Levels, TreesShape
 
 
 def level_widths(num_nodes: int, depth: int, top_k: int) -> tuple[int, ...]:
@@ -58,6 +45,13 @@ def level_widths(num_nodes: int, depth: int, top_k: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
+def tree_shape(shape: ProposalShape, vocab_size: int, depth: int, filters: bool = False) -> TreesShape:
+    """Of trees with this shape that are no deeper than `depth`."""
+    top_k = min(shape.top_k, vocab_size)
+    widths = level_widths(shape.num_nodes, shape.depth, top_k)[:depth]
+    return TreesShape(widths, top_k, vocab_size, shape.method == "coupled", filters)
+
+
 def grows_on_device(tree: DraftTree) -> bool:
     """Whether nothing but the logits, a temperature and filters decides about the tree's tokens."""
     known = tree.processor.filters_only is not None and tree.shape.method in ("greedy", "coupled")
@@ -67,122 +61,85 @@ def grows_on_device(tree: DraftTree) -> bool:
 class DeviceTrees:
     """Grows trees of the same shape together, from the logits behind their texts to their proposals."""
 
-    def __init__(self, trees: Seq[DraftTree], firsts: Seq[tuple[SlotMap, int]], vocab_size: int) -> None:
-        """`firsts` are each sequence's slots and how many of its entries lie before the tree's. Tokens from id
-        `vocab_size` on are never drafted."""
-        self._trees, self._firsts, self._vocab_size = trees, firsts, vocab_size
-        shape = trees[0].shape
-        self._top_k = min(shape.top_k, vocab_size)
-        self._is_coupled = shape.method == "coupled" and not all(tree.noise.greedy for tree in trees)
-        depth = max(tree.max_depth for tree in trees)
-        self.widths = level_widths(shape.num_nodes, shape.depth, self._top_k)[:depth]
-        self._fed = [min(self._top_k, width) for width in self.widths[:-1]]
-        """Nodes of each level but the last that are fed."""
-        self._levels: list[Level] = []
+    def __init__(
+        self, trees: Seq[DraftTree], vocab_size: int, firsts: Seq[tuple[SlotMap, int]] = (),
+        onto: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """`firsts` are each sequence's slots and how many of its entries lie before the tree's; without them the trees
+        have no rows. Tokens from id `vocab_size` on are never drafted. The proposals lie on the device `onto`, None:
+        where they grew."""
+        self._trees, self._firsts, self._vocab_size, self._onto = trees, firsts, vocab_size, onto
         params = (tree.processor.filters_only for tree in trees)
         self._params = [each for each in params if each is not None]
-        self._has_filters = any(each.filters for each in self._params)
+
+    @cached_property
+    def shape(self) -> TreesShape:
+        """See `levels.PendingDrafts`, as for `numbers` and `rows`."""
+        has_filters = any(each.filters for each in self._params)
+        depth = max(tree.max_depth for tree in self._trees)
+        return tree_shape(self._trees[0].shape, self._vocab_size, depth, has_filters)
 
     def draw(self, logits: Tensor, run: Callable[[list[RowGroup]], Tensor]) -> None:
         """Grow the trees from `logits` [trees, vocab], and have each take its proposal. `run` computes a level."""
-        device = logits.device
-        numbers = upload(self._numbers(), device)
-        self._temperatures = numbers[0].view(torch.float64).float()
-        self._is_noisy, self._limits, self._keys = numbers[1] > 0, numbers[2:5], numbers[5:]
-        self._is_finite = torch.ones(len(self._trees), dtype=torch.bool, device=device)
-        for level in range(len(self.widths)):
-            if level:
-                logits = run(self._rows(level))
-            self._grow(level, logits[:, : self._vocab_size])
-        self._finish()
+        levels = self.shape.levels(upload(self.numbers(), logits.device))
+        levels.take(logits)
+        for level in range(1, len(self.shape.widths)):
+            levels.take(run(self._pending_rows(level, levels)))
+        self.finish(levels.drawn())
 
-    def _numbers(self) -> NDArray[np.int64]:
+    def numbers(self) -> NDArray[np.int64]:
         """[5 + levels, trees]: the bits of the temperatures as float64, who draws with noise, filters, noise's keys."""
-        numbers = np.zeros((5 + len(self.widths), len(self._trees)), np.int64)
+        depth = len(self.shape.widths)
+        numbers = np.zeros((self.shape.num_numbers, len(self._trees)), np.int64)
         numbers[0] = np.array([params.temperature for params in self._params], np.float64).view(np.int64)
         filters = [filters_of(each.top_k, each.top_p, each.min_p) for each in self._params]
         numbers[2:5] = filter_numbers(filters)
         for number, tree in enumerate(self._trees):
-            numbers[1, number] = self._is_coupled and not tree.noise.greedy
+            numbers[1, number] = self.shape.coupled and not tree.noise.greedy
             if numbers[1, number]:
                 first = len(tree.sequence.token_ids)
-                numbers[5:, number] = [
-                    tree.noise.signed_key(first + level) for level in range(len(self.widths))
-                ]
+                numbers[5:, number] = [tree.noise.signed_key(first + level) for level in range(depth)]
         return numbers
 
-    def _grow(self, level: int, logits: Tensor) -> None:
-        """The nodes of a level, from `logits` [trees * nodes above, vocab]."""
-        trees, width = len(self._trees), self.widths[level]
-        above = self._fed[level - 1] if level else 1
-        self._is_finite &= logits.amax(-1).isfinite().view(trees, above).all(1)
-        if self._has_filters:  # of a row that needs more than they look at, the tokens that they look at
-            own = [part.repeat_interleave(above) for part in (self._temperatures, *limits(self._limits))]
-            logits, _ = filtered(logits, *own)
-        log_probs = self._log_probs(level, logits.float().view(trees, above, -1))
-        best_below = log_probs.topk(self._top_k, dim=-1)  # [trees, above, top_k]
-        scores = best_below.values
-        if level:
-            scores = scores + self._levels[-1].scores[:, :above, None]
-        best = scores.flatten(1).topk(width)
-        parents = best.indices // self._top_k
-        token_ids = best_below.indices.flatten(1).gather(1, best.indices)
-        paths = torch.arange(width, device=logits.device).expand(trees, width)[:, :, None]
-        if level:
-            before = self._levels[-1].paths.gather(1, parents[:, :, None].expand(-1, -1, level))
-            paths = torch.cat([before, paths], dim=-1)
-        self._levels.append(Level(token_ids, parents, best.values, paths))
-
-    def _log_probs(self, level: int, logits: Tensor) -> Tensor:
-        """[trees, above, vocab], with the target's noise for those that are drawn with it."""
-        log_probs = (logits / self._temperatures[:, None, None]).log_softmax(-1)
-        if not self._is_coupled:
-            return log_probs
-        counters = token_counters(logits.shape[-1], logits.device)
-        noise = gumbel_of_bits(uniform_bits(self._keys[level][:, None] + counters))  # [trees, vocab]
-        drawn = (log_probs.double() + noise[:, None]).log_softmax(-1)
-        return torch.where(self._is_noisy[:, None, None], drawn, log_probs.double())
-
-    def _rows(self, level: int) -> list[RowGroup]:
+    def rows(self, level: int, scratch: range) -> list[RowGroup]:
         """The rows of the best nodes of the level before, whose entries lie behind those of the levels above."""
-        last, width = self._levels[-1], self._fed[level - 1]
-        begins = list(accumulate(self._fed[: level - 1], initial=0))
-        groups = []
-        for number, (slots, past) in enumerate(self._firsts):
-            stored = [past + depth for depth, fed in enumerate(self._fed[: level - 1]) for _ in range(fed)]
-            groups.append(
-                RowGroup(
-                    slots,
-                    past,
-                    [0] * width,
-                    range(width),
-                    positions=[past + level - 1] * width,
-                    stored_positions=stored,
-                    tail_seen=[begins] * width,
-                    drafted=PendingNumbers(last.token_ids[number, :width]),
-                    ranks=last.paths[number, :width].flatten(),
-                )
+        fed = self.shape.fed
+        width, begins = fed[level - 1], list(accumulate(fed[: level - 1], initial=0))
+        return [
+            RowGroup(
+                slots,
+                past,
+                range(-1 - number * width, -1 - (number + 1) * width, -1),
+                range(width),
+                positions=[past + level - 1] * width,
+                stored_positions=[
+                    past + depth for depth, count in enumerate(fed[: level - 1]) for _ in range(count)
+                ],
+                tail_seen=[begins] * width,
             )
-        return groups
+            for number, (slots, past) in enumerate(self._firsts)
+        ]
 
-    def _finish(self) -> None:
-        levels = self._levels
-        tokens = torch.cat([level.token_ids for level in levels], dim=1)
-        tokens = torch.where(self._is_finite[:, None], tokens, NOT_FINITE)
-        begins = list(accumulate(self.widths[:-2], initial=0))
-        parents = [torch.full_like(levels[0].parents, ROOT)]
-        parents += [level.parents + begin for level, begin in zip(levels[1:], begins, strict=False)]
-        parents_of_all = torch.cat(parents, dim=1)
-        ranks = torch.cat([level.paths.flatten(1) for level in levels], dim=1)
+    def _pending_rows(self, level: int, levels: Levels) -> list[RowGroup]:
+        """`rows` with the tokens and paths of `levels`."""
+        assert levels.ranks is not None
+        number = len(self._trees)
+        tokens, ranks = levels.tokens.view(number, -1), levels.ranks.view(number, -1)
+        return [
+            replace(group, drafted=PendingNumbers(own), ranks=paths)
+            for group, own, paths in zip(self.rows(level, range(0)), tokens, ranks, strict=True)
+        ]
+
+    def finish(self, drawn: Tensor) -> None:
+        """Have each tree take its proposal, from what `TreeLevels` has drawn."""
+        widths, drawn = self.shape.widths, across(drawn, self._onto)
         kind = ProposalKind.COUPLED if self._trees[0].shape.method == "coupled" else ProposalKind.ONE_HOT
-        for number, tree in enumerate(self._trees):
-            widths = _within(self.widths[: tree.max_depth], tree.max_nodes)
-            num_nodes, num_ranks = sum(widths), sum(depth * width for depth, width in enumerate(widths, 1))
-            numbers = (
-                PendingNumbers(tokens[number, :num_nodes]),
-                PendingNumbers(parents_of_all[number, :num_nodes]),
-            )
-            tree.take_pending(PendingTree(*numbers, kind, None, widths, ranks[number, :num_ranks]), self._fed)
+        for tree, numbers in zip(self._trees, drawn, strict=False):  # behind them may stand others
+            tokens, parents, ranks = numbers.tensor_split([sum(widths), 2 * sum(widths)])
+            own = _within(widths[: tree.max_depth], tree.max_nodes)
+            num_nodes, num_ranks = sum(own), sum(depth * width for depth, width in enumerate(own, 1))
+            pending = PendingNumbers(tokens[:num_nodes]), PendingNumbers(parents[:num_nodes])
+            tree.take_pending(PendingTree(*pending, kind, None, own, ranks[:num_ranks]), self.shape.fed)
 
 
 def _within(widths: tuple[int, ...], num_nodes: int) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.kv.slots import SlotMap
 from slipstream.models.batch import RowGroup
-from slipstream.models.executor.chains import ENDED, NOT_FINITE, Draw
+from slipstream.models.executor.chains import ENDED, Draw
+from slipstream.models.executor.levels import NOT_FINITE
 from slipstream.sampling.noise import Noise, Stream
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
@@ -84,6 +85,8 @@ class Peaks:
     @classmethod
     def of(cls, logits: Tensor, trees: Seq[DraftTree]) -> Peaks:
         """The peaks of `logits` [rows, vocab], as far as the `trees` need them."""
+        if not len(logits):  # nothing to wait for
+            return cls([], [])
         peaks = logits.amax(-1)
         if not any(tree.takes_argmax for tree in trees):
             return cls(peaks.tolist(), [])

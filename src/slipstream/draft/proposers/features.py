@@ -16,11 +16,13 @@ from torch import Tensor
 from slipstream.core.sequence import Sequence
 from slipstream.draft.heads.head_executor import FeatureExecutor
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
+from slipstream.draft.proposers.device_tree import DeviceTrees
 from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.recorded_drafts import FirstStates
 
 
 class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
@@ -40,7 +42,41 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
     def _num_ready(self, sequence: Sequence) -> int:
         return min(len(sequence.token_ids), sequence.num_computed + 1)
 
+    def grows_on_device(self) -> bool:
+        return self.executor.records
+
+    def let_pend(self, device: torch.device) -> None:
+        super().let_pend(device)
+        if self.may_pend and self.grows_on_device() and self.executor.target.executor.warms_up:
+            pool = self.cache.pool
+            self.record_drafts(
+                lambda rows, drafts: self.executor.draft(rows, pool, drafts, self._first_states([]))
+            )
+
+    def _first_states(self, feeds: Seq[Feed]) -> FirstStates:
+        """Where the target's features of the token before each of the feeds' committed ones lie."""
+        assert self.target_cache is not None, "attach() comes before the first proposal"
+        places: list[int] = []
+        for feed in feeds:
+            slots = self.target_cache.accounting.slots(feed.tree.sequence.id)
+            places += slots[feed.first - 1 : feed.first - 1 + len(feed.rows.token_ids)]
+        return FirstStates(self.target_cache.features_at, places)
+
+    def _grow_pending(self, feeds: Seq[Feed], trees: DeviceTrees) -> bool:
+        rows = ForwardBatch([feed.rows for feed in feeds])
+        drawn = self.executor.draft(rows, self.cache.pool, trees, self._first_states(feeds))
+        if drawn is None:
+            return False
+        trees.finish(drawn)
+        return True
+
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
+        if chains.pends:
+            rows = ForwardBatch([feed.rows for feed in feeds])
+            chains.begin(rows)
+            drawn = self.executor.draft(rows, self.cache.pool, chains, self._first_states(feeds))
+            if drawn is not None:
+                return chains.pending(drawn)
         features = torch.cat([self._features(feed) for feed in feeds])
         rows = ForwardBatch([feed.rows for feed in feeds])
         return self.executor.draft_chain(rows, self.cache.pool, features, chains)

@@ -22,7 +22,7 @@ import torch
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, DraftTrees
+from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, DraftTrees, NotFiniteError
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
@@ -33,6 +33,8 @@ class GrowingDrafter(Drafter):
     """Begins a tree for each sequence that has room for one, and grows all of them together."""
 
     traits = DrafterTraits(kinds=frozenset(ProposalKind), observes_all=False)
+    pends_on: torch.device | None = None
+    """The device where whole drafts may be pending; None where they may not."""
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:
@@ -56,6 +58,17 @@ class GrowingDrafter(Drafter):
         self.shape = ProposalShape.of(options, context.verifier)
         self.traits = self.shape.traits(self.traits, options)  # of fewer levels, maybe
         self._trees = DraftTrees(self.shape, vocab_size, self.by_sequence(), options.confidence_threshold)
+
+        self._unobserved: dict[int, DraftTree] = self.by_sequence()
+        """The last proposal of each sequence, until its verdict has been observed; without pending ones the host need
+        not keep it."""
+        self._damaged: dict[int, bool] = self.by_sequence()
+        """Sequences whose last draft was not finite, which was seen once it was checked."""
+
+    @property
+    def may_pend(self) -> bool:
+        """Whether whole drafts may be pending."""
+        return self.pends_on is not None
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
@@ -84,7 +97,26 @@ class GrowingDrafter(Drafter):
         return self._trees.begin(sequence, budget)
 
     def _draft(self, trees: list[DraftTree]) -> None:
+        self._grow_sound(trees)
+
+    def _grow_sound(self, trees: list[DraftTree]) -> None:
+        """`grow`; raises `NotFiniteError` for a sequence whose last draft was not finite."""
+        for tree in trees:
+            if tree.sequence.id in self._damaged:
+                raise NotFiniteError(tree.sequence.id)
         self.grow(trees)
+
+    def _checked(self, sequence: Sequence) -> DraftTree | None:
+        """The last proposal that the target has checked meanwhile, with its nodes; None where there is none or it
+        was not finite."""
+        tree = self._unobserved.pop(sequence.id, None)
+        try:
+            if tree is not None:
+                tree.resolve()
+        except NotFiniteError:
+            self._damaged[sequence.id] = True
+            return None
+        return tree
 
 
 @dataclass(slots=True)
@@ -106,8 +138,6 @@ class Feed:
 class EntriesDrafter(GrowingDrafter):
     """One whose passes read and write keys and values; whose these are, its subclasses say."""
 
-    may_pend = False
-    """Whether whole drafts may be pending."""
     first_entry = 0
     """Index of the first committed token that gets an entry."""
     _cache: KVCache | None = None

@@ -44,16 +44,13 @@ class CachedDrafter(EntriesDrafter):
         super().__init__(options, context, vocab_size=vocab_size)
         self._shapes, self._dtype, self._device = tuple(shapes), like.dtype, like.device
         self._cache_dtype, self._kept_width = like.cache_dtype, kept_width
+        self._num_scratch = like.executor.num_scratch_slots
         self.traits = replace(
             self.traits,
             context_length=context_length,
             kv_bytes_per_token=bytes_per_token(self._shapes, self._cache_dtype)
             + kept_width * like.dtype.itemsize,
         )
-        self._open: dict[int, DraftTree] = self.by_sequence()
-        """The last proposal of each sequence, until its verdict has been observed."""
-        self._damaged: dict[int, bool] = self.by_sequence()
-        """Sequences whose last chain was not finite, which was seen once the chain was checked."""
 
     def _num_ready(self, sequence: Sequence) -> int:
         """How many of the committed tokens can be fed now."""
@@ -66,7 +63,10 @@ class CachedDrafter(EntriesDrafter):
     # --- the contract -----------------------------------------------------------------------------------------
 
     def let_pend(self, device: torch.device) -> None:
-        self.may_pend = self._device == device
+        is_reached = (
+            self._device.type == device.type == "cuda"
+        )  # what is drawn is copied there without a wait
+        self.pends_on = device if is_reached or self._device == device else None
 
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
@@ -76,8 +76,9 @@ class CachedDrafter(EntriesDrafter):
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         """In the layout that passes read."""
         pool = KVPool(
-            self._shapes, num_tokens, self._dtype, self._device, self._kept_width, self._cache_dtype
-        )
+            self._shapes, num_tokens, self._dtype, self._device, self._kept_width, self._cache_dtype,
+            self._num_scratch,
+        )  # fmt: skip
         return KVCache(pool, prefix_caching)
 
     def memory_bytes(self) -> int:
@@ -92,16 +93,13 @@ class CachedDrafter(EntriesDrafter):
         """Keep the entries of the accepted path; a path's deepest token was never fed, so it has none."""
         for seen in observations:
             sequence = seen.sequence
-            tree = self._open.pop(sequence.id, None)
-            if tree is None or sequence.id not in self.cache.accounting:
+            if sequence.id not in self.cache.accounting:
+                self._unobserved.pop(sequence.id, None)
                 continue
-            try:
-                tree.resolve()
-            except NotFiniteError:
-                self._damaged[sequence.id] = True
+            tree = self._checked(sequence)
+            if sequence.id in self._damaged:
                 self._drop_entries(sequence.id)
-                continue
-            if not self.keeps_accepted:
+            if tree is None or not self.keeps_accepted:
                 continue
             first = tree.length
             token_ids = self._token_ids(sequence)[first : first + seen.num_accepted]
@@ -120,7 +118,7 @@ class CachedDrafter(EntriesDrafter):
 
     def rewind(self, sequence: Sequence) -> None:
         """Cut the entries to the sequence's text."""
-        self._open.pop(sequence.id, None)
+        self._unobserved.pop(sequence.id, None)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
 
@@ -168,19 +166,16 @@ class CachedDrafter(EntriesDrafter):
         return self.shape.max_stored
 
     def _begin(self, sequence: Sequence, budget: int) -> DraftTree:
-        self._open.pop(sequence.id, None)
+        self._unobserved.pop(sequence.id, None)
         return super()._begin(sequence, budget)
 
     def _draft(self, trees: list[DraftTree]) -> None:
         try:
-            for tree in trees:
-                if tree.sequence.id in self._damaged:
-                    raise NotFiniteError(tree.sequence.id)
-            self.grow(trees)
+            self._grow_sound(trees)
         except NotFiniteError as error:
             self._drop_entries(error.sequence_id)
             raise
-        self._open.update({tree.sequence.id: tree for tree in trees if tree.nodes or tree.pending})
+        self._unobserved.update({tree.sequence.id: tree for tree in trees if tree.nodes or tree.pending})
 
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.config import check_types
 from slipstream.core.sequence import Sequence
-from slipstream.draft.base import DraftContext
+from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.heads.checkpoints import (
     WEIGHT_FILES,
@@ -31,10 +31,13 @@ from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.draft.proposers.draft_tree import DraftTree, whole_chains
 from slipstream.draft.proposers.growing import GrowingDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
+from slipstream.draft.proposers.whole_drafts import WholeDrafts
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
+from slipstream.kv.upload import upload
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.executor.chains import Chains
+from slipstream.models.executor.recorded_drafts import FirstStates
 from slipstream.models.linear.formats import check_quantization
 
 
@@ -122,7 +125,7 @@ class StateDrafter(GrowingDrafter):
 
     def _draft(self, trees: list[DraftTree]) -> None:
         if trees := [tree for tree in trees if tree.frontier]:
-            self.grow(trees)
+            super()._draft(trees)
 
 
 class HeadDrafter(StateDrafter):
@@ -151,10 +154,25 @@ class HeadDrafter(StateDrafter):
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self.executor.footprint()
 
+    def let_pend(self, device: torch.device) -> None:
+        self.pends_on = device if self.target.device == device else None
+
+    def observe(self, observations: Seq[Observation]) -> None:
+        """See whether what was pending was finite."""
+        for seen in observations:
+            self._checked(seen.sequence)
+
+    def _draft(self, trees: list[DraftTree]) -> None:
+        super()._draft(trees)
+        self._unobserved.update({tree.sequence.id: tree for tree in trees if tree.pending is not None})
+
     def grow(self, trees: list[DraftTree]) -> None:
-        """Chains that one call can draw apart from the others."""
-        draws = whole_chains(trees)
-        drawn = [tree for tree in trees if tree.sequence.id in draws]
+        """What one call can draw apart from the others."""
+        if self.may_pend:
+            self._grow_pending(trees)
+        left = [tree for tree in trees if tree.pending is None]
+        draws = whole_chains(left)
+        drawn = [tree for tree in left if tree.sequence.id in draws]
         if drawn:
             chains = self.executor.draft_chain(
                 self.states(drawn),
@@ -163,10 +181,23 @@ class HeadDrafter(StateDrafter):
             )
             for tree, token_ids in zip(drawn, chains, strict=True):
                 tree.take_chain(token_ids)
-        others = [tree for tree in trees if tree.sequence.id not in draws]
+        others = [tree for tree in left if tree.sequence.id not in draws]
         if others:
             grow = self._grow_in_turn if self.executor.reads_tokens else self._grow_at_once
             grow(others, self.states(others))
+
+    def _grow_pending(self, trees: list[DraftTree]) -> None:
+        """Have the executor draw whole drafts on the device, where it can."""
+        cache, whole = self.target_cache, WholeDrafts.of(trees, self._trees.vocab_size, self.pends_on)
+        assert cache is not None, "attach() comes before the first proposal"
+        if whole is None:
+            return
+        texts = [tree.sequence for tree in whole.trees]
+        places = [cache.accounting.slots(text.id)[text.num_computed - 1] for text in texts]
+        states, last = FirstStates(cache.features_at, places), [text.token_ids[-1] for text in texts]
+        drawn = self.executor.draft(cache.pool, whole.drafts, states, last)
+        if drawn is not None:
+            whole.take(drawn)
 
     def _grow_at_once(self, trees: list[DraftTree], states: Tensor) -> None:
         """One pass gives the logits of all levels; all nodes of a level share them."""
@@ -188,7 +219,7 @@ class HeadDrafter(StateDrafter):
         while growing:
             above = [state for tree in growing for state in tree.states_above()]
             tokens = [token_id for tree in growing for token_id in tree.frontier_tokens()]
-            embeds = self.target.embed(torch.tensor(tokens, device=self.target.device))
+            embeds = self.target.embed(upload(tokens, self.target.device))
             rows = torch.cat([torch.stack(above), embeds], dim=-1)
             logits = self.executor.forward(rows, level, 1)[0]
             end = 0

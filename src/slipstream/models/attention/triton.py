@@ -25,6 +25,7 @@ class TritonAttention(AttentionPass):
     """One pass's attention over arrays on the device, which a captured pass may replace in place."""
 
     def __init__(self, pool: KVPool, reads: Reads, num_partials: int) -> None:
+        """`num_partials` are at least those of the plan."""
         self._pool, self._reads, self._num_partials = pool, list(reads), num_partials
         self._scratch: dict[tuple[int, int], Scratch] = {}
 
@@ -73,10 +74,14 @@ class TritonBackend(PackedBackend):
 
     def plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
         """The work of a pass's attention."""
-        heads = text_config(self.traits.config).num_attention_heads
-        group = heads // min(len(keys) for keys in pool.keys)
-        widest = max(entries.shape[2] for entries in (*pool.keys, *pool.values))
-        return plan_attention(rows, Cut.of(widest, bool(pool.key_scales)).tile // group)
+        return plan_over(rows, pool, text_config(self.traits.config).num_attention_heads)
+
+
+def plan_over(rows: ForwardBatch, pool: KVPool, num_heads: int) -> AttentionPlan:
+    """The work of a pass's attention of so many heads over the entries of `pool`."""
+    group = num_heads // min(len(keys) for keys in pool.keys)
+    widest = max(entries.shape[2] for entries in (*pool.keys, *pool.values))
+    return plan_attention(rows, Cut.of(widest, bool(pool.key_scales)).tile // group)
 
 
 def _widest_head(config: Any) -> int:

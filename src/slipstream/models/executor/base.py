@@ -24,6 +24,7 @@ from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.packed_weight import packed_adapter_bytes
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
+from slipstream.models.executor.levels import PendingDrafts
 from slipstream.models.families.parts import LayerParts
 from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
@@ -136,6 +137,8 @@ class Executor(ABC):
     """Whether a pass does what `TokenChoices` says where it is given some; else they are ignored."""
     records: ClassVar[bool] = False
     """Whether it records passes and replays them."""
+    warms_up: ClassVar[bool] = False
+    """Whether passes are recorded before the first request."""
     num_scratch_slots: ClassVar[int] = 0
     """Slots of a cache that its passes write to beside those of sequences."""
     has_experts: bool = False
@@ -232,6 +235,17 @@ class Executor(ABC):
         choices: TokenChoices | None = None,
     ) -> PassOutput:
         """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
+
+    def draft(
+        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None,
+        at_once: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        """What the levels of `drafts` have drawn behind the rows whose logits are wanted, all of them in one call that
+        reads nothing from the device; None where it is not made for that. By default it never is.
+
+        With `at_once` there is one pass, and a draft's levels are drawn from as many wanted rows.
+        """
+        return None
 
     def draft_chain(
         self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None

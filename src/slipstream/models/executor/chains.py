@@ -17,17 +17,16 @@ from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.kv.slots import SlotMap
-from slipstream.kv.upload import upload
+from slipstream.kv.upload import across, upload
 from slipstream.models.batch import ForwardBatch, RowGroup
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
-from slipstream.models.cuda.choice import choose
-from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filtered, filters_of, limits
+from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filters_of
+from slipstream.models.executor.levels import NOT_FINITE, ChainsShape, choose_level
+from slipstream.models.executor.recording import on_device
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 
-NOT_FINITE = -1
-"""In place of a token: its logits are not finite."""
 ENDED = -2
 """In place of a token: the chain ends, for lack of confidence."""
 
@@ -78,23 +77,37 @@ class Chains:
     An executor draws them level by level with `take`, or in one call that reads and writes `struct`, as chain.h says.
     """
 
-    def __init__(self, draws: Seq[Draw], num_tokens: int, may_pend: bool = False) -> None:
+    def __init__(
+        self, draws: Seq[Draw], num_tokens: int, may_pend: bool = False, onto: torch.device | None = None
+    ) -> None:  # fmt: skip
         """Tokens from id `num_tokens` on are never drafted. With `may_pend` chains that are drawn a pass a level may be
         `PendingNumbers`: the tokens of a level then go to the next on the device, and the host does not wait for any.
+        They lie on the device `onto` in the end, None: where they were drawn.
         """
-        self._may_pend = may_pend
+        self._may_pend, self._onto = may_pend, onto
         self.lengths: Seq[int] = [len(draw.keys) for draw in draws]
         """The most tokens of each chain."""
         self.depth = max(self.lengths)
         self.drawn: list[list[int]] = [[] for _ in draws]
         """The tokens of each chain so far; one that ends before its length ends with `NOT_FINITE` or `ENDED`."""
+        self._ends: list[tuple[SlotMap, int]] = []
+        """Of each chain the slots of its sequence, and how many of its entries lie before the chain's."""
         self._draws = draws
         self._num_tokens = num_tokens
         self._likely = [1.0] * len(draws)
 
-    def check(self, rows: ForwardBatch) -> None:
-        """Raise `ValueError` where the chains do not fit behind the wanted rows, or their entries have no slots."""
+    @property
+    def pends(self) -> bool:
+        """Whether they are `PendingNumbers` where they are drawn a pass a level."""
+        return self._may_pend and all(draw.is_blind for draw in self._draws)
+
+    def begin(self, rows: ForwardBatch) -> None:
+        """The chains begin behind the wanted rows of this pass.
+
+        Raises `ValueError` where they do not fit behind them, or their entries have no slots.
+        """
         lengths = iter(self.lengths)
+        self._ends = []
         for group in rows.groups:
             for row in group.logit_rows:
                 length = next(lengths, 0)
@@ -109,6 +122,7 @@ class Chains:
                     raise ValueError(
                         "a chain begins behind a row that sees all before it, not behind a tree's"
                     )
+                self._ends.append((group.slots, group.num_before + row + 1))
         if next(lengths, None) is not None:
             raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
 
@@ -118,58 +132,71 @@ class Chains:
         It is given the rows of the level, one a chain that goes on, and which of the wanted rows of the pass before
         each continues; none in the first pass.
         """
-        self.check(rows)
-        ends = [
-            (group.slots, group.num_before + row + 1) for group in rows.groups for row in group.logit_rows
-        ]
-        if self._may_pend and all(draw.is_blind for draw in self._draws):
-            return self.draw_pending(rows, run, ends)
-        before = list(range(len(ends)))
+        self.begin(rows)
+        if self.pends:
+            return self.draw_pending(rows, run)
+        before = list(range(len(self._ends)))
         growing = self.take(run(rows, []))
         while growing:
             above = [before.index(chain) for chain in growing]
             below = []
             for chain in growing:
-                drawn, (slots, first) = self.drawn[chain], ends[chain]
+                drawn, (slots, first) = self.drawn[chain], self._ends[chain]
                 below.append(RowGroup(slots, first + len(drawn) - 1, drawn[-1:], [0]))
             before, growing = growing, self.take(run(ForwardBatch(below), above), growing)
         return self.drawn
 
     def draw_pending(
-        self,
-        rows: ForwardBatch,
-        run: Callable[[ForwardBatch, list[int]], Tensor],
-        ends: Seq[tuple[SlotMap, int]],
+        self, rows: ForwardBatch, run: Callable[[ForwardBatch, list[int]], Tensor]
     ) -> list[PendingNumbers]:
         """As `draw`, without reading a token."""
         logits = run(rows, [])
-        device, number = logits.device, len(ends)
+        with on_device(logits.device):
+            return self.pending(self._draw_all(logits, run))
+
+    def _draw_all(self, logits: Tensor, run: Callable[[ForwardBatch, list[int]], Tensor]) -> Tensor:
+        """The tokens [depth, chains], from the logits of the first pass on."""
+        device, number = logits.device, len(self.lengths)
         drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
-        numbers = upload(self._numbers(), device)
-        temperatures, keys = numbers[0].view(torch.float64).float(), numbers[4:]
-        has_filters = any(draw.filters != NO_FILTERS for draw in self._draws)
+        numbers = upload(self.numbers(), device)
+        temperatures = numbers[0].view(torch.float64).float()
         growing = list(range(number))
         for level in range(self.depth):
             above = [place for place, chain in enumerate(growing) if self.lengths[chain] > level]
             growing = [growing[place] for place in above]
             if level:
-                below = []
-                for chain in growing:
-                    slots, first = ends[chain]
-                    below.append(RowGroup(slots, first + level - 1, [-1 - chain], [0]))
-                batch = ForwardBatch(below)
+                batch = ForwardBatch([self._row(chain, level) for chain in growing])
                 batch.drafted = drawn[level - 1]
                 logits = run(batch, above)
             some = slice(None) if len(growing) == number else upload(growing, device)
-            logits = logits[:, : self._num_tokens]
-            kept, own = logits, temperatures[some]
-            if has_filters:  # of a row that needs more than they look at, the tokens that they look at
-                kept, _ = filtered(logits, own, *limits(numbers[1:4, some]))
-            tokens = choose(kept, keys[level][some], own)
-            drawn[level][some] = torch.where(logits.amax(-1).isfinite(), tokens, NOT_FINITE)
+            filters = numbers[1:4, some] if self.shape.filters else None
+            own = logits[:, : self._num_tokens]
+            drawn[level][some] = choose_level(own, temperatures[some], filters, numbers[4 + level][some])
+        return drawn
+
+    def pending(self, drawn: Tensor) -> list[PendingNumbers]:
+        """The chains, from the tokens [depth, chains] that a device has drawn."""
+        drawn = across(drawn, self._onto)
         return [PendingNumbers(drawn[:length, chain]) for chain, length in enumerate(self.lengths)]
 
-    def _numbers(self) -> NDArray[np.int64]:
+    @cached_property
+    def shape(self) -> ChainsShape:
+        """See `levels.PendingDrafts`, as for `numbers` and `rows`."""
+        has_filters = any(draw.filters != NO_FILTERS for draw in self._draws)
+        return ChainsShape(self.depth, self._num_tokens, has_filters)
+
+    def rows(self, level: int, scratch: range) -> list[RowGroup]:
+        return [
+            self._row(chain, level) if level < length else RowGroup(scratch, 0, [0], [0])
+            for chain, length in enumerate(self.lengths)
+        ]
+
+    def _row(self, chain: int, level: int) -> RowGroup:
+        """The row of a chain's last token, which level `level` is drawn behind."""
+        slots, first = self._ends[chain]
+        return RowGroup(slots, first + level - 1, [-1 - chain], [0])
+
+    def numbers(self) -> NDArray[np.int64]:
         """[4 + depth, chains]: the bits of the temperatures as float64, the filters, and the keys' bits, 0 behind a
         chain's end."""
         numbers = np.zeros((4 + self.depth, len(self._draws)), np.int64)

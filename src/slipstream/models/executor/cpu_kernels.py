@@ -167,7 +167,7 @@ class CpuKernels(PackedModel, Executor):
     def draft_chain(
         self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
     ) -> list[list[int]]:
-        chains.check(rows)
+        chains.begin(rows)
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
         batch = self._batch(rows, pool, logits, None, layers)
         self._run("slipstream_draft", self._struct, batch, chains.struct)

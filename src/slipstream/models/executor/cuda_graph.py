@@ -7,14 +7,12 @@ a fixed place, which one copy fills. What cannot be recorded is computed as `eag
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,14 +20,16 @@ from torch import Tensor
 from slipstream.core.metrics.passes import PassCounts
 from slipstream.kv.pool import KVPool
 from slipstream.kv.upload import upload
-from slipstream.models.attention.base import AttentionBackend
+from slipstream.models.attention.base import AttentionBackend, AttentionPass
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
 from slipstream.models.batch import Bucket, ForwardBatch, RowGroup
 from slipstream.models.cuda.tree_attention import Reads
 from slipstream.models.cuda.verdict import conclude
 from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
+from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.eager import EagerExecutor
+from slipstream.models.executor.levels import PendingDrafts
 from slipstream.models.executor.pass_layout import (
     ROWS,
     WANTED,
@@ -40,79 +40,10 @@ from slipstream.models.executor.pass_layout import (
     usual_seen,
 )
 from slipstream.models.executor.pass_memory import recorded_bytes
+from slipstream.models.executor.recorded_drafts import DraftRecorder, draw_by_one_pass, draw_by_passes
+from slipstream.models.executor.recording import CudaGraph, Graph, RecordedPass, on_device, why_not_recorded
 
 log = logging.getLogger(__name__)
-
-
-class Graph(Protocol):
-    """Records what a function computes, and computes it anew."""
-
-    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
-        """Call `compute` and keep what it launched; its outputs are where every replay leaves them."""
-
-    def replay(self) -> None:
-        """Launch it again, over the same tensors."""
-
-
-class CudaGraph:
-    """A `torch.cuda.CUDAGraph`; all of a device share one pool of memory."""
-
-    _pools: ClassVar[dict[int, tuple[Any, Any]]] = {}
-    """By device the pool's handle, and a graph that is never freed: a pool without graphs cannot be used again."""
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-    """One pass at a time is recorded, of all models."""
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def record(self, compute: Callable[[], PassOutput]) -> PassOutput:
-        """See `Graph`. The first call, before the recording, compiles kernels and chooses algorithms."""
-        compute()
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
-        with CudaGraph._lock:
-            if device not in CudaGraph._pools:
-                kept, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-                with torch.cuda.graph(kept, pool=handle, capture_error_mode="thread_local"):
-                    torch.zeros(1, device="cuda")
-                CudaGraph._pools[device] = (handle, kept)
-            handle, _ = CudaGraph._pools[device]
-            try:
-                with torch.cuda.graph(self._graph, pool=handle, capture_error_mode="thread_local"):
-                    return compute()
-            except BaseException:
-                torch.cuda.set_stream(stream)  # a recording that is broken off leaves its own behind,
-                del CudaGraph._pools[device]  # and a pool that is still being recorded to
-                raise
-
-    def replay(self) -> None:
-        """See `Graph`."""
-        self._graph.replay()
-
-
-class RecordedPass:
-    """One graph, the buffer that it reads, and the outputs that it writes."""
-
-    def __init__(
-        self, graph: Graph, size: int, device: torch.device, compute: Callable[[Tensor], PassOutput]
-    ) -> None:  # fmt: skip
-        """`compute` reads the buffer that it is given, of `size` numbers, at every replay."""
-        self._graph = graph
-        self._compute: Callable[[Tensor], PassOutput] | None = compute
-        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
-        self.output: PassOutput | None = None
-
-    def replay(self, numbers: Tensor) -> PassOutput:
-        """What the pass with these numbers yields. The next replay overwrites it."""
-        self.buffer.copy_(numbers)
-        if self._compute is not None:
-            compute, self._compute = (
-                self._compute,
-                None,
-            )  # it holds the cache, which may end before its graphs
-            self.output = self._graph.record(lambda: compute(self.buffer))
-        assert self.output is not None
-        self._graph.replay()
-        return self.output
 
 
 class CudaGraphExecutor(EagerExecutor):
@@ -123,14 +54,13 @@ class CudaGraphExecutor(EagerExecutor):
     records: ClassVar[bool] = True
     num_scratch_slots: ClassVar[int] = 64
     warms_up: ClassVar[bool] = True
-    """Whether passes are recorded before the first request."""
     graph: ClassVar[type[Graph]] = CudaGraph
 
     def __init__(self, given: ProbedModel, packs: bool = True) -> None:
         super().__init__(given, packs)
         assert isinstance(given.backend, TritonBackend)
         self.backend: TritonBackend = given.backend
-        self.recorded: weakref.WeakKeyDictionary[KVPool, dict[PassShape, RecordedPass]] = (
+        self.recorded: weakref.WeakKeyDictionary[KVPool, dict[PassShape, RecordedPass[PassOutput]]] = (
             weakref.WeakKeyDictionary()
         )
         self.num_replayed = 0
@@ -140,6 +70,7 @@ class CudaGraphExecutor(EagerExecutor):
         self._failure: str | None = None
         """Why passes of this model cannot be recorded."""
         self._has_warned = False
+        self.drafts = DraftRecorder(self.graph, given.model.device)
         self.outputs: dict[int | None, Tensor] = {}
         """Where all graphs leave logits, under None, and hidden states by layer. Else each would hold its own."""
 
@@ -165,13 +96,8 @@ class CudaGraphExecutor(EagerExecutor):
         layers: Sequence[int] | None = None,
         choices: TokenChoices | None = None,
     ) -> PassOutput:
-        with self._on_device():
+        with on_device(self.model.device):
             return self._forward(rows, pool, hidden_layers, layers, choices)
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Kernels and graphs are launched on the current device."""
-        device = self.model.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _forward(
         self,
@@ -187,7 +113,7 @@ class CudaGraphExecutor(EagerExecutor):
                 try:
                     output = self._replay(rows, pool, tuple(hidden_layers), choices)
                 except RuntimeError as error:
-                    reason = self._failure = _why(error)
+                    reason = self._failure = why_not_recorded(error)
                     self.recorded.clear()  # no graph is replayed any more
                     self.outputs.clear()
                     log.warning("passes of %s are not recorded: %s", self.model.config.model_type, reason)
@@ -201,6 +127,37 @@ class CudaGraphExecutor(EagerExecutor):
         # By the arithmetic of recorded passes: a text takes both routes.
         table = choices.fill_in(upload(choices.table(rows.num_logit_rows), self.model.device))
         return conclude(output, table, rows.on(self.model.device), pool)
+
+    def draft(
+        self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None,
+        at_once: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        reason = self.reason_not(rows, pool, layers)
+        if reason is not None:
+            return self.drafts.refuse(reason)
+        call = self.callable()
+
+        def step(
+            _: int, level: ForwardBatch, attention: AttentionPass, given: Tensor | None
+        ) -> tuple[Tensor, None]:
+            return self.run(level, attention, (), call).logits, None
+
+        with self._lock:
+            draw = draw_by_one_pass if at_once else draw_by_passes
+            drawn = draw(self.drafts, rows, pool, drafts, self.backend.plan, step)
+        num_passes = 1 if at_once else 1 + len(drafts.shape.fed)
+        self.num_replayed += 0 if drawn is None else num_passes
+        return drawn
+
+    def draft_chain(
+        self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
+    ) -> Sequence[Sequence[int]]:
+        if chains.pends:
+            chains.begin(rows)
+            drawn = self.draft(rows, pool, chains, layers)
+            if drawn is not None:
+                return chains.pending(drawn)
+        return super().draft_chain(rows, pool, chains, layers)
 
     def warm_up(
         self, pool: KVPool, max_rows: int, hidden_layers: Sequence[int] = (), chooses: bool = False
@@ -283,7 +240,7 @@ class CudaGraphExecutor(EagerExecutor):
 
     def _record(
         self, padded: ForwardBatch, pool: KVPool, shape: PassShape, layout: PassLayout
-    ) -> RecordedPass:
+    ) -> RecordedPass[PassOutput]:
         device, call = self.model.device, self.callable()
 
         def compute(buffer: Tensor) -> PassOutput:
@@ -310,10 +267,3 @@ class CudaGraphExecutor(EagerExecutor):
             with torch.inference_mode(False):  # passes in either mode write to it
                 self.outputs[name] = values.new_empty(most, values.shape[1])
         return self.outputs[name][: len(values)].copy_(values)
-
-
-def _why(error: RuntimeError) -> str:
-    """Why a pass cannot be recorded, in one line. A want of memory may hide behind what it made of the recording."""
-    if any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__, error.__context__)):
-        return "the device has no memory left for a graph; give the cache less with kv_cache_bytes"
-    return str(error).split("\n")[0]
