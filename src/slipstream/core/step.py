@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, Verdict
 from slipstream.core.sequence import Sequence
 
@@ -30,6 +31,12 @@ class StepItem:
     """True when the rows reach the last committed token, so that this step yields at least one token."""
     length_before: int = field(init=False)
     """Tokens of the text when the step began."""
+
+    # launched
+    last_token: PendingNumbers | None = None
+    """The last token of the text, where the step is launched before the host has read it."""
+    is_entered: bool = False
+    """Whether the entries of the rows count as valid already, though the pass may still be running."""
 
     # proposed
     proposal: Proposal = EMPTY_PROPOSAL
@@ -80,6 +87,14 @@ class StepItem:
     def __post_init__(self) -> None:
         self.decodes = self.num_rows == self.sequence.num_pending
         self.length_before = len(self.sequence.token_ids)
+
+    def resolve(self) -> None:
+        """Have its proposal known to the host."""
+        if self.proposal.is_pending:
+            known = self.proposal.known()
+            if self.drafted is self.proposal:
+                self.drafted = known
+            self.proposal = known
 
     def record_emitted(self, num_emitted: int) -> None:
         """The first `num_emitted` tokens of the verdict were appended; a stop rule has cut off the others."""

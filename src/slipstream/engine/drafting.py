@@ -148,13 +148,13 @@ class Drafting:
             (item, self._everything)
             for item in scheduled
             if (item.max_draft_tokens > 0 or not item.decodes)
-            and self._may_draft(item.sequence)
+            and self.may_draft(item.sequence)
             and not len(item.proposal)
         ]
 
-    def _may_draft(self, sequence: Sequence) -> bool:
+    def may_draft(self, sequence: Sequence) -> bool:
         """Whether its caller wants drafts, and some drafter has not failed it."""
-        if sequence.options.max_draft_tokens == 0:
+        if sequence.options.max_draft_tokens == 0 or not self._everything.depth:
             return False
         return any(guard.serves(sequence) for guard in self.guards[: self._prediction])
 
@@ -195,7 +195,7 @@ class Drafting:
         """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
-            if item.decodes or not self._may_draft(sequence):
+            if item.decodes or not self.may_draft(sequence):
                 continue
             num_computed = sequence.num_computed + item.num_rows
             drafter = policy.announce(

@@ -100,6 +100,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether some sequence waits that the next step may have a place for."""
+        return bool(self.waiting) and (len(self.running) < self._max_num_seqs or not self._shares.is_one)
+
     def plan(self) -> StepPlan:
         """Decide the next step and reserve the slots that it will write."""
         plan = StepPlan()
@@ -117,6 +122,17 @@ class Scheduler:
             for item in plan.scheduled:
                 self._shares.serve(item.sequence.account, item.num_rows)
         return plan
+
+    def plan_ahead(self, sequences: Seq[Sequence]) -> list[StepItem] | None:
+        """A step of one row for each of these running sequences; None where there is no room for all."""
+        items = [StepItem(sequence, 1) for sequence in sequences]
+        for item in items:
+            if not self._accounting.reserve(item.sequence.id, item.sequence.num_computed + 1):
+                return None
+        if not self._shares.is_one:
+            for item in items:
+                self._shares.serve(item.sequence.account, item.num_rows)
+        return items
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting:

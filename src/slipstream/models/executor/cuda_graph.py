@@ -225,6 +225,10 @@ class CudaGraphExecutor(EagerExecutor):
         return model
 
     @property
+    def is_asynchronous(self) -> bool:
+        return bool(self.model.device.type == "cuda")
+
+    @property
     def pass_counts(self) -> PassCounts:
         return PassCounts(self.num_replayed, dict(self.eager))
 
