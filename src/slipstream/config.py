@@ -274,7 +274,7 @@ class EngineConfig:
     """As in vLLM: share of the device's whole memory (on a CPU the machine's) for weights, keys and values together.
     Replaces `kv_memory_fraction`: keys and values get what the weights leave."""
     enable_prefix_caching: bool = True
-    overlap: bool = True
+    overlap_steps: bool = True
     """On a GPU launch a step before the tokens of the one before it are read, so that the host works while the device
     does. The text is the same."""
     allow_lossy: bool = False

@@ -46,9 +46,9 @@ STOPS: list[dict[str, Any]] = [{}, {}, {"stop": [" the", "."]}, {"stop": ["e"]},
 @cache
 def engine(spec: str, overlap: bool, num_tokens: int) -> Engine:
     """Its cache holds so many tokens."""
-    llm = LLM(speculative_config=SPECS[spec], overlap=overlap, **DELAYED)
+    llm = LLM(speculative_config=SPECS[spec], overlap_steps=overlap, **DELAYED)
     room = num_tokens * llm.engine.memory_plan.kv_bytes_per_token
-    return LLM(speculative_config=SPECS[spec], overlap=overlap, kv_cache_bytes=room, **DELAYED).engine
+    return LLM(speculative_config=SPECS[spec], overlap_steps=overlap, kv_cache_bytes=room, **DELAYED).engine
 
 
 @cache
@@ -239,7 +239,7 @@ def test_what_the_host_must_see_first_is_read_first(
 
 
 @pytest.mark.parametrize(
-    "options", [{"overlap": False}, {"executor": "slipstream.testing.recorded_graph:ComputedExecutor"}]
+    "options", [{"overlap_steps": False}, {"executor": "slipstream.testing.recorded_graph:ComputedExecutor"}]
 )
 def test_steps_follow_one_another_where_they_cannot_or_may_not_overlap(options: dict[str, Any]) -> None:
     llm = LLM(kv_cache_bytes=2**22, **DELAYED | options)

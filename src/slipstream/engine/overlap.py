@@ -32,7 +32,7 @@ class Overlap:
     def __init__(self, parts: EngineParts, choose: Choose) -> None:
         executor = parts.model.executor
         chooses = parts.verifier.walks and executor.chooses
-        self._is_on = parts.config.overlap and executor.is_asynchronous and chooses
+        self._is_on = parts.config.overlap_steps and executor.is_asynchronous and chooses
         self._parts, self._choose = parts, choose
         self.num_overlapped = 0
         """Steps that were launched before the one before them was read."""
