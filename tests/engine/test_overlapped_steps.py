@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from slipstream import LLM, RequestOptions, SamplingParams
-from slipstream.assets import sample_prompts
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET, sample_prompts
+from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.in_flight import InFlight
 from slipstream.engine.outputs import RequestOutput, Update
@@ -28,7 +30,11 @@ DELAYED: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
 }
-SPECS: dict[str, dict[str, Any] | None] = {"off": None}
+SPECS: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "chain": {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
+    "own": {"method": "draft_model", "model": EMBEDDED_TARGET, "num_speculative_tokens": 2},
+}
 DRAWN: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -145,8 +151,10 @@ def history(engine: Engine, requests: Requests, seed: int) -> tuple[dict[int, Re
     return done, aborted
 
 
-@pytest.mark.parametrize(("seed", "room"), [(0, 160), (1, 160), (2, 1024)])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "seed", "room"),
+    [("off", 0, 160), ("off", 1, 1024), ("chain", 0, 160), ("chain", 2, 1024), ("own", 1, 160)],
+)
 def test_random_histories_give_the_answers_of_plain_steps(spec: str, seed: int, room: int) -> None:
     requests = Requests(seed, 10, DRAWN + HOSTS if seed % 2 else DRAWN)
     wanted = answers(engine(spec, False, 1024), requests)
@@ -166,7 +174,7 @@ def test_random_histories_give_the_answers_of_plain_steps(spec: str, seed: int, 
     assert sum(number > 0 for number in device.num_behind) > 5
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["off", "chain"])
 def test_the_answers_are_the_same_after_preemption(spec: str) -> None:
     requests = Requests(4, 3, [{"temperature": 0.8, "ignore_eos": True, "max_tokens": 45}], [{}])
     tested = engine(spec, True, 160)
@@ -177,10 +185,10 @@ def test_the_answers_are_the_same_after_preemption(spec: str) -> None:
     after = tested.stats()
     assert [output.outputs[0].token_ids for output in done] == [o.outputs[0].token_ids for o in wanted]
     assert after.num_preemptions > before.num_preemptions
-    assert after.num_overlapped_steps > before.num_overlapped_steps + 20
+    assert after.num_overlapped_steps > before.num_overlapped_steps + 5
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["off", "chain"])
 def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
     requests, tested = Requests(5, 4, DRAWN[:3]), engine(spec, True, 1024)
     answers(tested, requests)  # what is recorded now is no pass
@@ -193,8 +201,34 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
     assert list(map(said, done)) == list(map(said, answers(engine(spec, False, 1024), requests)))
 
 
-def test_a_step_whose_reading_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, tested = Requests(6, 3, DRAWN[:2]), engine("off", True, 1024)
+@pytest.mark.parametrize("spec", ["chain", "own"])
+def test_what_is_drafted_ahead_is_what_is_drafted_for_the_text(spec: str) -> None:
+    params = [{"ignore_eos": True, "max_tokens": 30, **drawn} for drawn in DRAWN[:3]]
+    requests, found = Requests(8, 4, params, [{}]), list[dict[tuple[str, int], tuple[int, ...]]]()
+    for overlap in (False, True):
+        drafts: dict[tuple[str, int], tuple[int, ...]] = {}
+
+        def note(items: list[StepItem], drafts: dict[tuple[str, int], tuple[int, ...]] = drafts) -> None:
+            for item in items:
+                drafts[item.sequence.request_id, item.length_before] = item.proposal.token_ids
+
+        tested = engine(spec, overlap, 1024)
+        tested.on_observe = note
+        with DelayedDevice() if overlap else nullcontext():
+            answers(tested, requests)
+        tested.on_observe = None
+        found.append(drafts)
+    plain, ahead = found
+    both = [(plain[place], ahead[place]) for place in plain.keys() & ahead.keys()]
+    assert sum(min(len(a), len(b)) > 1 for a, b in both) > 15
+    for one, other in both:  # where an answer may end sooner, fewer tokens are asked for
+        number = min(len(one), len(other))
+        assert one[:number] == other[:number]
+
+
+@pytest.mark.parametrize("spec", ["off", "chain"])
+def test_a_step_whose_reading_fails_is_made_again(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, tested = Requests(6, 3, DRAWN[:2]), engine(spec, True, 1024)
     wanted = answers(engine("off", False, 1024), requests)
     read, calls = InFlight.finish, 0
 
@@ -216,7 +250,7 @@ def test_a_step_whose_reading_fails_is_made_again(monkeypatch: pytest.MonkeyPatc
             }
         except RuntimeError:
             assert tested.integrity() == []
-    assert calls > 10
+    assert calls > 7
     assert [said(done[str(number)]) for number in range(3)] == list(map(said, wanted))
 
 

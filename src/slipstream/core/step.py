@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import EMPTY_PROPOSAL, ROOT, Proposal, Verdict
 from slipstream.core.sequence import Sequence
 
@@ -33,8 +32,6 @@ class StepItem:
     """Tokens of the text when the step began."""
 
     # launched
-    last_token: PendingNumbers | None = None
-    """The last token of the text, where the step is launched before the host has read it."""
     is_entered: bool = False
     """Whether the entries of the rows count as valid already, though the pass may still be running."""
 

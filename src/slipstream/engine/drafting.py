@@ -235,6 +235,15 @@ class Drafting:
         wanted = sequence.options.draft_method in (None, self.names[number], self._methods[number])
         return wanted and self.guards[number].serves(sequence)
 
+    def runs_ahead(self, item: StepItem) -> bool:
+        """Whether the next step of a sequence can be drafted for, or has no drafts, before this one is read."""
+        sequence = item.sequence
+        if self.policy is not None or sequence.expected is not None:
+            return False
+        if not self.may_draft(sequence):
+            return not len(item.proposal)
+        return item.drafter == 0 and self._group is None and self.guards[0].drafter.runs_ahead(sequence)
+
     # --- the drafters' calls ----------------------------------------------------------------------------------
 
     def call_drafters(self, wanted: Wanted) -> None:

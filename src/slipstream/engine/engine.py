@@ -271,8 +271,8 @@ class Engine:
             self.runner.take_back(flight.items)
             raise
         for item in flight.decoding:
-            if self._flight is not None and item.walked is None:
-                self._drop(item.sequence)  # it was launched without the token
+            if self._flight is not None and item.verdict is not item.walked:
+                self._release(item.sequence)  # the next step was launched with other tokens
         self._clock.verified()
 
     def _choose(self, item: StepItem) -> OwnTokens | None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core.pending import PendingNumbers
+from slipstream.core.pending import PendingNumbers, PendingTail
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
-from slipstream.kv.upload import Download
+from slipstream.kv.upload import Download, upload
 from slipstream.models.causal_lm import ForwardOutput
 from slipstream.models.executor.choices import PassVerdicts, TokenChoices
 
@@ -63,11 +63,29 @@ class InFlight:
         """Whether the pass chooses the sequence's tokens."""
         return sequence.id in self._roots
 
-    def last_token(self, sequence: Sequence) -> PendingNumbers:
-        """The token with which the step ends; negative where the pass could not choose it."""
+    def tails(self, items: Seq[StepItem], drafts: bool) -> list[PendingTail]:
+        """What the pass adds to the text of each of these items; a last token is negative where it could not choose it.
+        `drafts` is whether more than the last token is asked for."""
         assert self._verdicts is not None
-        root, row = self._roots[sequence.id], PassVerdicts._fields.index("last_tokens")
-        return PendingNumbers(self._verdicts[row, root : root + 1])
+        roots = [self._roots[item.sequence.id] for item in items]
+        if not drafts and not any(len(item.proposal) for item in items):
+            last = self._verdicts[PassVerdicts._fields.index("last_tokens")]
+            return [PendingTail(1, PendingNumbers(last[root : root + 1]), None) for root in roots]
+        texts = [item.sequence.token_ids for item in items]
+        most = [len(item.proposal) for item in items]
+        numbers = [*roots, *(text[-1] for text in texts), *map(len, texts), *most]
+        root, token, length, longest = upload(numbers, self._verdicts.device).view(4, -1)
+        counts, _, lengths, _, tokens = self._verdicts
+        num_accepted = lengths[root] - length
+        at = (root + num_accepted).clamp(min=0)  # of the row that chose the last token
+        before = torch.where(num_accepted > 0, tokens[(at - 1).clamp(min=0)], token)
+        pairs = torch.stack([before, tokens[at]], 1)
+        # Where the host must choose, the next step is of no use, and must not write over what this one may keep.
+        shifts = torch.where(counts[root] < 0, 0, num_accepted - longest)
+        return [
+            PendingTail(number + 1, PendingNumbers(pairs[place]), shifts[place : place + 1])
+            for place, number in enumerate(most)
+        ]
 
     def drop(self, sequence: Sequence) -> None:
         """What the pass made of the sequence is of no use."""
@@ -83,6 +101,7 @@ class InFlight:
             del numbers[: len(part)]
         for item in self.items:
             item.resolve()
+            item.length_before = len(item.sequence.token_ids)  # known now, where the step was launched ahead
         if self._verdicts is None:
             return
         verdicts = PassVerdicts.of(numbers)

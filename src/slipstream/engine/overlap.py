@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
+from slipstream.core.pending import PendingTail
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
-from slipstream.engine.drafting import Drafting
 from slipstream.engine.in_flight import InFlight
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.runner import Choose
@@ -49,8 +49,9 @@ class Overlap:
         reason = self._reason_not(flight)
         if reason is None:
             self._parts.runner.enter(flight.items)
-            with _grown([item.sequence for item in going]):
-                launched = self._launch(flight, [item.sequence for item in going])
+            drafts = any(map(self._parts.drafting.may_draft, (item.sequence for item in going)))
+            with _grown([item.sequence for item in going], flight.tails(going, drafts)):
+                launched = self._launch([item.sequence for item in going])
             if launched is not None:
                 self.num_overlapped += 1
                 return launched
@@ -58,13 +59,11 @@ class Overlap:
         self.drained[reason] += 1
         return None
 
-    def _launch(self, flight: InFlight, sequences: Seq[Sequence]) -> InFlight | None:
+    def _launch(self, sequences: Seq[Sequence]) -> InFlight | None:
         items = self._parts.scheduler.plan_ahead(sequences)
         if items is None:
             return None
         self._parts.drafting.propose(items)
-        for item in items:
-            item.last_token = flight.last_token(item.sequence)
         return self._parts.runner.launch(items, self._choose)
 
     def _surely_ends(self, sequence: Sequence) -> bool:
@@ -85,7 +84,7 @@ class Overlap:
             return "prompts"
         if any(_reads_text(item, flight) for item in flight.items):
             return "the host chooses"
-        if any(_is_drafted(item.sequence, drafting) for item in flight.items):
+        if not all(map(drafting.runs_ahead, flight.items)):
             return "drafts"
         return None
 
@@ -98,18 +97,17 @@ def _reads_text(item: StepItem, flight: InFlight) -> bool:
     return sequence.params.logprobs is not None or sequence.wants_prompt_logprobs
 
 
-def _is_drafted(sequence: Sequence, drafting: Drafting) -> bool:
-    """Whether something may be drafted for the sequence."""
-    return sequence.expected is not None or drafting.policy is not None or drafting.may_draft(sequence)
-
-
 @contextmanager
-def _grown(sequences: Seq[Sequence]) -> Iterator[None]:
-    """Within, the texts have the token that is on the device."""
-    for sequence in sequences:
-        sequence.token_ids.append(UNKNOWN)
+def _grown(sequences: Seq[Sequence], tails: Seq[PendingTail]) -> Iterator[None]:
+    """Within, the texts have as many tokens as the step in flight adds at most."""
+    for sequence, tail in zip(sequences, tails, strict=True):
+        sequence.tail = tail
+        sequence.token_ids += [UNKNOWN] * tail.most
+        sequence.num_computed += tail.most - 1
     try:
         yield
     finally:
-        for sequence in sequences:
-            sequence.token_ids.pop()
+        for sequence, tail in zip(sequences, tails, strict=True):
+            sequence.tail = None
+            del sequence.token_ids[-tail.most :]
+            sequence.num_computed -= tail.most - 1

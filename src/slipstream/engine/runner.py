@@ -7,9 +7,12 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from slipstream.core.pending import PendingNumbers, PendingTail
+from slipstream.core.proposal import Proposal
 from slipstream.core.step import StepItem
 from slipstream.engine.in_flight import InFlight
 from slipstream.kv.cache import KVCache
+from slipstream.kv.upload import upload
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import side_by_side, tree_rows
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
@@ -104,6 +107,17 @@ class ModelRunner:
         token_ids = sequence.token_ids[past : past + num_rows]
         fast = sequence.num_fast_tokens
         group = tree_rows(slots, past, token_ids, item.proposal, first_logit, fast, shared)
-        if item.last_token is not None:
-            group.drafted = item.last_token
+        if sequence.tail is not None:
+            group.drafted, group.shift = (
+                self._pending_tokens(sequence.tail, item.proposal),
+                sequence.tail.shift,
+            )
         return group
+
+    def _pending_tokens(self, tail: PendingTail, proposal: Proposal) -> PendingNumbers:
+        """The last token of the text, and what is proposed behind it."""
+        last, ids = tail.tokens.tensor[-1:], proposal.token_ids
+        if not len(ids):
+            return PendingNumbers(last)
+        own = ids.tensor if isinstance(ids, PendingNumbers) else upload(ids, last.device)
+        return PendingNumbers(torch.cat([last, own]))

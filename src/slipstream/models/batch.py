@@ -52,6 +52,9 @@ class RowGroup:
     """Entries that others of the pass may hold too, all of the past; None where no other does."""
     drafted: PendingNumbers | None = None
     """The tokens of the last rows, where the host has not read them: `token_ids` says nothing of these rows."""
+    shift: Tensor | None = None
+    """int64 [1]: what is to be added to the positions and slots of a chain, where the host does not know how long the
+    text is; only where the slots are consecutive."""
     ranks: Tensor | None = None
     """int64, one for each entry of `tail_seen`: what is to be added to it, where the host does not know that."""
 
@@ -157,8 +160,10 @@ class BatchTensors(NamedTuple):
     shared_length: Tensor
     """[N], or empty"""
 
-    def fill_in(self, drafted: Tensor | None, ranks: Tensor | None) -> BatchTensors:
-        """Write what `ForwardBatch.drafted` and `ranks` say into the arrays."""
+    def fill_in(
+        self, drafted: Tensor | None, ranks: Tensor | None, shifts: Tensor | None = None
+    ) -> BatchTensors:
+        """Write what `ForwardBatch.drafted`, `ranks` and `shifts` say into the arrays."""
         ids, device = self.token_ids, self.token_ids.device
         if drafted is not None:
             own = drafted.to(device)[(-1 - ids).clamp(min=0)].clamp(min=0)
@@ -166,6 +171,9 @@ class BatchTensors(NamedTuple):
         if ranks is not None:
             for tail in (self.tail_slots, self.tail_entries):
                 tail[: len(ranks)] += ranks.to(device)
+        if shifts is not None:
+            for rows in (self.positions, self.slots, self.run_length):
+                rows[: len(shifts)] += shifts.to(device)
         return self
 
 
@@ -377,6 +385,20 @@ class ForwardBatch:
         return self.buffer[5 * self.num_rows : 6 * self.num_rows + 1]
 
     @cached_property
+    def shifts(self) -> Tensor | None:
+        """int64, of the first rows: what is added to where they are, see `RowGroup.shift`; None: nothing."""
+        device = next((group.shift.device for group in self.groups if group.shift is not None), None)
+        if device is None:
+            return None
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        return _joined(
+            [
+                (none if group.shift is None else group.shift).expand(len(group.token_ids))
+                for group in self.groups
+            ]
+        )
+
+    @cached_property
     def fast_rows(self) -> list[int]:
         """The rows that the arithmetic of `fast_prompts` computes, ascending."""
         if not self.num_fast:
@@ -397,7 +419,7 @@ class ForwardBatch:
         """The arrays on `device`: one copy a pass, none on the CPU."""
         if device not in self._tensors:
             arrays = self.views(upload(self.buffer, device))
-            self._tensors[device] = arrays.fill_in(self.drafted, self.ranks)
+            self._tensors[device] = arrays.fill_in(self.drafted, self.ranks, self.shifts)
         return self._tensors[device]
 
     def read(self, device: torch.device, arrays: BatchTensors) -> None:

@@ -124,10 +124,13 @@ class Scheduler:
         return plan
 
     def plan_ahead(self, sequences: Seq[Sequence]) -> list[StepItem] | None:
-        """A step of one row for each of these running sequences; None where there is no room for all."""
+        """A step of one row for each of these running sequences, and drafts; None where there is no room for all."""
         items = [StepItem(sequence, 1) for sequence in sequences]
+        rows = {sequence.id: 1 for sequence in sequences}
         for item in items:
-            if not self._accounting.reserve(item.sequence.id, item.sequence.num_computed + 1):
+            item.max_draft_tokens = self._draft_tokens(item.sequence, rows)
+            needed = item.sequence.num_computed + 1 + item.max_draft_tokens
+            if not self._accounting.reserve(item.sequence.id, needed):
                 return None
         if not self._shares.is_one:
             for item in items:

@@ -117,7 +117,8 @@ class DelayedDevice(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self._compute(self._num_launched)
+        if error[0] is None:
+            self._compute(self._num_launched)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.close()
 

@@ -52,6 +52,8 @@ class CachedDrafter(EntriesDrafter):
         )
         self._open: dict[int, DraftTree] = self.by_sequence()
         """The last proposal of each sequence, until its verdict has been observed."""
+        self._behind: dict[int, DraftTree] = self.by_sequence()
+        """The one before it, where that has not been observed either."""
         self._damaged: dict[int, bool] = self.by_sequence()
         """Sequences whose last chain was not finite, which was seen once the chain was checked."""
 
@@ -92,7 +94,8 @@ class CachedDrafter(EntriesDrafter):
         """Keep the entries of the accepted path; a path's deepest token was never fed, so it has none."""
         for seen in observations:
             sequence = seen.sequence
-            tree = self._open.pop(sequence.id, None)
+            is_behind = sequence.id in self._behind
+            tree = (self._behind if is_behind else self._open).pop(sequence.id, None)
             if tree is None or sequence.id not in self.cache.accounting:
                 continue
             try:
@@ -100,6 +103,9 @@ class CachedDrafter(EntriesDrafter):
             except NotFiniteError:
                 self._damaged[sequence.id] = True
                 self._drop_entries(sequence.id)
+                continue
+            if is_behind:
+                self._settle(sequence)
                 continue
             if not self.keeps_accepted:
                 continue
@@ -118,9 +124,17 @@ class CachedDrafter(EntriesDrafter):
                 kept.append(stored)
             self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
 
+    def _settle(self, sequence: Sequence) -> None:
+        """The text is known behind which the last chain was drawn: all of its entries are there."""
+        token_ids, accounting = self._token_ids(sequence), self.cache.accounting
+        accounting.commit(sequence.id, token_ids[accounting.num_valid(sequence.id) :])
+        if sequence.id in self._open:
+            self._open[sequence.id].length = len(token_ids)
+
     def rewind(self, sequence: Sequence) -> None:
         """Cut the entries to the sequence's text."""
         self._open.pop(sequence.id, None)
+        self._behind.pop(sequence.id, None)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
 
@@ -168,7 +182,11 @@ class CachedDrafter(EntriesDrafter):
         return self.shape.max_stored
 
     def _begin(self, sequence: Sequence, budget: int) -> DraftTree:
-        self._open.pop(sequence.id, None)
+        tree = self._open.pop(sequence.id, None)
+        if sequence.tail is None:
+            self._behind.pop(sequence.id, None)
+        elif tree is not None:
+            self._behind[sequence.id] = tree
         return super()._begin(sequence, budget)
 
     def _draft(self, trees: list[DraftTree]) -> None:
@@ -202,6 +220,13 @@ class CachedDrafter(EntriesDrafter):
                 accounting.commit(sequence.id, text[seen : self.first_entry])
                 seen = accounting.num_valid(sequence.id)
             length = len(text)
+            if sequence.tail is not None:
+                slots, last = accounting.slots(sequence.id), sequence.tail.tokens
+                num = len(last)
+                rows = RowGroup(slots, length - num, [0] * num, [num - 1], drafted=last)
+                rows.shift = sequence.tail.shift
+                feeds.append(Feed(tree, rows, length - num))
+                continue
             # The last token is fed again when `propose` is called twice for the same text.
             past = max(min(seen, length - 1), self.first_entry)
             end = min(past + rows_left, self._num_ready(sequence))

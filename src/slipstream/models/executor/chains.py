@@ -46,6 +46,10 @@ class Draw:
     min_p: float = 0.0
     least_confidence: float = 0.0
     """The chain ends before the product of the highest probabilities falls below this."""
+    earlier: Seq[int] = ()
+    """Keys of the positions before those, where the host does not know at which of all these the chain begins."""
+    shift: Tensor | None = None
+    """int64 [1]: which it is, counted from where `keys` say."""
     greedy: bool = False
     """Always the most probable token: temperature and filters count for the confidence only."""
 
@@ -145,7 +149,7 @@ class Chains:
         logits = run(rows, [])
         device, number = logits.device, len(ends)
         drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
-        numbers = upload(self._numbers(), device)
+        numbers = self._numbers_on(device)
         temperatures, keys = numbers[0].view(torch.float64).float(), numbers[4:]
         has_filters = any(draw.filters != NO_FILTERS for draw in self._draws)
         growing = list(range(number))
@@ -156,7 +160,7 @@ class Chains:
                 below = []
                 for chain in growing:
                     slots, first = ends[chain]
-                    below.append(RowGroup(slots, first + level - 1, [-1 - chain], [0]))
+                    below.append(self._row(chain, slots, first + level - 1))
                 batch = ForwardBatch(below)
                 batch.drafted = drawn[level - 1]
                 logits = run(batch, above)
@@ -168,6 +172,28 @@ class Chains:
             tokens = choose(kept, keys[level][some], own)
             drawn[level][some] = torch.where(logits.amax(-1).isfinite(), tokens, NOT_FINITE)
         return [PendingNumbers(drawn[:length, chain]) for chain, length in enumerate(self.lengths)]
+
+    def _row(self, chain: int, slots: SlotMap, place: int) -> RowGroup:
+        """The row of a chain's last token."""
+        return RowGroup(slots, place, [-1 - chain], [0], shift=self._draws[chain].shift)
+
+    def _numbers_on(self, device: torch.device) -> Tensor:
+        """`_numbers`, with the keys of where the chains begin."""
+        numbers = upload(self._numbers(), device)
+        earlier = [len(draw.earlier) for draw in self._draws]
+        shifts = [draw.shift for draw in self._draws if draw.shift is not None]
+        if not any(earlier) or len(shifts) < len(self._draws):
+            return numbers
+        most = max(earlier)
+        keys = np.zeros((most + self.depth, len(self._draws)), np.uint64)
+        for chain, draw in enumerate(self._draws):
+            own = [*draw.earlier, *draw.keys]
+            keys[most - len(draw.earlier) :][: len(own), chain] = own
+        levels = torch.arange(most, most + self.depth, device=device)[:, None] + torch.cat(shifts)
+        numbers[4:] = upload(keys.view(np.int64), device).gather(
+            0, levels.clamp(min=0)
+        )  # none of greedy ones
+        return numbers
 
     def _numbers(self) -> NDArray[np.int64]:
         """[4 + depth, chains]: the bits of the temperatures as float64, the filters, and the keys' bits, 0 behind a

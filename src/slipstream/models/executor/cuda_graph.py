@@ -275,7 +275,7 @@ class CudaGraphExecutor(EagerExecutor):
         if shape not in recorded:
             recorded[shape] = self._record(padded, pool, shape, layout)
         numbers = upload(layout.numbers(padded, plan, choices), self.model.device)
-        padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks)
+        padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks, rows.shifts)
         if choices is not None:
             choices.fill_in(layout.choices(numbers))
         output = recorded[shape].replay(numbers)
