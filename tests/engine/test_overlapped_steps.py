@@ -20,6 +20,7 @@ from slipstream.engine.in_flight import InFlight
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.kv.upload import Download
 from slipstream.testing.delayed_device import DelayedDevice
+from slipstream.testing.wait_audit import WaitAudit
 from slipstream.text.prompts import encode_chat
 
 DELAYED: dict[str, Any] = {
@@ -199,6 +200,28 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
     assert sum(number > 0 for number in device.num_behind) == overlapped > 10
     assert device.num_forced == 0
     assert list(map(said, done)) == list(map(said, answers(engine(spec, False, 1024), requests)))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["off", "chain"])
+def test_an_overlapped_step_waits_once(spec: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [{"ignore_eos": True, "max_tokens": 20, **DRAWN[kind]}]
+    requests, tested, num_steps = Requests(7, 4, params, [{}]), engine(spec, True, 1024), 0
+    answers(tested, requests)  # what is recorded now waits
+    before, step = tested.stats().num_overlapped_steps, tested.step
+    audit = WaitAudit()
+
+    def audited() -> list[Update]:
+        nonlocal num_steps
+        num_steps += 1
+        with audit:
+            return step()
+
+    monkeypatch.setattr(tested, "step", audited)
+    answers(tested, requests)
+    assert tested.stats().num_overlapped_steps > before + 3
+    assert audit.waits.total() <= num_steps, audit.waits
+    assert audit.uploads.total() == 0, audit.uploads
 
 
 @pytest.mark.parametrize("spec", ["chain", "own"])

@@ -24,7 +24,7 @@ from slipstream.engine.in_flight import InFlight
 from slipstream.engine.intake import Intake
 from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs
 from slipstream.engine.outputs import Update
-from slipstream.engine.overlap import Overlap
+from slipstream.engine.overlap import StepOverlap
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import UpdateCallback
 from slipstream.engine.steps import StepClock, record_times
@@ -58,7 +58,7 @@ class Engine:
         self.intake = Intake(parts)
         self._answers = Answers(TokenTexts(self.tokenizer), self._free)
         self._clock = StepClock()
-        self._overlap = Overlap(parts, self._choose)
+        self._overlap = StepOverlap(parts, self._choose)
         self._flight: InFlight | None = None
         """A step that was launched and not finished."""
         self._num_operator_threads = self.model.executor.num_operator_threads
@@ -227,7 +227,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Finish one step of everyone who is scheduled; returns what it added to their answers.
 
-        Where `Overlap` allows it, the next one is launched before.
+        Where `StepOverlap` allows it, the next one is launched before.
         """
         self._clock.begin()
         _call(self.on_begin)

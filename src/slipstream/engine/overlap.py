@@ -26,7 +26,7 @@ UNKNOWN = 0
 """In place of a token that the host has not read."""
 
 
-class Overlap:
+class StepOverlap:
     """Launches the steps of one engine ahead, where they can be."""
 
     def __init__(self, parts: EngineParts, choose: Choose) -> None:

@@ -225,6 +225,8 @@ class Scheduler:
         """
         if sequence.num_step_nodes:
             return sequence.num_step_nodes
+        if not self._max_draft_tokens and sequence.expected is None:
+            return 0
         spare = (self._max_rows - sum(rows.values()) - self._num_step_nodes) // len(self.running)
         to_emit = sequence.max_output_tokens - sequence.num_output_tokens - 1
         to_context = self._num_tokens_limit - len(sequence.token_ids) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -48,6 +49,10 @@ class TritonBackend(PackedBackend):
 
     executor = "cuda_graph"
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._tiles: WeakKeyDictionary[KVPool, int] = WeakKeyDictionary()
+
     @classmethod
     def refusal(cls, traits: ModelTraits) -> str | None:
         if traits.device.type != "cuda":
@@ -73,10 +78,17 @@ class TritonBackend(PackedBackend):
 
     def plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
         """The work of a pass's attention."""
+        return plan_attention(rows, self._tile_rows(pool))
+
+    def _tile_rows(self, pool: KVPool) -> int:
+        """Rows of a tile, the same for all passes over a pool."""
+        if pool in self._tiles:
+            return self._tiles[pool]
         heads = text_config(self.traits.config).num_attention_heads
         group = heads // min(len(keys) for keys in pool.keys)
         widest = max(entries.shape[2] for entries in (*pool.keys, *pool.values))
-        return plan_attention(rows, Cut.of(widest, bool(pool.key_scales)).tile // group)
+        self._tiles[pool] = Cut.of(widest, bool(pool.key_scales)).tile // group
+        return self._tiles[pool]
 
 
 def _widest_head(config: Any) -> int:
