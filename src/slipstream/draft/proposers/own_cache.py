@@ -105,7 +105,7 @@ class CachedDrafter(EntriesDrafter):
                 self._drop_entries(sequence.id)
                 continue
             if is_behind:
-                self._settle(sequence)
+                self._enter_text(sequence)
                 continue
             if not self.keeps_accepted:
                 continue
@@ -124,7 +124,7 @@ class CachedDrafter(EntriesDrafter):
                 kept.append(stored)
             self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _enter_text(self, sequence: Sequence) -> None:
         """The text is known behind which the last chain was drawn: all of its entries are there."""
         token_ids, accounting = self._token_ids(sequence), self.cache.accounting
         accounting.commit(sequence.id, token_ids[accounting.num_valid(sequence.id) :])
