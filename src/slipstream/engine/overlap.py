@@ -63,7 +63,7 @@ class StepOverlap:
         items = self._parts.scheduler.plan_ahead(sequences)
         if items is None:
             return None
-        self._parts.drafting.propose(items)
+        self._parts.drafting.propose(items, {})
         return self._parts.runner.launch(items, self._choose)
 
     def _surely_ends(self, sequence: Sequence) -> bool:
