@@ -275,6 +275,9 @@ class EngineConfig:
     """As in vLLM: share of the device's whole memory (on a CPU the machine's) for weights, keys and values together.
     Replaces `kv_memory_fraction`: keys and values get what the weights leave."""
     enable_prefix_caching: bool = True
+    overlap_steps: bool = True
+    """On a GPU launch a step before the tokens of the one before it are read, so that the host works while the device
+    does. The text is the same."""
     allow_lossy: bool = False
     """Let requests choose what may change their text: step-level speculation (`reasoning`). Others stay exact."""
     seed: int | None = None

@@ -141,7 +141,7 @@ def compiled(
     given: Mapping[str, str] = {},
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernel takes; `given` are its arguments' types where they are others than those above."""
-    types, others = {}, OTHERS.get(kernel.fn.__name__, {}) | given
+    types, others = {}, {**OTHERS.get(kernel.fn.__name__, {}), **given}
     for name in kernel.arg_names:
         held = "*i8" if constants.get("IS_INT8") and name in ("keys", "values") else None
         types[name] = (

@@ -11,6 +11,7 @@ import torch
 from attention_cases import CASES, CPU, TOLERANCES, Case, Layer
 
 from slipstream.kv.pool import quantise
+from slipstream.models.batch import RowGroup
 from slipstream.models.cuda import attention_plan
 
 interpreter.mend()
@@ -52,6 +53,20 @@ def test_a_drafted_row_has_the_bits_of_plain_decoding(name: str, seed: int) -> N
     rows = random.Random(seed).sample(range(tree.batch.num_rows), 6)
     for row in rows:
         assert torch.equal(tree.alone(row), ours[row]), (row, tree.batch.num_rows)
+
+
+@pytest.mark.parametrize("by", [1, 9, 20])
+@pytest.mark.usefixtures("cutting")
+def test_a_plan_for_more_than_a_row_sees_changes_no_bit(by: int) -> None:
+    """The host plans for the longest text, where the device knows that it is shorter."""
+    slots, case = range(64), replace(CASES["plain"], split=16)
+    exact = Layer.random(case, 4, [RowGroup(slots, 36 - by, [0] * 3, [0])])
+    longest = Layer.random(case, 4, [RowGroup(slots, 36, [0] * 3, [0], shift=torch.tensor([-by]))])
+    longest = replace(longest, query=exact.query, key=exact.key, value=exact.value)
+    for mine, theirs in zip(longest.pool.tensors, exact.pool.tensors, strict=True):
+        mine.copy_(theirs)
+    assert len(longest.reads().items) >= len(exact.reads().items)
+    assert torch.equal(longest.by_kernels(), exact.by_kernels())
 
 
 def test_how_the_work_is_cut_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

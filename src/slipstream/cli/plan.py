@@ -36,7 +36,9 @@ _UNUSED = {"kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "ge
 ENGINE_TO_PLAN = FlagSet(
     EngineConfig,
     "Engine",
-    skip=frozenset({*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching"}),
+    skip=frozenset(
+        {*_DECIDED, *_UNUSED, "override_generation_config", "enable_prefix_caching", "overlap_steps"}
+    ),
 )
 """What a plan depends on in addition to `--batch` and `--context`."""
 LEAST_MEMORY = 2**20

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTail:
+    """What a step in flight adds to a text, which the device knows and the host does not."""
+
+    most: int
+    """The most tokens that it adds. Whoever prepares the next step takes the text to have so many."""
+    tokens: PendingNumbers
+    """The last tokens of the text: two, or the last alone where `most` is 1 and no draft model is called."""
+    shift: torch.Tensor | None
+    """int64 [1]: by how much positions that are counted from the end of the text are to be moved, 0 or less; None: by
+    nothing, it adds one token."""
 
 
 class PendingNumbers(Seq[int]):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.core.metrics.request import RequestMetrics
+from slipstream.core.pending import PendingTail
 from slipstream.core.request import (
     DEFAULT_OPTIONS,
     FinishReason,
@@ -64,6 +65,9 @@ class Sequence:
     num_fast_tokens: int = 0
     """Leading tokens that are computed in the arithmetic of `fast_prompts`: the prompt's but its last, or none. It goes
     by the request alone, so that a preempted sequence is computed again as it was."""
+    tail: PendingTail | None = None
+    """What a step in flight adds to the text, while the next step is launched: `token_ids` then ends with as many
+    numbers that mean nothing."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text: str = ""

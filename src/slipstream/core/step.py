@@ -31,6 +31,10 @@ class StepItem:
     length_before: int = field(init=False)
     """Tokens of the text when the step began."""
 
+    # launched
+    is_entered: bool = False
+    """Whether the entries of the rows count as valid already, though the pass may still be running."""
+
     # proposed
     proposal: Proposal = EMPTY_PROPOSAL
     method: str = ""
@@ -80,6 +84,14 @@ class StepItem:
     def __post_init__(self) -> None:
         self.decodes = self.num_rows == self.sequence.num_pending
         self.length_before = len(self.sequence.token_ids)
+
+    def resolve(self) -> None:
+        """Have its proposal known to the host."""
+        if self.proposal.is_pending:
+            known = self.proposal.known()
+            if self.drafted is self.proposal:
+                self.drafted = known
+            self.proposal = known
 
     def record_emitted(self, num_emitted: int) -> None:
         """The first `num_emitted` tokens of the verdict were appended; a stop rule has cut off the others."""

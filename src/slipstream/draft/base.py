@@ -195,6 +195,11 @@ class Drafter(ABC):
         inner drafter before each of its passes. What is proposed need not be checked: other tokens may be.
         """
 
+    def runs_ahead(self, sequence: Sequence) -> bool:
+        """Whether it can draft behind what the step in flight makes of its last draft, before the host has read it: see
+        `Sequence.tail`. Then `propose` is called once more before `observe`."""
+        return False
+
     def observe(self, observations: Seq[Observation]) -> None:
         """Learn the verdicts of a step; sequences for which nothing was proposed are among them."""
         return

@@ -148,13 +148,13 @@ class Drafting:
             (item, self._everything)
             for item in scheduled
             if (item.max_draft_tokens > 0 or not item.decodes)
-            and self._may_draft(item.sequence)
+            and self.may_draft(item.sequence)
             and not len(item.proposal)
         ]
 
-    def _may_draft(self, sequence: Sequence) -> bool:
+    def may_draft(self, sequence: Sequence) -> bool:
         """Whether its caller wants drafts, and some drafter has not failed it."""
-        if sequence.options.max_draft_tokens == 0:
+        if sequence.options.max_draft_tokens == 0 or not self._everything.depth:
             return False
         return any(guard.serves(sequence) for guard in self.guards[: self._prediction])
 
@@ -195,7 +195,7 @@ class Drafting:
         """Drafters that begin with a prompt while the target computes it."""
         for item in scheduled:
             sequence = item.sequence
-            if item.decodes or not self._may_draft(sequence):
+            if item.decodes or not self.may_draft(sequence):
                 continue
             num_computed = sequence.num_computed + item.num_rows
             drafter = policy.announce(
@@ -234,6 +234,15 @@ class Drafting:
         """Whether a drafter may be called for a sequence: its caller names no other one, and it has not failed it."""
         wanted = sequence.options.draft_method in (None, self.names[number], self._methods[number])
         return wanted and self.guards[number].serves(sequence)
+
+    def runs_ahead(self, item: StepItem) -> bool:
+        """Whether the next step of a sequence can be drafted for, or has no drafts, before this one is read."""
+        sequence = item.sequence
+        if self.policy is not None or sequence.expected is not None:
+            return False
+        if not self.may_draft(sequence):
+            return not len(item.proposal)
+        return item.drafter == 0 and self._group is None and self.guards[0].drafter.runs_ahead(sequence)
 
     # --- the drafters' calls ----------------------------------------------------------------------------------
 

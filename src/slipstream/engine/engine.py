@@ -17,12 +17,14 @@ from slipstream.core.metrics.passes import PassCounts
 from slipstream.core.metrics.step import StepReport
 from slipstream.core.request import EmittedTokens, RequestOptions
 from slipstream.core.sequence import Sequence
-from slipstream.core.step import StepItem, StepPlan
+from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter
 from slipstream.engine.answers import Answers
+from slipstream.engine.in_flight import InFlight
 from slipstream.engine.intake import Intake
 from slipstream.engine.logprobs import TokenTexts, record_prompt_logprobs
 from slipstream.engine.outputs import Update
+from slipstream.engine.overlap import StepOverlap
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import UpdateCallback
 from slipstream.engine.steps import StepClock, record_times
@@ -56,6 +58,9 @@ class Engine:
         self.intake = Intake(parts)
         self._answers = Answers(TokenTexts(self.tokenizer), self._free)
         self._clock = StepClock()
+        self._overlap = StepOverlap(parts, self._choose)
+        self._flight: InFlight | None = None
+        """A step that was launched and not finished."""
         self._num_operator_threads = self.model.executor.num_operator_threads
         self.shares_by_account = True
         """False where tenants are names that clients choose: new requests are then of one account for the scheduler, so
@@ -124,6 +129,8 @@ class Engine:
             retired_drafters=self.drafting.retired,
             draft_workers=tuple(self.drafter.worker_stats()),
             passes=self._passes(),
+            num_overlapped_steps=self._overlap.num_overlapped,
+            drained_steps=dict(self._overlap.drained),
         )
 
     def _passes(self) -> dict[str, PassCounts]:
@@ -218,30 +225,55 @@ class Engine:
     # --- the step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
-        """Run one step for everyone who is scheduled; returns what it added to their answers."""
-        clock = self._clock
-        clock.begin()
+        """Finish one step of everyone who is scheduled; returns what it added to their answers.
+
+        Where `StepOverlap` allows it, the next one is launched before.
+        """
+        self._clock.begin()
         _call(self.on_begin)
+        flight = self._flight or self._launch()
+        if flight is None:
+            return []
+        with threads.operators(self._num_operator_threads):
+            self._flight = flight  # should what follows fail, it is finished another time
+            self._flight = self._overlap.launch(flight)
+            self._finish(flight)
+        updates = self._commit(flight)
+        report = self._clock.report(flight.items)
+        self.drafting.finish(report, self._clock.step_s)
+        updates += self._answers.deliver()
+        _call(self.on_step, report)
+        return updates
+
+    def _launch(self) -> InFlight | None:
+        """Begin the next step, of which all is known; None where there is nothing to do."""
+        clock = self._clock
         drafted = self.extension.propose()
         clock.extended(self.extension.propose_s)
         plan = self.scheduler.plan()  # copies the entries of known prefixes, with all threads
         for sequence in plan.preempted:
             self._release(sequence)
         if not plan.scheduled:
-            return []
+            return None
         with threads.operators(self._num_operator_threads):
             clock.planned()
             self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
-            self.runner.forward(plan.scheduled, self._choose if self.verifier.walks else None)
-            self.extension.verify(plan.decoding, self._verify)
-            clock.verified()
-        updates = self._commit(plan)
-        report = clock.report(plan.scheduled)
-        self.drafting.finish(report, clock.step_s)
-        updates += self._answers.deliver()
-        _call(self.on_step, report)
-        return updates
+            return self.runner.launch(plan.scheduled, self._choose if self.verifier.walks else None)
+
+    def _finish(self, flight: InFlight) -> None:
+        """Wait for a step, and have it verified."""
+        try:
+            flight.finish()
+            self.extension.verify(flight.decoding, self._verify)
+        except BaseException:
+            self._flight = None
+            self.runner.take_back(flight.items)
+            raise
+        for item in flight.decoding:
+            if self._flight is not None and item.verdict is not item.walked:
+                self._release(item.sequence)  # the next step was launched with other tokens
+        self._clock.verified()
 
     def _choose(self, item: StepItem) -> OwnTokens | None:
         return own_tokens(item, self._answers.of(item.sequence).processor)
@@ -250,15 +282,15 @@ class Engine:
         processors = [self._answers.of(item.sequence).processor for item in items]
         verify_items(self.verifier, items, processors)
 
-    def _commit(self, plan: StepPlan) -> list[Update]:
+    def _commit(self, flight: InFlight) -> list[Update]:
         """Append what was verified, keep its cache entries, and report it to drafters and callers."""
-        for item in plan.scheduled:
+        for item in flight.items:
             record_prompt_logprobs(item)
             record_times(item.sequence, self._clock, self._answers.arrived_s(item.sequence))
             if item.decodes:
                 self._answers.append(item)
             self.runner.commit(item)
-        decoded = plan.decoding
+        decoded = flight.decoding
         self.extension.commit(decoded)
         self.drafting.observe(decoded)
         _call(self.on_observe, decoded)
@@ -266,9 +298,17 @@ class Engine:
         return self._answers.emit(decoded)
 
     def _release(self, sequence: Sequence) -> None:
-        """The sequence is finished, aborted or preempted."""
+        """The sequence is finished, aborted, paused or preempted."""
+        self._drop(sequence)
         self.drafting.release(sequence)
         self.extension.release(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """What the step in flight makes of the sequence is of no use."""
+        if self._flight is not None:
+            self._flight.drop(sequence)
+            if not self._flight.items:
+                self._flight = None
 
     def _free(self, sequence: Sequence) -> None:
         """The sequence has ended."""

@@ -7,13 +7,15 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from slipstream.core.pending import PendingNumbers
+from slipstream.core.pending import PendingNumbers, PendingTail
+from slipstream.core.proposal import Proposal
 from slipstream.core.step import StepItem
+from slipstream.engine.in_flight import InFlight
 from slipstream.kv.cache import KVCache
-from slipstream.kv.upload import download
+from slipstream.kv.upload import upload
 from slipstream.models import CausalLM, RowGroup
 from slipstream.models.batch import side_by_side, tree_rows
-from slipstream.models.executor.choices import OwnTokens, PassVerdicts, TokenChoices
+from slipstream.models.executor.choices import OwnTokens, TokenChoices
 
 Choose = Callable[[StepItem], OwnTokens | None]
 
@@ -27,56 +29,42 @@ class ModelRunner:
         self.cache = cache
         self.feature_layers = tuple(feature_layers)
 
-    def forward(self, items: Seq[StepItem], choose: Choose | None = None) -> None:
-        """One pass over all scheduled rows and all proposals.
+    def launch(self, items: Seq[StepItem], choose: Choose | None = None) -> InFlight:
+        """Begin one pass over all scheduled rows and all proposals; `InFlight.finish` waits for its results.
 
         `choose` says how the tokens of an item that decodes are chosen; None where the pass cannot choose. Where the
         executor chooses, `chosen` and `walked` are filled in.
-
-        Fills in each item's `rows`, the logits of its rows that matter: every computed row while prompt
-        log-probabilities are wanted, else the last committed token's row and one a draft node (none for a prompt chunk
-        that does not reach the end). Of an item that decodes, `logits` are the last of them.
         """
         if not self.model.executor.chooses:
             for item in items:
-                _resolve(item)
+                item.resolve()
         groups = [self._row_group(item) for item in items]
         order = side_by_side(groups)
-        items, groups = [items[i] for i in order], [groups[i] for i in order]
-        choices = self._choices(items, groups, choose)
+        ordered, groups = [items[i] for i in order], [groups[i] for i in order]
+        choices = self._choices(ordered, groups, choose)
         output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices)
-        verdicts = self._read(output.verdicts, items)
-        if self.feature_layers and verdicts is None:  # else the pass has kept them
+        if self.feature_layers and output.verdicts is None:  # else the pass has kept them
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
-        end = 0
-        for item, group, rows in zip(items, groups, output.rows.by_group(output.logits), strict=True):
-            item.rows = rows
-            end += len(group.logit_rows)
-            if not item.decodes:
-                continue
-            size = 1 + len(item.proposal)
-            item.logits = rows[len(rows) - size :] if len(rows) > size else rows
-            root = end - size
-            if choices is not None and verdicts is not None and choices.sizes[root]:
-                item.chosen = verdicts.tokens[root:end]
-                item.walked = verdicts.verdict(root)
+        return InFlight(items, ordered, output, choices)
 
-    def _read(self, verdicts: torch.Tensor | None, items: Seq[StepItem]) -> PassVerdicts | None:
-        """The verdicts of a pass; resolves the proposals of the items. The one wait of a step."""
-        proposals = [item.proposal for item in items if item.proposal.is_pending]
-        parts = [part for each in proposals for part in (each.token_ids, each.parents)]
-        pending = [part for part in parts if isinstance(part, PendingNumbers) and part.is_pending]
-        tensors = [part.tensor for part in pending] + ([] if verdicts is None else [verdicts.flatten()])
-        if not tensors:
-            return None
-        numbers = download(torch.cat(tensors) if len(tensors) > 1 else tensors[0])
-        for part in pending:
-            part.resolve(numbers[: len(part)])
-            del numbers[: len(part)]
+    def enter(self, items: Seq[StepItem]) -> None:
+        """Count the entries of the computed committed tokens as valid, though the pass may still be running: whatever
+        reads, moves or overwrites them is launched behind it."""
         for item in items:
-            _resolve(item)
-        return None if verdicts is None else PassVerdicts.of(numbers)
+            if not item.is_entered:
+                sequence, end = item.sequence, item.sequence.num_computed + item.num_rows
+                self.cache.accounting.commit(sequence.id, sequence.entry_ids(sequence.num_computed, end))
+                sequence.num_computed, item.is_entered = end, True
+
+    def take_back(self, items: Seq[StepItem]) -> None:
+        """Undo `enter`: the pass has failed."""
+        for item in items:
+            if item.is_entered:
+                sequence = item.sequence
+                sequence.num_computed -= item.num_rows
+                self.cache.accounting.truncate(sequence.id, sequence.num_computed)
+                item.is_entered = False
 
     def _choices(
         self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None
@@ -98,13 +86,14 @@ class ModelRunner:
         The tokens of the kept nodes are already in `sequence.token_ids`.
         """
         sequence = item.sequence
-        end = sequence.num_computed + item.num_rows + len(item.kept_nodes)
+        num_entered = item.num_rows if item.is_entered else 0
+        end = sequence.num_computed - num_entered + item.num_rows + len(item.kept_nodes)
         token_ids = sequence.entry_ids(sequence.num_computed, end)
         if item.walked is not None:  # the pass has moved them into place
             self.cache.accounting.commit(sequence.id, token_ids)
         else:
-            rows = [*range(item.num_rows), *(item.num_rows + node for node in item.kept_nodes)]
-            self.cache.commit(sequence.id, token_ids, rows)
+            rows = [*range(item.num_rows), *(item.num_rows + node for node in item.kept_nodes)][num_entered:]
+            self.cache.commit(sequence.id, token_ids, [row - num_entered for row in rows])
         sequence.num_computed = end
 
     def _row_group(self, item: StepItem) -> RowGroup:
@@ -116,13 +105,19 @@ class ModelRunner:
         accounting = self.cache.accounting
         slots, shared = accounting.slots(sequence.id), accounting.shared(sequence.id)
         token_ids = sequence.token_ids[past : past + num_rows]
-        return tree_rows(slots, past, token_ids, item.proposal, first_logit, sequence.num_fast_tokens, shared)
+        fast = sequence.num_fast_tokens
+        group = tree_rows(slots, past, token_ids, item.proposal, first_logit, fast, shared)
+        if sequence.tail is not None:
+            group.drafted, group.shift = (
+                self._pending_tokens(sequence.tail, item.proposal),
+                sequence.tail.shift,
+            )
+        return group
 
-
-def _resolve(item: StepItem) -> None:
-    """Have the item's proposal known to the host."""
-    if item.proposal.is_pending:
-        known = item.proposal.known()
-        if item.drafted is item.proposal:
-            item.drafted = known
-        item.proposal = known
+    def _pending_tokens(self, tail: PendingTail, proposal: Proposal) -> PendingNumbers:
+        """The last token of the text, and what is proposed behind it."""
+        last, ids = tail.tokens.tensor[-1:], proposal.token_ids
+        if not len(ids):
+            return PendingNumbers(last)
+        own = ids.tensor if isinstance(ids, PendingNumbers) else upload(ids, last.device)
+        return PendingNumbers(torch.cat([last, own]))

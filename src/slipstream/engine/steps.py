@@ -12,19 +12,24 @@ from slipstream.draft.lookup.alignment import num_found
 
 
 class StepClock:
-    """When the phases of a step ended, in seconds of `perf_counter`: each method is called when its phase is over."""
+    """How long the phases of a step took, in seconds: each method is called when its phase is over."""
 
     def __init__(self) -> None:
-        self.planned_s = self.drafted_s = self.verified_s = 0.0
+        self.planned_s = 0.0
+        """When the step's first plan was made."""
+        self.draft_s = self.verify_s = 0.0
+        """What the drafters took, and what the target's pass and the verdicts did. Where steps overlap, these are
+        parts of the time between two verdicts, whichever step they were for."""
         self.step_s = 0.0
         """What the whole step took, without its extension; known once it is reported."""
-        self._begun_s = self._extension_s = 0.0
+        self._begun_s = self._extension_s = self._drafting_s = 0.0
         self._unreported_s = 0.0
         """What the extension took since the last report: a step that runs nothing has none."""
 
     def begin(self) -> None:
         """A step begins."""
-        self._begun_s = time.perf_counter()
+        self._begun_s = self.planned_s = time.perf_counter()
+        self.draft_s = self._extension_s = 0.0
 
     def extended(self, seconds: float) -> None:
         """The extension has proposed, which took so long."""
@@ -33,25 +38,15 @@ class StepClock:
 
     def planned(self) -> None:
         """The scheduler has planned."""
-        self.planned_s = time.perf_counter()
+        self.planned_s = self._drafting_s = time.perf_counter()
 
     def drafted(self) -> None:
         """The drafters have proposed."""
-        self.drafted_s = time.perf_counter()
+        self.draft_s += time.perf_counter() - self._drafting_s
 
     def verified(self) -> None:
         """The target has computed, and the verdicts are known."""
-        self.verified_s = time.perf_counter()
-
-    @property
-    def draft_s(self) -> float:
-        """What the drafters took."""
-        return self.drafted_s - self.planned_s
-
-    @property
-    def verify_s(self) -> float:
-        """What the target's pass and the verdicts took."""
-        return self.verified_s - self.drafted_s
+        self.verify_s = time.perf_counter() - self.planned_s - self.draft_s
 
     def report(self, items: Seq[StepItem]) -> StepReport:
         """What the step did, once its tokens are committed."""

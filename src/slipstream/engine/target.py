@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PRIVATE_FIELDS = {
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("kv_cache_bytes", "kv_memory_fraction", "gpu_memory_utilization", "enable_prefix_caching", "seed"),
-    *("allow_lossy", "generation_config", "override_generation_config"),
+    *("allow_lossy", "overlap_steps", "generation_config", "override_generation_config"),
 }
 """Fields of `EngineConfig` in which engines that share a target may differ."""
 

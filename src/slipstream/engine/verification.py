@@ -70,8 +70,12 @@ def own_tokens(item: StepItem, processor: LogitsProcessor) -> OwnTokens | None:
     noise = _noise(item, 0)
     if noise.greedy:
         return OwnTokens([0] * (1 + len(item.proposal)), params)
-    positions = (noise.root_position + depth for depth in (0, *item.proposal.depths))
-    return OwnTokens([noise.signed_key(position) for position in positions], params)
+    first, tail = noise.root_position, item.sequence.tail
+    keys = [noise.signed_key(first + depth) for depth in (0, *item.proposal.depths)]
+    if tail is None or tail.shift is None:
+        return OwnTokens(keys, params)
+    earlier = [noise.signed_key(position) for position in range(first - tail.most + 1, first)]
+    return OwnTokens(keys, params, earlier, tail.shift)
 
 
 def _noise(item: StepItem, num_given: int) -> Noise:

@@ -274,7 +274,9 @@ class SegmentAccounting(SlotAccounting):
     def _relocate(self, segment: Segment, start: int) -> bool:
         if segment.start == start:
             return False
-        self._move(segment.start, start, len(segment.token_ids))
+        # Entries that a step in flight writes behind the valid ones move with them.
+        count = len(segment.token_ids) if segment.owner is None else segment.capacity
+        self._move(segment.start, start, count)
         segment.start = start
         return True
 

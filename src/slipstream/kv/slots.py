@@ -105,7 +105,8 @@ class SlotAccounting(ABC):
     def reserve(self, owner: int, num_tokens: int) -> bool:
         """Make sure `owner` has at least `num_tokens` slots; False, with nothing lost, when there is no room.
 
-        Only valid entries, of any owner, are sure to be kept.
+        Valid entries, of any owner, are kept; and those of an owner behind them too, where its slots are consecutive: a
+        step in flight may be writing them.
         """
 
     @abstractmethod

@@ -30,12 +30,19 @@ def across(numbers: Tensor, device: torch.device | None) -> Tensor:
     return numbers if device is None else numbers.to(device, non_blocking=True)
 
 
-def download(numbers: Tensor) -> list[int]:
-    """The numbers, int64 [n]; the host waits for them, and for nothing that is launched behind them."""
-    host = numbers.to("cpu", non_blocking=True)  # from a CUDA device into pinned memory
-    if numbers.is_cuda:
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(numbers.device))
-        copied.synchronize()
-    read: list[int] = host.tolist()
-    return read
+class Download:
+    """Numbers on their way to the host, int64 [n], copied as they are now: behind what is launched so far."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host = numbers.to("cpu", non_blocking=True)  # from a CUDA device into pinned memory
+        self._copied: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self) -> list[int]:
+        """The numbers; the host waits for them, and for nothing that was launched since."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[int] = self._host.tolist()
+        return numbers

@@ -52,6 +52,9 @@ class RowGroup:
     """Entries that others of the pass may hold too, all of the past; None where no other does."""
     drafted: PendingNumbers | None = None
     """The tokens of the last rows, where the host has not read them: `token_ids` says nothing of these rows."""
+    shift: Tensor | None = None
+    """int64 [1]: what is to be added to the positions and slots of a chain, where the host does not know how long the
+    text is; only where the slots are consecutive."""
     ranks: Tensor | None = None
     """int64, one for each entry of `tail_seen`: what is to be added to it, where the host does not know that."""
 
@@ -157,23 +160,34 @@ class BatchTensors(NamedTuple):
     shared_length: Tensor
     """[N], or empty"""
 
-    def fill_in(self, drafted: Tensor | None, ranks: Tensor | None) -> BatchTensors:
-        """Write what `ForwardBatch.drafted` and `ranks` say into the arrays."""
-        for own, filled in zip(self, self.filled(drafted, ranks), strict=True):
+    def fill_in(
+        self, drafted: Tensor | None, ranks: Tensor | None, shifts: Tensor | None = None
+    ) -> BatchTensors:
+        """Write what `ForwardBatch.drafted`, `ranks` and `shifts` say into the arrays."""
+        for own, filled in zip(self, self.filled(drafted, ranks, shifts), strict=True):
             if filled is not own:
                 own.copy_(filled)
         return self
 
-    def filled(self, drafted: Tensor | None, ranks: Tensor | None) -> BatchTensors:
+    def filled(
+        self, drafted: Tensor | None, ranks: Tensor | None, shifts: Tensor | None = None
+    ) -> BatchTensors:
         """As `fill_in`, in new arrays: a recording reads the old ones again."""
         ids, tails, device = self.token_ids, (self.tail_slots, self.tail_entries), self.token_ids.device
+        moved = (self.positions, self.slots, self.run_length)
         if drafted is not None:
             own = drafted.to(device)[(-1 - ids).clamp(min=0)].clamp(min=0)
             ids = torch.where(ids < 0, own, ids)
         if ranks is not None:
             added = torch.nn.functional.pad(ranks.to(device), (0, len(tails[0]) - len(ranks)))
             tails = (tails[0] + added, tails[1] + added)
-        return self._replace(token_ids=ids, tail_slots=tails[0], tail_entries=tails[1])
+        if shifts is not None:
+            by = torch.nn.functional.pad(shifts.to(device), (0, len(ids) - len(shifts)))
+            moved = (moved[0] + by, moved[1] + by, moved[2] + by)
+        return self._replace(
+            token_ids=ids, positions=moved[0], slots=moved[1], run_length=moved[2],
+            tail_slots=tails[0], tail_entries=tails[1],
+        )  # fmt: skip
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -384,6 +398,20 @@ class ForwardBatch:
         return self.buffer[5 * self.num_rows : 6 * self.num_rows + 1]
 
     @cached_property
+    def shifts(self) -> Tensor | None:
+        """int64, of the first rows: what is added to where they are, see `RowGroup.shift`; None: nothing."""
+        device = next((group.shift.device for group in self.groups if group.shift is not None), None)
+        if device is None:
+            return None
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        return _joined(
+            [
+                (none if group.shift is None else group.shift).expand(len(group.token_ids))
+                for group in self.groups
+            ]
+        )
+
+    @cached_property
     def fast_rows(self) -> list[int]:
         """The rows that the arithmetic of `fast_prompts` computes, ascending."""
         if not self.num_fast:
@@ -404,7 +432,7 @@ class ForwardBatch:
         """The arrays on `device`: one copy a pass, none on the CPU."""
         if device not in self._tensors:
             arrays = self.views(upload(self.buffer, device))
-            self._tensors[device] = arrays.fill_in(self.drafted, self.ranks)
+            self._tensors[device] = arrays.fill_in(self.drafted, self.ranks, self.shifts)
         return self._tensors[device]
 
     def read(self, device: torch.device, arrays: BatchTensors) -> None:

@@ -66,7 +66,7 @@ class Noise:
     def key(self, position: int, stream: Stream = Stream.TARGET, index: int = 0) -> int:
         """The 64-bit key of `position`; `index` separates several uses at one position, such as nodes."""
         if stream is Stream.TARGET:
-            return _mix(self.seed, stream, position)
+            return _target_key(self.seed, position)
         own = (self.nonce,) if self.nonce else ()
         return _mix(self.seed, stream, self.root_position, position, index, *own)
 
@@ -181,6 +181,12 @@ def _mix(*words: int) -> int:
     for word in words:
         state = _finalise(((state ^ word) + _GOLDEN) & _MASK_64)
     return state
+
+
+@lru_cache(maxsize=2**16)
+def _target_key(seed: int, position: int) -> int:
+    """Kept for a while: drafts and verdicts ask for the same positions, in several steps."""
+    return _mix(seed, Stream.TARGET, position)
 
 
 def _signed(word: int) -> int:

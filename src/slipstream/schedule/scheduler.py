@@ -100,6 +100,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether some sequence waits that the next step may have a place for."""
+        return bool(self.waiting) and (len(self.running) < self._max_num_seqs or not self._shares.is_one)
+
     def plan(self) -> StepPlan:
         """Decide the next step and reserve the slots that it will write."""
         plan = StepPlan()
@@ -117,6 +122,20 @@ class Scheduler:
             for item in plan.scheduled:
                 self._shares.serve(item.sequence.account, item.num_rows)
         return plan
+
+    def plan_ahead(self, sequences: Seq[Sequence]) -> list[StepItem] | None:
+        """A step of one row for each of these running sequences, and drafts; None where there is no room for all."""
+        items = [StepItem(sequence, 1) for sequence in sequences]
+        rows = {sequence.id: 1 for sequence in sequences}
+        for item in items:
+            item.max_draft_tokens = self._draft_tokens(item.sequence, rows)
+            needed = item.sequence.num_computed + 1 + item.max_draft_tokens
+            if not self._accounting.reserve(item.sequence.id, needed):
+                return None
+        if not self._shares.is_one:
+            for item in items:
+                self._shares.serve(item.sequence.account, item.num_rows)
+        return items
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting:
@@ -206,6 +225,8 @@ class Scheduler:
         """
         if sequence.num_step_nodes:
             return sequence.num_step_nodes
+        if not self._max_draft_tokens and sequence.expected is None:
+            return 0
         spare = (self._max_rows - sum(rows.values()) - self._num_step_nodes) // len(self.running)
         to_emit = sequence.max_output_tokens - sequence.num_output_tokens - 1
         to_context = self._num_tokens_limit - len(sequence.token_ids) - 1

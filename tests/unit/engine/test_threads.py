@@ -74,13 +74,13 @@ def test_an_engine_that_is_made_meanwhile() -> None:
 def test_steps_in_a_thread_that_began_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """On PyTorch's operators: such a thread would compute on one for ever."""
     llm = LLM(kv_cache_bytes=2**22, cpu_kernels="torch")
-    forward, counts = llm.engine.runner.forward, list[int]()
+    launch, counts = llm.engine.runner.launch, list[int]()
 
     def counted(*args: Any) -> Any:
         counts.append(torch.get_num_threads())
-        return forward(*args)
+        return launch(*args)
 
-    monkeypatch.setattr(llm.engine.runner, "forward", counted)
+    monkeypatch.setattr(llm.engine.runner, "launch", counted)
     in_a_new_thread(lambda: llm.generate([[5, 6]], SamplingParams(max_tokens=3)))
     assert set(counts) == {PROCESS}
 
@@ -93,13 +93,13 @@ def test_an_engine_leaves_the_process_its_threads(kernels: str, monkeypatch: pyt
     assert torch.get_num_threads() == threads.available() == PROCESS
     counts: list[int] = []
     for engine in (llm.engine, other.engine):
-        forward = engine.runner.forward
+        launch = engine.runner.launch
 
-        def counted(*args: Any, forward: Any = forward) -> Any:
+        def counted(*args: Any, launch: Any = launch) -> Any:
             counts.append(torch.get_num_threads())
-            return forward(*args)
+            return launch(*args)
 
-        monkeypatch.setattr(engine.runner, "forward", counted)
+        monkeypatch.setattr(engine.runner, "launch", counted)
     for each in (llm, other, llm):
         each.generate([[5, 6]], SamplingParams(max_tokens=1))
     fused = isinstance(llm.engine.model.executor, CpuKernels)

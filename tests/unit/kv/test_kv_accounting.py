@@ -238,3 +238,19 @@ def test_fragmented_room_is_gathered() -> None:
         del driver.texts[owner]
     assert driver.open(9, [9] * (3 * CHUNK - 1)) == 0, "three separate chunks became one"
     driver.check()
+
+
+def test_what_a_step_in_flight_writes_moves_with_the_entries_before_it() -> None:
+    driver = Driver(8 * CHUNK)
+    for owner in range(2):
+        assert driver.open(owner, [owner] * 9) == 0
+        driver.compute(owner, 9)
+    before = driver.accounting.slots(0)
+    for position in range(9, CHUNK):
+        driver.cells.slots[before[position]] = ("in flight", position)
+    assert driver.accounting.reserve(0, 2 * CHUNK)
+    after = driver.accounting.slots(0)
+    assert after[0] != before[0], "the other sequence was in the way"
+    driver.check()
+    held = [driver.cells.slots[slot] for slot in after[9:CHUNK]]
+    assert held == [("in flight", position) for position in range(9, CHUNK)]

@@ -41,6 +41,10 @@ class EngineStats:
     passes: Mapping[str, PassCounts] = field(default_factory=dict)
     """Passes of the `target` and of the `draft` models since they were loaded, of those whose executors record passes.
     Engines that share a model share its counts."""
+    num_overlapped_steps: int = 0
+    """Since the engine was made: steps that were launched before the host had read the one before them."""
+    drained_steps: Mapping[str, int] = field(default_factory=dict)
+    """Steps that could have been and were not, by why; none where the device and the host cannot work at a time."""
 
     @property
     def cache_usage(self) -> float:

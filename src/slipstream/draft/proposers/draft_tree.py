@@ -146,15 +146,18 @@ class DraftTree:
         shape, params = self.shape, self.processor.filters_only
         if shape.widths is not None or not shape.is_chain or params is None:
             return None
-        least, no_keys = self.confidence_threshold, [0] * self.max_depth
+        least, no_keys, tail = self.confidence_threshold, [0] * self.max_depth, self.sequence.tail
+        shift = None if tail is None else tail.shift
         if self.noise.greedy:
-            return Draw(0.0, no_keys, least_confidence=least)
+            return Draw(0.0, no_keys, least_confidence=least, shift=shift)
         if shape.method not in ("greedy", "coupled"):
             return None
         greedy, first = shape.method == "greedy", len(self.sequence.token_ids)
         keys = no_keys if greedy else [self.noise.key(first + level) for level in range(self.max_depth)]
         filters = max(params.top_k, 0), params.top_p, params.min_p
-        return Draw(params.temperature, keys, *filters, least, greedy)
+        before = 0 if greedy or tail is None else tail.most - 1
+        earlier = [self.noise.key(position) for position in range(first - before, first)]
+        return Draw(params.temperature, keys, *filters, least, earlier, shift, greedy)
 
     def take_chain(self, token_ids: Seq[int]) -> None:
         """Take what `Chains.tokens` says of a whole chain. All its tokens but the last were fed, and that one too where

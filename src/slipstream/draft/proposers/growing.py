@@ -106,10 +106,9 @@ class GrowingDrafter(Drafter):
                 raise NotFiniteError(tree.sequence.id)
         self.grow(trees)
 
-    def _checked(self, sequence: Sequence) -> DraftTree | None:
-        """The last proposal that the target has checked meanwhile, with its nodes; None where there is none or it
-        was not finite."""
-        tree = self._unobserved.pop(sequence.id, None)
+    def _checked(self, sequence: Sequence, tree: DraftTree | None) -> DraftTree | None:
+        """A proposal that the target has checked meanwhile, with its nodes; None where there is none or it was not
+        finite."""
         try:
             if tree is not None:
                 tree.resolve()

@@ -51,6 +51,8 @@ class CachedDrafter(EntriesDrafter):
             kv_bytes_per_token=bytes_per_token(self._shapes, self._cache_dtype)
             + kept_width * like.dtype.itemsize,
         )
+        self._behind: dict[int, DraftTree] = self.by_sequence()
+        """The proposal before the last one, where that has not been observed either."""
 
     def _num_ready(self, sequence: Sequence) -> int:
         """How many of the committed tokens can be fed now."""
@@ -93,12 +95,17 @@ class CachedDrafter(EntriesDrafter):
         """Keep the entries of the accepted path; a path's deepest token was never fed, so it has none."""
         for seen in observations:
             sequence = seen.sequence
+            is_behind = sequence.id in self._behind
+            last = (self._behind if is_behind else self._unobserved).pop(sequence.id, None)
             if sequence.id not in self.cache.accounting:
-                self._unobserved.pop(sequence.id, None)
                 continue
-            tree = self._checked(sequence)
+            tree = self._checked(sequence, last)
             if sequence.id in self._damaged:
                 self._drop_entries(sequence.id)
+                continue
+            if is_behind:
+                self._enter_text(sequence)
+                continue
             if tree is None or not self.keeps_accepted:
                 continue
             first = tree.length
@@ -116,9 +123,17 @@ class CachedDrafter(EntriesDrafter):
                 kept.append(stored)
             self.cache.commit(sequence.id, token_ids[: len(kept)], kept)
 
+    def _enter_text(self, sequence: Sequence) -> None:
+        """The text is known behind which the last chain was drawn: all of its entries are there."""
+        token_ids, accounting = self._token_ids(sequence), self.cache.accounting
+        accounting.commit(sequence.id, token_ids[accounting.num_valid(sequence.id) :])
+        if sequence.id in self._unobserved:
+            self._unobserved[sequence.id].length = len(token_ids)
+
     def rewind(self, sequence: Sequence) -> None:
         """Cut the entries to the sequence's text."""
         self._unobserved.pop(sequence.id, None)
+        self._behind.pop(sequence.id, None)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.truncate(sequence.id, len(self._token_ids(sequence)))
 
@@ -166,7 +181,11 @@ class CachedDrafter(EntriesDrafter):
         return self.shape.max_stored
 
     def _begin(self, sequence: Sequence, budget: int) -> DraftTree:
-        self._unobserved.pop(sequence.id, None)
+        tree = self._unobserved.pop(sequence.id, None)
+        if sequence.tail is None:
+            self._behind.pop(sequence.id, None)
+        elif tree is not None:
+            self._behind[sequence.id] = tree
         return super()._begin(sequence, budget)
 
     def _draft(self, trees: list[DraftTree]) -> None:
@@ -197,6 +216,13 @@ class CachedDrafter(EntriesDrafter):
                 accounting.commit(sequence.id, text[seen : self.first_entry])
                 seen = accounting.num_valid(sequence.id)
             length = len(text)
+            if sequence.tail is not None:
+                slots, last = accounting.slots(sequence.id), sequence.tail.tokens
+                num = len(last)
+                rows = RowGroup(slots, length - num, [0] * num, [num - 1], drafted=last)
+                rows.shift = sequence.tail.shift
+                feeds.append(Feed(tree, rows, length - num))
+                continue
             # The last token is fed again when `propose` is called twice for the same text.
             past = max(min(seen, length - 1), self.first_entry)
             end = min(past + rows_left, self._num_ready(sequence))

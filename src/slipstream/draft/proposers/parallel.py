@@ -160,7 +160,7 @@ class HeadDrafter(StateDrafter):
     def observe(self, observations: Seq[Observation]) -> None:
         """See whether what was pending was finite."""
         for seen in observations:
-            self._checked(seen.sequence)
+            self._checked(seen.sequence, self._unobserved.pop(seen.sequence.id, None))
 
     def _draft(self, trees: list[DraftTree]) -> None:
         super()._draft(trees)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -49,6 +50,10 @@ class TritonBackend(PackedBackend):
 
     executor = "cuda_kernels"
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._tiles: WeakKeyDictionary[KVPool, int] = WeakKeyDictionary()
+
     @classmethod
     def refusal(cls, traits: ModelTraits) -> str | None:
         if traits.device.type != "cuda":
@@ -74,14 +79,21 @@ class TritonBackend(PackedBackend):
 
     def plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
         """The work of a pass's attention."""
-        return plan_over(rows, pool, text_config(self.traits.config).num_attention_heads)
+        if pool not in self._tiles:
+            self._tiles[pool] = _tile_rows(pool, text_config(self.traits.config).num_attention_heads)
+        return plan_attention(rows, self._tiles[pool])
 
 
 def plan_over(rows: ForwardBatch, pool: KVPool, num_heads: int) -> AttentionPlan:
     """The work of a pass's attention of so many heads over the entries of `pool`."""
+    return plan_attention(rows, _tile_rows(pool, num_heads))
+
+
+def _tile_rows(pool: KVPool, num_heads: int) -> int:
+    """Rows of a tile, the same for all passes over a pool."""
     group = num_heads // min(len(keys) for keys in pool.keys)
     widest = max(entries.shape[2] for entries in (*pool.keys, *pool.values))
-    return plan_attention(rows, Cut.of(widest, bool(pool.key_scales)).tile // group)
+    return Cut.of(widest, bool(pool.key_scales)).tile // group
 
 
 def _widest_head(config: Any) -> int:

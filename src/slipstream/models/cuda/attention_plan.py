@@ -12,6 +12,7 @@ neighbours, nor on how the work was cut, nor on whether the row's text was draft
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ SPLIT = 256
 """Columns of a split."""
 MANY_ITEMS = 1024
 """From so many splits of tiles on a program takes all the splits of its rows: there is work enough without cutting."""
+FEW_ITEMS = 256
+"""Up to so many items of runs the plan is made without arrays."""
 
 Numbers = NDArray[np.int64]
 
@@ -55,9 +58,14 @@ def plan_attention(batch: ForwardBatch, tile_rows: int, split: int = SPLIT) -> A
     """The work of a pass over contiguous groups, in tiles of at most `tile_rows` rows."""
     n = batch.num_rows
     run_length = batch.buffer[4 * n : 5 * n]
-    tail_length = np.diff(batch.tail_begin)
     tiles = _tiles(batch, tile_rows)
-    first, count = tiles.T
+    if n and not batch.tail_begin[-1]:
+        longest = np.maximum.reduceat(run_length, [first for first, _ in tiles])
+        splits: list[int] = (-(-longest // split)).tolist()
+        if sum(splits) <= min(FEW_ITEMS, MANY_ITEMS):
+            return _plan_runs(tiles, splits)
+    tail_length = np.diff(batch.tail_begin)
+    first, count = np.array(tiles, np.int64).reshape(-1, 2).T
     # Of rows with a tail only the splits that lie wholly in their run are computed together.
     own = np.where(tail_length > 0, run_length // split, -(-run_length // split))
     num_splits = np.maximum.reduceat(own, first) if n else own
@@ -79,14 +87,24 @@ def plan_attention(batch: ForwardBatch, tile_rows: int, split: int = SPLIT) -> A
     return AttentionPlan(np.concatenate([items, behind]), np.concatenate([[0], np.cumsum(counts)]))
 
 
-def _tiles(batch: ForwardBatch, tile_rows: int) -> Numbers:
-    """[tiles, 2]: first row and rows, each of one group, and either of its chain or of its tree."""
-    tiles = []
+def _plan_runs(tiles: list[tuple[int, int]], splits: list[int]) -> AttentionPlan:
+    """The work of a pass without trees, by tile. Of few items, lists are made faster than arrays."""
+    items: list[tuple[int, int, int, int, int]] = []
+    counts: list[int] = []
+    for (first, count), num_splits in zip(tiles, splits, strict=True):
+        items += [(first, count, number, 1, number) for number in range(num_splits)]
+        counts += [num_splits] * count
+    return AttentionPlan(np.array(items, np.int64), np.array([0, *accumulate(counts)], np.int64))
+
+
+def _tiles(batch: ForwardBatch, tile_rows: int) -> list[tuple[int, int]]:
+    """First row and rows of each tile, which are of one group, and either of its chain or of its tree."""
+    tiles: list[tuple[int, int]] = []
     for group, begin, end in zip(batch.groups, batch.first_rows, batch.first_rows[1:], strict=False):
         tree = begin + group.num_chain if group.tail_seen is not None else end
         for first, last in ((begin, tree), (tree, end)):
             tiles += [(row, min(tile_rows, last - row)) for row in range(first, last, tile_rows)]
-    return np.array(tiles, np.int64).reshape(-1, 2)
+    return tiles
 
 
 def _cut(first: Numbers, count: Numbers, num_splits: Numbers, tiles_take_all: bool) -> Numbers:

@@ -202,6 +202,11 @@ class Executor(ABC):
         return 0
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether a pass is only launched when `forward` returns, so that the host can work while it runs."""
+        return False
+
+    @property
     def is_native(self) -> bool:
         """Whether the CPU kernels compute its linear layers, if not whole passes."""
         return self.is_fused

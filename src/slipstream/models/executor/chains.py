@@ -45,6 +45,10 @@ class Draw:
     min_p: float = 0.0
     least_confidence: float = 0.0
     """The chain ends before the product of the highest probabilities falls below this."""
+    earlier: Seq[int] = ()
+    """Keys of the positions before those, where the host does not know at which of all these the chain begins."""
+    shift: Tensor | None = None
+    """int64 [1]: which it is, counted from where `keys` say."""
     greedy: bool = False
     """Always the most probable token: temperature and filters count for the confidence only."""
 
@@ -159,6 +163,7 @@ class Chains:
         device, number = logits.device, len(self.lengths)
         drawn = torch.empty(self.depth, number, dtype=torch.int64, device=device)
         numbers = upload(self.numbers(), device)
+        self.fill_in(numbers)
         temperatures = numbers[0].view(torch.float64).float()
         growing = list(range(number))
         for level in range(self.depth):
@@ -181,7 +186,7 @@ class Chains:
 
     @cached_property
     def shape(self) -> ChainsShape:
-        """See `levels.PendingDrafts`, as for `numbers` and `rows`."""
+        """See `levels.PendingDrafts`, as for `numbers`, `fill_in` and `rows`."""
         has_filters = any(draw.filters != NO_FILTERS for draw in self._draws)
         return ChainsShape(self.depth, self._num_tokens, has_filters)
 
@@ -194,7 +199,23 @@ class Chains:
     def _row(self, chain: int, level: int) -> RowGroup:
         """The row of a chain's last token, which level `level` is drawn behind."""
         slots, first = self._ends[chain]
-        return RowGroup(slots, first + level - 1, [-1 - chain], [0])
+        return RowGroup(slots, first + level - 1, [-1 - chain], [0], shift=self._draws[chain].shift)
+
+    def fill_in(self, numbers: Tensor) -> None:
+        """The keys of where the chains begin, which the device alone may know, into `numbers` that lie there."""
+        most = max(len(draw.earlier) for draw in self._draws)
+        if not most:
+            return
+        device, number = numbers.device, len(self._draws)
+        keys = np.zeros((most + self.depth, number), np.uint64)
+        for chain, draw in enumerate(self._draws):
+            own = [*draw.earlier, *draw.keys]
+            keys[most - len(draw.earlier) :][: len(own), chain] = own
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        shifts = torch.cat([none if draw.shift is None else draw.shift.to(device) for draw in self._draws])
+        levels = torch.arange(most, most + self.depth, device=device)[:, None] + shifts
+        known = upload(keys.view(np.int64), device)
+        numbers[4:, :number] = known.gather(0, levels.clamp(min=0))  # greedy ones have none
 
     def numbers(self) -> NDArray[np.int64]:
         """[4 + depth, chains]: the bits of the temperatures as float64, the filters, and the keys' bits, 0 behind a

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.proposal import Proposal, Verdict
+from slipstream.kv.upload import upload
 from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filters_of
 from slipstream.sampling.params import SamplingParams
 
@@ -26,6 +27,10 @@ class OwnTokens(NamedTuple):
     keys: Seq[int]
     """[1 + nodes]: of the noise, as the int64 with these bits."""
     params: SamplingParams
+    earlier: Seq[int] = ()
+    """Those of the positions before the root's, where the host does not know at which of all these it is."""
+    shift: Tensor | None = None
+    """int64 [1]: which it is, counted from where the keys say."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,10 @@ class TokenChoices:
     """Parents that a device knows and the host does not: number i of them, all trees' one after another, stands in
     `parents` as -2 - i."""
 
+    moved: list[tuple[int, Seq[int], Tensor]] = field(default_factory=list)
+    """Trees whose root's position a device knows: the root's row, the keys of all positions that it may have and of
+    those that follow, and how far it is from the last that it may have."""
+
     def skip(self, num_rows: int) -> None:
         """The next rows are of no tree."""
         for values in (self.keys, self.parents, self.sizes):
@@ -60,6 +69,8 @@ class TokenChoices:
         """The next rows are this tree."""
         params, size = own.params, 1 + len(proposal)
         filters = filters_of(params.top_k, params.top_p, params.min_p) if params.filters else NO_FILTERS
+        if own.shift is not None and own.earlier:
+            self.moved.append((len(self.keys), [*own.earlier, *own.keys], own.shift))
         self.keys += own.keys
         self.temperatures += [params.temperature] * size
         parents = proposal.parents
@@ -98,7 +109,25 @@ class TokenChoices:
             parents = table[2]
             own = torch.cat(self.pending)[(-2 - parents).clamp(min=0)] + 1
             parents.copy_(torch.where(parents < -1, own, parents))
+        if self.moved:
+            self._fill_in_keys(table[0])
         return table
+
+    def _fill_in_keys(self, keys: Tensor) -> None:
+        """The keys of `moved`."""
+        rows: list[int] = []
+        places: list[int] = []
+        flat: list[int] = []
+        shifts: list[Tensor] = []
+        for root, own, shift in self.moved:
+            size = self.sizes[root]
+            rows += range(root, root + size)
+            places += range(len(flat) + len(own) - size, len(flat) + len(own))
+            flat += own
+            shifts.append(shift.expand(size))
+        numbers = upload([*rows, *places, *flat], keys.device)
+        into, at, of = numbers.tensor_split([len(rows), 2 * len(rows)])
+        keys[into] = of[at + torch.cat(shifts)]
 
 
 class PassVerdicts(NamedTuple):

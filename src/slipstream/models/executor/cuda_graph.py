@@ -182,6 +182,10 @@ class CudaGraphExecutor(EagerExecutor):
         return model
 
     @property
+    def is_asynchronous(self) -> bool:
+        return bool(self.model.device.type == "cuda")
+
+    @property
     def pass_counts(self) -> PassCounts:
         return PassCounts(self.num_replayed, dict(self.eager))
 
@@ -228,7 +232,7 @@ class CudaGraphExecutor(EagerExecutor):
         if shape not in recorded:
             recorded[shape] = self._record(padded, pool, shape, layout)
         numbers = upload(layout.numbers(padded, plan, choices), self.model.device)
-        padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks)
+        padded.views(layout.part(numbers, "batch")).fill_in(rows.drafted, padded.ranks, rows.shifts)
         if choices is not None:
             choices.fill_in(layout.choices(numbers))
         output = recorded[shape].replay(numbers)

@@ -69,6 +69,9 @@ class PendingDrafts(Protocol):
     def numbers(self) -> NDArray[np.int64]:
         """[rows, drafts]: what their levels read."""
 
+    def fill_in(self, numbers: Tensor) -> None:
+        """Write what the device alone knows into `numbers` that lie there, [rows, at least drafts]."""
+
     def rows(self, level: int, scratch: range) -> list[RowGroup]:
         """The rows of pass `level`, from 1 on: so many a draft as `fed` says, though it may have ended. Those of an
         ended one are stored in `scratch`. In place of token ids stand -1, -2 and so on."""
@@ -83,6 +86,9 @@ class BlankDrafts:
 
     def numbers(self) -> NDArray[np.int64]:
         return np.zeros((self.shape.num_numbers, self.number), np.int64)
+
+    def fill_in(self, numbers: Tensor) -> None:
+        """There is nothing to write."""
 
     def rows(self, level: int, scratch: range) -> list[RowGroup]:
         return blank_rows(self.number * self.shape.fed[level - 1], scratch)

@@ -76,10 +76,12 @@ class DraftRecorder:
         """Why drafts of this model cannot be recorded."""
 
     def draw(
-        self, pool: KVPool, shape: Hashable, numbers: Seq[NDArray[np.int64]], compute: Callable[..., Tensor]
-    ) -> Tensor | None:
+        self, pool: KVPool, shape: Hashable, numbers: Seq[NDArray[np.int64]], compute: Callable[..., Tensor],
+        fill_in: Callable[..., None] | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """What `compute` yields for tensors with these numbers; None where it cannot be recorded. `shape` says all that
-        it depends on besides. `pool` is a cache that it writes to."""
+        it depends on besides. `pool` is a cache that it writes to. `fill_in` is given the tensors before, and writes
+        what the device alone knows."""
         if self.failure is not None:
             return self.refuse(self.failure)
         sizes = [part.size for part in numbers]
@@ -93,7 +95,10 @@ class DraftRecorder:
                 recorded[shape] = RecordedPass(self._graph(), sum(sizes), self._device, compute_all)
             try:
                 flat = np.concatenate([part.ravel() for part in numbers])
-                drawn = recorded[shape].replay(upload(flat, self._device)).clone()
+                uploaded = upload(flat, self._device)
+                if fill_in is not None:
+                    fill_in(*torch.split(uploaded, sizes))
+                drawn = recorded[shape].replay(uploaded).clone()
             except RuntimeError as error:
                 self.failure = why_not_recorded(error)
                 self._recorded.clear()  # no graph is replayed any more
@@ -172,8 +177,16 @@ def draw_by_passes(
 
         return draw_levels(levels, len(passes), run)
 
+    def fill_in(table: Tensor, _: Tensor, *parts: Tensor) -> None:
+        drafts.fill_in(table.view(-1, number))
+        for level, (own, part) in enumerate(zip(passes, parts, strict=True)):
+            drafted = (
+                None if level else own.rows.drafted
+            )  # the tokens of later levels are filled in as they are drawn
+            own.views(part).fill_in(drafted, None, own.rows.shifts)
+
     key = (number, shape, tuple(each.shape for each in passes), given is not None)
-    return recorder.draw(pool, key, [table, places, *(each.numbers() for each in passes)], compute)
+    return recorder.draw(pool, key, [table, places, *(each.numbers() for each in passes)], compute, fill_in)
 
 
 def draw_by_one_pass(
