@@ -136,7 +136,7 @@ def test_drafts_that_are_not_recorded_are_counted_by_why(monkeypatch: pytest.Mon
     rows = opened(cache, own, rng)
     draws = [drawing(rng, "coupled", 3)]
     expected = [list(chain) for chain in model().draft_chain(rows, cache.pool, Chains(draws, 300))]
-    monkeypatch.setattr(recorded_drafts, "MOST_FIRST_ROWS", 0)
+    monkeypatch.setattr(recorded_drafts, "most_wanted", lambda _: 0)
     replayed = drafts.num_replayed
     found = model().draft_chain(rows, cache.pool, Chains(draws, 300, may_pend=True))
     assert [list(chain) for chain in found] == expected
