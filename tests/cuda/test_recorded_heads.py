@@ -117,6 +117,23 @@ def test_a_head_whose_drafts_are_not_finite_is_retired(
     assert llm.engine.stats().num_draft_failures >= 1
 
 
+def test_masked_drafts_do_not_run_ahead_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries of their accepted tokens are masks' until these are fed."""
+    llm = recorded("pard", "chain")
+    drafter: Any = llm.engine.drafter
+    propose, found = drafter.propose, []
+
+    def watched(sequences: Any, budgets: Any) -> Any:
+        proposals = propose(sequences, budgets)
+        found.extend(drafter.runs_ahead(sequence) for sequence in sequences)
+        return proposals
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    answers(llm, "greedy", 2)
+    assert found
+    assert not any(found)
+
+
 def test_several_prediction_layers_draw_a_pass_a_level_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
