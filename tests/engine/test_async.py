@@ -167,7 +167,7 @@ def test_a_closed_or_failed_engine_ends_its_streams(
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(broken.runner, "forward", fail)
+    monkeypatch.setattr(broken.runner, "launch", fail)
     asyncio.run(failing(AsyncEngine(engine=broken)))
 
 
@@ -261,7 +261,7 @@ def test_whoever_comes_while_the_engine_fails_is_told(
         posted.wait(120)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(llm.engine.runner, "forward", fail)
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
 
     async def main(engine: AsyncEngine) -> list[str]:
         tasks = [asyncio.create_task(outcome(engine, prompts[0]))]
@@ -401,7 +401,7 @@ def test_a_panic_in_the_engines_thread_reaches_every_caller(
     def panic(*_: object) -> None:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr(llm.engine.runner, "forward", panic)
+    monkeypatch.setattr(llm.engine.runner, "launch", panic)
 
     async def main(engine: AsyncEngine) -> list[str]:
         ends = await asyncio.gather(*(outcome(engine, prompts[number]) for number in range(4)))

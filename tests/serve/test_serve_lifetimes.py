@@ -195,7 +195,7 @@ def test_an_engine_that_fails_is_unhealthy_and_says_so(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(own.engine.runner, "forward", fail)
+    monkeypatch.setattr(own.engine.runner, "launch", fail)
     with TestClient(create_app(AsyncEngine(engine=own.engine), ServeConfig(), MODEL)) as client:
         assert client.get("/health").status_code == 200
         for stream in (True, False):
