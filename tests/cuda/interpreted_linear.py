@@ -46,12 +46,12 @@ def test_a_row_has_the_same_bits_among_any_others(name: str) -> None:
     """In passes of other numbers of rows, at another place, and beside rows that are NaN."""
     case = replace(LINEAR_CASES[name], outputs=(30, 9))
     weight, rows = case.weight(1), case.rows(100)
-    whole = weight._product(rows, True)  # before it is rounded to the rows' type
+    whole = weight.product_of(rows, True)  # before it is rounded to the rows' type
     for number in ROWS:
-        assert torch.equal(weight._product(rows[-number:], True), whole[-number:]), number
+        assert torch.equal(weight.product_of(rows[-number:], True), whole[-number:]), number
     beside = torch.full_like(rows[:20], torch.nan)
     beside[3], beside[17] = rows[40], rows[41]
-    assert torch.equal(weight._product(beside, True)[[3, 17]], whole[40:42])
+    assert torch.equal(weight.product_of(beside, True)[[3, 17]], whole[40:42])
 
 
 def test_many_rows_are_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +67,6 @@ def test_tickets_are_zeros_again(num_in: int) -> None:
     weight = LinearCase((130,), num_in).weight(3)
     rows = LinearCase((130,), num_in).rows(40)
     first = weight(rows)
-    assert bool(weight._tickets.eq(0).all())
-    assert (len(weight._tickets) > 0) == (num_in >= 384)
+    assert bool(weight.tickets.eq(0).all())
+    assert (len(weight.tickets) > 0) == (num_in >= 384)
     assert torch.equal(weight(rows), first)

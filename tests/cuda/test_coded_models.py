@@ -78,8 +78,8 @@ def test_an_fp8_folder_stays_codes(settings: dict[str, Any], tmp_path: Path) -> 
     wide.load_state_dict(numbers)
     expected = wide(torch.tensor([[1, 5, 9, 3, 7]])).logits[0, [0, 4]].detach()
     assert error(logits(lm), expected) < 1e-5
-    packed = [weight for layer in lm.executor._decoder.layers for weight in layer.linears]  # type: ignore[attr-defined]
-    assert {weight._codes.kind for weight in packed} == {HeldAs.FP8}
+    packed = [weight for layer in lm.executor.decoder.layers for weight in layer.linears]  # type: ignore[attr-defined]
+    assert {weight.codes.kind for weight in packed} == {HeldAs.FP8}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -143,7 +143,7 @@ def test_an_executor_that_takes_the_decoders_place_does_not_take_codes() -> None
     for executor, refused in ((RecordedExecutor, True), (RecordedKernels, False)):
         for quantization, stored_as in (("int8", ""), (None, "Q4_K")):
             with pytest.raises((ConfigError, ModelError)) if refused else nullcontext():
-                loading._check_kept(executor, given, quantization, "x", stored_as)
+                loading.check_kept(executor, given, quantization, "x", stored_as)
 
 
 def test_a_file_without_a_type_computes_in_16_bits_on_a_gpu() -> None:

@@ -100,7 +100,7 @@ def test_the_numbers_are_those_of_the_file(name: str) -> None:
     found = weight.numbers(torch.arange(layer.out_features))
     assert float((found - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
     has_halves = name.startswith(("AWQ", "GPTQ", "Q4_0", "Q5_0", "Q8_0"))
-    assert not has_halves or weight._codes.group_scales.dtype == torch.float16  # type: ignore[union-attr]
+    assert not has_halves or weight.codes.group_scales.dtype == torch.float16  # type: ignore[union-attr]
     rows = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).half()
     wanted = rows.double() @ expected.double().T
     assert float((weight(rows).double() - wanted).abs().max() / wanted.abs().max()) < 1e-3
@@ -145,7 +145,7 @@ def test_some_outputs_of_a_layer_are_held() -> None:
 def test_a_single_layer_of_the_rows_type_stays_in_its_memory() -> None:
     layer = nn.Linear(32, 70).bfloat16()
     weight = DeviceWeight.of([layer], torch.bfloat16)
-    assert weight._codes.codes.data_ptr() == layer.weight.data_ptr()
+    assert weight.codes.codes.data_ptr() == layer.weight.data_ptr()
     assert weight.nbytes == layer.weight.nbytes + 4 * 70
     assert (weight.in_features, weight.out_features, weight.num_weights) == (32, 70, 2240)
 
@@ -165,7 +165,7 @@ def test_fp8_weights_of_several_scales_are_one() -> None:
 def test_a_single_fp8_layer_stays_in_its_memory() -> None:
     layer = LINEAR_CASES["fp8, whole"].layers(0, CPU)[0]
     weight = DeviceWeight.of([layer], torch.float16)
-    assert weight._codes.codes.data_ptr() == layer.codes.data_ptr()  # type: ignore[union-attr, operator]
+    assert weight.codes.codes.data_ptr() == layer.codes.data_ptr()  # type: ignore[union-attr, operator]
 
 
 class Unknown(WeightFormat):
@@ -202,10 +202,10 @@ def test_what_cannot_be_held_says_why() -> None:
 @pytest.mark.parametrize("name", ["bfloat16", "4 bits of 32"])
 def test_the_operator_can_be_traced(name: str) -> None:
     """Its shapes without numbers, and what it changes."""
-    weight, held = LINEAR_CASES[name].weight(0), LINEAR_CASES[name].weight(0)._codes
+    weight, held = LINEAR_CASES[name].weight(0), LINEAR_CASES[name].weight(0).codes
     arguments: tuple[Tensor | int | bool | None, ...] = (
         LINEAR_CASES[name].rows(3), held.codes, held.scales, held.group_scales, held.zeros, None,
-        weight._tickets, int(held.kind), held.group, weight.out_features, False,
+        weight.tickets, int(held.kind), held.group, weight.out_features, False,
     )  # fmt: skip
     torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -239,5 +239,5 @@ def test_a_group_that_is_no_power_of_two_is_cut() -> None:
     codes = torch.randint(0, 16, (8, 192), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     layer = FileLinear(GroupedWeight(codes, torch.rand(8, 2), None, 96))
     weight = DeviceWeight.of([layer], torch.float16)
-    assert weight._codes.group == 32
+    assert weight.codes.group == 32
     assert torch.equal(weight.numbers(torch.arange(8)), layer.numbers(0, 8))

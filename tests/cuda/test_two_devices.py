@@ -33,7 +33,7 @@ OTHER = torch.device("meta")
 )
 def test_drafts_pend_where_they_are_brought_without_a_wait(own: str, target: str, pends: bool) -> None:
     drafter: Any = object.__new__(DraftModelDrafter)
-    drafter._device = torch.device(own)
+    drafter.device = torch.device(own)
     CachedDrafter.let_pend(drafter, torch.device(target))
     assert drafter.may_pend == pends
     assert drafter.pends_on == (torch.device(target) if pends else None)
@@ -71,7 +71,7 @@ def test_each_device_records_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch
         return nullcontext()
 
     cuda = torch.cuda
-    monkeypatch.setattr(CudaGraph, "_pools", {})
+    monkeypatch.setattr(CudaGraph, "pools", {})
     monkeypatch.setattr(cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: f"pool of {device}")
     monkeypatch.setattr(cuda, "Stream", lambda: f"stream of {device}")

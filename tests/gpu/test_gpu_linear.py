@@ -24,13 +24,13 @@ def test_products_against_float64(name: str) -> None:
 def test_a_row_on_a_gpu_has_the_same_bits_among_any_others(name: str) -> None:
     case = LINEAR_CASES[name]
     weight, rows = case.weight(1, CUDA), case.rows(300, device=CUDA)
-    whole = weight._product(rows, True)  # before it is rounded to the rows' type
+    whole = weight.product_of(rows, True)  # before it is rounded to the rows' type
     for number in ROWS:
-        assert torch.equal(weight._product(rows[-number:], True), whole[-number:]), number
+        assert torch.equal(weight.product_of(rows[-number:], True), whole[-number:]), number
     beside = torch.full_like(rows[:20], torch.nan)
     beside[3], beside[17] = rows[40], rows[41]
-    assert torch.equal(weight._product(beside, True)[[3, 17]], whole[40:42])
-    assert torch.equal(weight._product(rows, True), whole), "a second time"
+    assert torch.equal(weight.product_of(beside, True)[[3, 17]], whole[40:42])
+    assert torch.equal(weight.product_of(rows, True), whole), "a second time"
 
 
 def test_a_product_can_be_captured() -> None:

@@ -303,14 +303,14 @@ def adapt(
             with _as_stored(model, tried.widens):
                 stock, executor = _compared(lm, tried, executor if pack else EagerExecutor, options.executor)
         if pack:
-            _check_kept(executor, tried, options.quantization, path, stored_as)
+            check_kept(executor, tried, options.quantization, path, stored_as)
             lm.executor = executor(tried)
             if stock is not None and lm.was_compared:
                 stock.check_packed()
     return lm
 
 
-def _check_kept(
+def check_kept(
     executor: type[Executor], tried: ProbedModel, quantization: str | None, path: str, stored_as: str
 ) -> None:
     """Raise an error where weights are to be held in a way that what computes the model in the end has not."""

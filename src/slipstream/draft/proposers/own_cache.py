@@ -42,7 +42,9 @@ class CachedDrafter(EntriesDrafter):
         """Keys and values are computed and held in the types of the model `like`, and where it is. `kept_width` numbers
         are kept with those of a token."""
         super().__init__(options, context, vocab_size=vocab_size)
-        self._shapes, self._dtype, self._device = tuple(shapes), like.dtype, like.device
+        self._shapes, self._dtype = tuple(shapes), like.dtype
+        self.device = like.device
+        """Where drafts are drawn."""
         self._cache_dtype, self._kept_width = like.cache_dtype, kept_width
         self._num_scratch = like.executor.num_scratch_slots
         self.traits = replace(
@@ -65,10 +67,8 @@ class CachedDrafter(EntriesDrafter):
     # --- the contract -----------------------------------------------------------------------------------------
 
     def let_pend(self, device: torch.device) -> None:
-        is_reached = (
-            self._device.type == device.type == "cuda"
-        )  # what is drawn is copied there without a wait
-        self.pends_on = device if is_reached or self._device == device else None
+        is_reached = self.device.type == device.type == "cuda"  # what is drawn is copied there without a wait
+        self.pends_on = device if is_reached or self.device == device else None
 
     def allocate(self, num_tokens: int) -> None:
         super().allocate(num_tokens)
@@ -78,7 +78,7 @@ class CachedDrafter(EntriesDrafter):
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         """In the layout that passes read."""
         pool = KVPool(
-            self._shapes, num_tokens, self._dtype, self._device, self._kept_width, self._cache_dtype,
+            self._shapes, num_tokens, self._dtype, self.device, self._kept_width, self._cache_dtype,
             self._num_scratch,
         )  # fmt: skip
         return KVCache(pool, prefix_caching)

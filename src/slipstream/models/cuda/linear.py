@@ -139,7 +139,7 @@ class DeviceWeight:
         self, codes: Codes, dtype: torch.dtype, bias: Tensor | None = None, order: Tensor | None = None
     ) -> None:
         """For rows of `dtype`; with an `order` column j of the codes multiplies input `order[j]`."""
-        self._codes, self.dtype, self._bias = codes, dtype, bias
+        self.codes, self.dtype, self._bias = codes, dtype, bias
         self.out_features, self.in_features = codes.shape
         self.num_weights = self.out_features * self.in_features
         device = codes.codes.device
@@ -148,7 +148,7 @@ class DeviceWeight:
         cut = ProductCut.of(codes.kind, codes.group, dtype, self.in_features, self.out_features)
         groups = MOST_ROWS // (cut.most_tiles * TILE_ROWS)
         tiles = -(-self.out_features // TILE_OUTPUTS) if cut.splits > 1 else 0
-        self._tickets = torch.zeros(groups * tiles, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(groups * tiles, dtype=torch.int32, device=device)
         self._change: tuple[DeviceWeight, DeviceWeight] | None = None
 
     @classmethod
@@ -201,26 +201,27 @@ class DeviceWeight:
     @property
     def nbytes(self) -> int:
         """Bytes held, padding included."""
-        own = [*self._codes.tensors, self._bias, self._order, self._places, self._tickets]
+        own = [*self.codes.tensors, self._bias, self._order, self._places, self.tickets]
         held = sum(int(tensor.nbytes) for tensor in own if tensor is not None)
         return held + sum(part.nbytes for part in self._change or ())
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[n, in] -> [n, out] in the rows' type, the bias added; nothing is read on the host."""
         if self._change is None:
-            return self._product(rows, False)
+            return self.product_of(rows, False)
         down, up = self._change
-        changed = self._product(rows, True) + up(down(rows.float()))
+        changed = self.product_of(rows, True) + up(down(rows.float()))
         return changed.to(rows.dtype)
 
-    def _product(self, rows: Tensor, in_float32: bool) -> Tensor:
+    def product_of(self, rows: Tensor, in_float32: bool) -> Tensor:
+        """As a call, without what adapters add; with `in_float32` the sums as they are."""
         if rows.dtype != self.dtype:
             raise TypeError(f"this weight is for rows of {self.dtype}, not {rows.dtype}")
         if self._order is not None:
             rows = rows.index_select(1, self._order)
-        held = self._codes
+        held = self.codes
         product: Tensor = linear(
-            rows, held.codes, held.scales, held.group_scales, held.zeros, self._bias, self._tickets,
+            rows, held.codes, held.scales, held.group_scales, held.zeros, self._bias, self.tickets,
             int(held.kind), held.group, self.out_features, in_float32,
         )  # fmt: skip
         return product
@@ -228,13 +229,13 @@ class DeviceWeight:
     def unpack(self, outputs: Tensor) -> Tensor:
         """int64 [n] -> [n, in] in the rows' type: these outputs' weights, no change added; nothing is read on the
         host."""
-        if self._codes.kind == HeldAs.NUMBERS:
-            return self._codes.codes[outputs]
+        if self.codes.kind == HeldAs.NUMBERS:
+            return self.codes.codes[outputs]
         return self.numbers(outputs).to(self.dtype)
 
     def numbers(self, outputs: Tensor) -> Tensor:
         """As `unpack`, in float32: what the product multiplies with."""
-        found = self._codes.numbers(outputs)
+        found = self.codes.numbers(outputs)
         return found if self._places is None else found.index_select(1, self._places)
 
 

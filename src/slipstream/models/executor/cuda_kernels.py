@@ -39,7 +39,7 @@ class CudaKernels(CudaGraphExecutor):
         assert family is not None
         rounds = fmt.weight_error is not None  # others are of the model's type already
         packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.model.device)
-        self._decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
+        self.decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # of matrices that became one, which PyTorch would keep
         self._layers: Sequence[int] | None = None
@@ -68,10 +68,10 @@ class CudaKernels(CudaGraphExecutor):
 
     @property
     def reads(self) -> ReadWeights:
-        return self._decoder.reads
+        return self.decoder.reads
 
     def footprint(self) -> int:
-        return self._decoder.nbytes
+        return self.decoder.nbytes
 
     def run(
         self,
@@ -85,7 +85,7 @@ class CudaKernels(CudaGraphExecutor):
         embedded = self.embed(on.token_ids)
         if rows.added is not None:
             embedded = embedded + rows.added
-        return self._decoder.run(on, embedded, attention, hidden_layers, self._layers)
+        return self.decoder.run(on, embedded, attention, hidden_layers, self._layers)
 
     @contextmanager
     def only(self, layers: Sequence[int]) -> Iterator[None]:
@@ -97,11 +97,11 @@ class CudaKernels(CudaGraphExecutor):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         with _launching_on(self.model.device):
-            return self._decoder.embed(token_ids.to(self.model.device))
+            return self.decoder.embed(token_ids.to(self.model.device))
 
     def project(self, hidden: Tensor) -> Tensor:
         with _launching_on(self.model.device):
-            return self._decoder.project(hidden)
+            return self.decoder.project(hidden)
 
     def check_layers(self, trial: ForwardBatch, pool: KVPool) -> None:
         return  # each layer has its own rotation and its own place

@@ -27,7 +27,7 @@ class Graph(Protocol):
 class CudaGraph:
     """A `torch.cuda.CUDAGraph`; all of a device share one pool of memory."""
 
-    _pools: ClassVar[dict[int, tuple[Any, Any, Any]]] = {}
+    pools: ClassVar[dict[int, tuple[Any, Any, Any]]] = {}
     """By device the pool's handle, the stream that is recorded, since PyTorch's own is that of the first device, and a
     graph that is never freed: a pool without graphs cannot be used again."""
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -41,19 +41,19 @@ class CudaGraph:
         compute()
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
         with CudaGraph._lock:
-            if device not in CudaGraph._pools:
+            if device not in CudaGraph.pools:
                 kept, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
                 own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 with torch.cuda.graph(kept, handle, own, "thread_local"):
                     torch.zeros(1, device="cuda")
-                CudaGraph._pools[device] = (handle, own, kept)
-            handle, own, _ = CudaGraph._pools[device]
+                CudaGraph.pools[device] = (handle, own, kept)
+            handle, own, _ = CudaGraph.pools[device]
             try:
                 with torch.cuda.graph(self._graph, handle, own, "thread_local"):
                     return compute()
             except BaseException:
                 torch.cuda.set_stream(stream)  # a recording that is broken off leaves its own behind,
-                del CudaGraph._pools[device]  # and a pool that is still being recorded to
+                del CudaGraph.pools[device]  # and a pool that is still being recorded to
                 raise
 
     def replay(self) -> None:
