@@ -278,6 +278,9 @@ class EngineConfig:
     overlap_steps: bool = True
     """On a GPU launch a step before the tokens of the one before it are read, so that the host works while the device
     does. The text is the same."""
+    reproducible: bool = True
+    """On a GPU multiply in an order that a row's neighbours do not change, so that its bits are the same in any batch.
+    False has cuBLAS multiply matrices of 16 bits, in `cuda_kernels`; other executors call it in any case."""
     allow_lossy: bool = False
     """Let requests choose what may change their text: step-level speculation (`reasoning`). Others stay exact."""
     seed: int | None = None

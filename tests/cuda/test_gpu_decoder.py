@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_process import interpreted
 
-from slipstream import LLM
+from slipstream import LLM, EngineConfig
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.core.proposal import Proposal
 from slipstream.errors import ConfigError, UnsupportedModelError
@@ -24,6 +24,7 @@ from slipstream.models.batch import tree_rows
 from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.models.families.registry import FAMILIES as KNOWN
+from slipstream.models.load_options import LoadOptions
 from slipstream.models.loading import adapt
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.recorded_graph import ComputedKernels, RecordedExecutor, RecordedKernels
@@ -128,6 +129,30 @@ def test_a_family_is_transformers_own(name: str) -> None:
     for layer, (our, their, true) in enumerate(zip(ours, theirs, exact, strict=True)):
         assert our.dtype == torch.bfloat16
         assert error(our, true) <= 1.5 * error(their, true), layer
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_pytorch_multiplies_where_bits_need_not_be_reproducible(
+    reproducible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain matrices of 16 bits; the bias of a layer among them."""
+    name = "qwen2"
+    exact, theirs = (all_expected(tiny(name, dtype)) for dtype in (torch.float64, torch.bfloat16))
+    lm = in_decoder(tiny(name, torch.bfloat16), canary=False, reproducible=reproducible)
+    calls = Counter[int]()
+    multiply = torch.nn.functional.linear
+
+    def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        calls[bias is not None] += 1
+        return multiply(rows, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    ours = all_states(lm)
+    passes = 0 if reproducible else 2  # recorded, and replayed
+    assert calls[True] == passes * lm.num_layers
+    assert calls[False] == passes * (3 * lm.num_layers + 1)
+    assert error(ours[-1], exact[-1]) <= 1.5 * error(theirs[-1], exact[-1])
+    assert LoadOptions.of(EngineConfig("x", reproducible=reproducible)).reproducible == reproducible
 
 
 # --- recorded passes --------------------------------------------------------------------------------------------

@@ -37,22 +37,23 @@ class Way:
 
     attention: str
     executor: str
-    refusal: str | None = None
-    """Why it cannot be had."""
+    reproducible: bool = True
+    """See `EngineConfig.reproducible`."""
 
     def on(self, device: torch.device) -> Way:
         """The same on a CPU: graphs are recorded by the stand-in."""
         if device.type == "cuda" or self.executor == "eager":
             return self
         recorded = "RecordedKernels" if self.executor == "cuda_kernels" else "RecordedExecutor"
-        return Way(f"{RECORDED}:TritonOnCpu", f"{RECORDED}:{recorded}", self.refusal)
+        return Way(f"{RECORDED}:TritonOnCpu", f"{RECORDED}:{recorded}", self.reproducible)
 
 
 WAYS = {
     "fused": Way("triton", "cuda_kernels"),
+    "fused, cuBLAS": Way("triton", "cuda_kernels", reproducible=False),
     "captured": Way("triton", "cuda_graph"),
+    "compiled": Way("triton", "compiled_graph"),
     "eager": Way("packed", "eager"),
-    "compiled": Way("triton", "cuda_graph", "the executor cuda_graph has no option that compiles passes"),
 }
 
 
@@ -82,7 +83,11 @@ def causal_lm(shape: dict[str, int], device: torch.device, way: Way) -> CausalLM
     """The model as the engine runs it."""
     own = way.on(device)
     model = llama(shape, device, ATTENTION_NAME)
-    names: dict[str, Any] = {"attention_backend": own.attention, "executor": own.executor}
+    names: dict[str, Any] = {
+        "attention_backend": own.attention,
+        "executor": own.executor,
+        "reproducible": own.reproducible,
+    }
     return adapt(model, "random weights", canary=False, native=False, **names)
 
 

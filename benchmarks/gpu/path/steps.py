@@ -16,6 +16,8 @@ from slipstream.models import CausalLM, RowGroup
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.sampling.params import SamplingParams
 
+WHOLE = ("fused", "captured")
+"""Ways of which all contexts are measured; of the others the least, by few and many rows."""
 ROWS = (1, 8, 16, 64)
 CONTEXTS = (128, 2048, 8192)
 GREEDY = SamplingParams(temperature=0.0)
@@ -53,16 +55,13 @@ def measure(part: Part) -> None:
     shapes = {"tiny": TINY} if part.is_tiny else SHAPES
     for way_name, way in WAYS.items():
         for name, shape in shapes.items():
-            if way.refusal is not None:
-                part.cells[f"{name}, {way_name}"] = {"shape": name, "way": way_name, "refused": way.refusal}
-            else:
-                of_shape(part, name, shape, way_name, way)
+            of_shape(part, name, shape, way_name, way)
 
 
 def of_shape(part: Part, name: str, shape: dict[str, int], way_name: str, way: Way) -> None:
     """All cells of one model, computed in one way."""
-    contexts = (24,) if part.is_tiny else CONTEXTS
-    rows = (1, 4) if part.is_tiny else ROWS
+    contexts = (24,) if part.is_tiny else CONTEXTS if way_name in WHOLE else CONTEXTS[:1]
+    rows = (1, 4) if part.is_tiny else ROWS if way_name in WHOLE else (ROWS[0], ROWS[-1])
     asked = [(context, count, 1) for context in contexts for count in rows]
     asked += [(context, 1, MANY) for context in contexts[:2]]
     about = {"shape": name, "way": way_name}

@@ -24,6 +24,7 @@ class LoadOptions:
     executor: str = "auto"
     kv_cache_dtype: str = "auto"
     fast_prompts: bool = False
+    reproducible: bool = True
 
     @classmethod
     def of(cls, config: EngineConfig, **others: Any) -> LoadOptions:

@@ -275,7 +275,7 @@ def adapt(
     With `pack` the model's own weights are freed, and views of them become invalid. `dtype` is the type that it
     computes in, where its matrices may have another; None: as the model. `stored_as` says how a file holds those that
     are still quantised. `given` are fields of `LoadOptions`: `quantization`, `max_model_len`, `attention_backend` and
-    `executor` are read.
+    `executor` are read, and `reproducible`.
     """
     options = LoadOptions(**given)
     check_config(model.config)
@@ -293,7 +293,7 @@ def adapt(
     )
     probed = probe_layers(model, backend)
     backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)
-    tried = ProbedModel(model, backend, probed, fmt, dtype, native)
+    tried = ProbedModel(model, backend, probed, fmt, dtype, native, options.reproducible)
     executor = choose_executor(options.executor, tried)
     lm = CausalLM(tried, EagerExecutor(tried, packs=False), path, length, stored_as)
     stock = None

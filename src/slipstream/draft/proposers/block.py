@@ -228,7 +228,7 @@ class BlockDrafter(CachedDrafter):
         return self._ids([end[-1] for end in ends]), self._ids([end[0] for end in ends])
 
     def _ids(self, token_ids: list[int]) -> Tensor:
-        return upload(token_ids, self._device)
+        return upload(token_ids, self.device)
 
 
 def entry_shapes(config: DFlashConfig) -> list[LayerShape]:

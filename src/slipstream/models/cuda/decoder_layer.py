@@ -49,6 +49,8 @@ class Packing(NamedTuple):
     """The model's, for what is said of packed weights that are wrong."""
     device: torch.device
     """For weights that stay in a file."""
+    reproducible: bool = True
+    """See `EngineConfig.reproducible`."""
 
 
 class DecoderLayer:
@@ -147,7 +149,9 @@ def device_weight(
     """Linear layers as one; plain ones that are not packed become views of it."""
     plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
     if packing.fmt is None and len(plain) == len(linears):
-        return DeviceWeight.of([plain[0] if len(plain) == 1 else _joined(plain)], dtype)
+        weight = DeviceWeight.of([plain[0] if len(plain) == 1 else _joined(plain)], dtype)
+        weight.calls_library = not packing.reproducible and dtype != torch.float32
+        return weight
     weight = DeviceWeight.of(linears, dtype, packing.fmt, packing.device)
     if packing.fmt is not None and plain:
         check = WeightCheck(packing.config, packing.fmt)

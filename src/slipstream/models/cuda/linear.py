@@ -150,6 +150,8 @@ class DeviceWeight:
         tiles = -(-self.out_features // TILE_OUTPUTS) if cut.splits > 1 else 0
         self.tickets = torch.zeros(groups * tiles, dtype=torch.int32, device=device)
         self._change: tuple[DeviceWeight, DeviceWeight] | None = None
+        self.calls_library = False
+        """Whether PyTorch's own product is called, whose bits may change with the number of rows; of plain weights."""
 
     @classmethod
     def holds(cls, fmt: WeightFormat | None, layers: Sequence[nn.Module]) -> str | None:
@@ -220,6 +222,9 @@ class DeviceWeight:
         if self._order is not None:
             rows = rows.index_select(1, self._order)
         held = self.codes
+        if self.calls_library:
+            bias = None if self._bias is None else self._bias.to(self.dtype)
+            return nn.functional.linear(rows, held.codes, bias)
         product: Tensor = linear(
             rows, held.codes, held.scales, held.group_scales, held.zeros, self._bias, self.tickets,
             int(held.kind), held.group, self.out_features, in_float32,

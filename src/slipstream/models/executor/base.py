@@ -100,6 +100,8 @@ class ProbedModel:
     """Type that rows are computed in."""
     native: bool
     """Whether the native CPU kernels may compute."""
+    reproducible: bool = True
+    """See `EngineConfig.reproducible`."""
 
     @property
     def widens(self) -> bool:

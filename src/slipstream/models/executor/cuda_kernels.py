@@ -38,7 +38,13 @@ class CudaKernels(CudaGraphExecutor):
         family, fmt = find_family(given.model), given.weight_format
         assert family is not None
         rounds = fmt.weight_error is not None  # others are of the model's type already
-        packing = Packing(fmt if packs and rounds else None, packs, given.model.config, self.model.device)
+        packing = Packing(
+            fmt if packs and rounds else None,
+            packs,
+            given.model.config,
+            self.model.device,
+            given.reproducible,
+        )
         self.decoder = GpuDecoder(given.model, family, given.probed.variants, given.dtype, packing)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # of matrices that became one, which PyTorch would keep
