@@ -19,6 +19,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.in_flight import InFlight
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.kv.upload import Download
+from slipstream.models.executor import levels
 from slipstream.testing.delayed_device import DelayedDevice
 from slipstream.testing.wait_audit import WaitAudit
 from slipstream.text.prompts import encode_chat
@@ -247,6 +248,32 @@ def test_what_is_drafted_ahead_is_what_is_drafted_for_the_text(spec: str) -> Non
     for one, other in both:  # where an answer may end sooner, fewer tokens are asked for
         number = min(len(one), len(other))
         assert one[:number] == other[:number]
+
+
+@pytest.mark.parametrize("number", [3, 12, 20])
+def test_drafts_that_are_not_finite_end_behind_a_chain_that_was_drawn_ahead(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, tested = Requests(5, 4, DRAWN[:2], [{"ignore_eos": True}]), engine("chain", True, 1024)
+    answers(tested, requests)  # what is recorded now is drawn twice
+    wanted, calls, choose_level = answers(engine("off", False, 1024), requests), 0, levels.choose_level
+
+    def damaged(*given: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        tokens = choose_level(*given)
+        if calls == number:
+            tokens[0] = levels.NOT_FINITE
+        return tokens
+
+    monkeypatch.setattr(levels, "choose_level", damaged)
+    before = tested.stats()
+    with DelayedDevice():
+        done = answers(tested, requests)
+    after = tested.stats()
+    assert list(map(said, done)) == list(map(said, wanted))
+    assert after.num_draft_failures == before.num_draft_failures + 1
+    assert after.num_overlapped_steps > before.num_overlapped_steps
 
 
 @pytest.mark.parametrize("spec", ["off", "chain"])

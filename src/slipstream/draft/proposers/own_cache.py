@@ -156,7 +156,9 @@ class CachedDrafter(EntriesDrafter):
     # --- drafting ---------------------------------------------------------------------------------------------
 
     def _drop_entries(self, sequence_id: int) -> None:
-        """Drop a sequence's entries after non-finite logits, and all retained ones: they may be damaged too."""
+        """Drop a sequence's entries after non-finite logits, and all retained ones: they may be damaged too. Of a chain
+        that was drawn ahead of the verdict nothing is kept either."""
+        self._unobserved.pop(sequence_id, None)
         self.cache.accounting.close(sequence_id, retain=False)
         self.cache.accounting.clear()
 
