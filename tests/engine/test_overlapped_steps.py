@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,9 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.in_flight import InFlight
 from slipstream.engine.outputs import RequestOutput, Update
 from slipstream.kv.upload import Download
+from slipstream.models.attention.packed import PackedBackend
 from slipstream.models.executor import levels
+from slipstream.models.executor.eager import EagerExecutor
 from slipstream.testing.delayed_device import DelayedDevice
 from slipstream.testing.wait_audit import WaitAudit
 from slipstream.text.prompts import encode_chat
@@ -225,29 +226,52 @@ def test_an_overlapped_step_waits_once(spec: str, kind: int, monkeypatch: pytest
     assert audit.uploads.total() == 0, audit.uploads
 
 
+def drafted(tested: Engine, requests: Requests) -> dict[tuple[str, int], tuple[int, ...]]:
+    """What was drafted, by request and length of the text."""
+    drafts: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def note(items: list[StepItem]) -> None:
+        for item in items:
+            drafts[item.sequence.request_id, item.length_before] = tuple(item.proposal.token_ids)
+
+    tested.on_observe = note
+    answers(tested, requests)
+    tested.on_observe = None
+    return drafts
+
+
+def check_alike(
+    plain: dict[tuple[str, int], tuple[int, ...]], ahead: dict[tuple[str, int], tuple[int, ...]]
+) -> None:
+    """Where an answer may end sooner, fewer tokens are asked for."""
+    both = [(plain[place], ahead[place]) for place in plain.keys() & ahead.keys()]
+    assert sum(min(len(a), len(b)) > 1 for a, b in both) > 15
+    for one, other in both:
+        number = min(len(one), len(other))
+        assert one[:number] == other[:number]
+
+
 @pytest.mark.parametrize("spec", ["chain", "own"])
 def test_what_is_drafted_ahead_is_what_is_drafted_for_the_text(spec: str) -> None:
     params = [{"ignore_eos": True, "max_tokens": 30, **drawn} for drawn in DRAWN[:3]]
-    requests, found = Requests(8, 4, params, [{}]), list[dict[tuple[str, int], tuple[int, ...]]]()
-    for overlap in (False, True):
-        drafts: dict[tuple[str, int], tuple[int, ...]] = {}
+    requests = Requests(8, 4, params, [{}])
+    plain = drafted(engine(spec, False, 1024), requests)
+    with DelayedDevice():
+        check_alike(plain, drafted(engine(spec, True, 1024), requests))
 
-        def note(items: list[StepItem], drafts: dict[tuple[str, int], tuple[int, ...]] = drafts) -> None:
-            for item in items:
-                drafts[item.sequence.request_id, item.length_before] = item.proposal.token_ids
 
-        tested = engine(spec, overlap, 1024)
-        tested.on_observe = note
-        with DelayedDevice() if overlap else nullcontext():
-            answers(tested, requests)
-        tested.on_observe = None
-        found.append(drafts)
-    plain, ahead = found
-    both = [(plain[place], ahead[place]) for place in plain.keys() & ahead.keys()]
-    assert sum(min(len(a), len(b)) > 1 for a, b in both) > 15
-    for one, other in both:  # where an answer may end sooner, fewer tokens are asked for
-        number = min(len(one), len(other))
-        assert one[:number] == other[:number]
+def test_a_draft_model_that_attends_as_the_host_says_waits_for_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = [{"ignore_eos": True, "max_tokens": 30, **drawn} for drawn in DRAWN[:3]]
+    requests, tested = Requests(8, 4, params, [{}]), engine("chain", True, 1024)
+    requests.options = [RequestOptions()] * 4
+    plain, draft = drafted(engine("chain", False, 1024), requests), tested.draft_model
+    assert draft is not None
+    eager = object.__new__(EagerExecutor)
+    vars(eager).update(vars(draft.executor), backend=PackedBackend(draft.backend.traits))
+    monkeypatch.setattr(draft, "executor", eager)
+    check_alike(plain, drafted(tested, requests))
 
 
 @pytest.mark.parametrize("number", [3, 12, 20])

@@ -178,7 +178,8 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         tree, accounting = self._unobserved.get(sequence.id), self.cache.accounting
         if tree is None or tree.pending is None or isinstance(tree.pending, PendingTree):
             return False
-        if not (self.keeps_accepted and self.draws_chains()):  # a mask's entry is not that of a token
+        # A mask's entry is not that of a token; and other executors attend to as many entries as the host says.
+        if not (self.keeps_accepted and self.draws_chains() and self.model.executor.chooses):
             return False
         same_text = type(self)._token_ids is DraftModelDrafter._token_ids
         is_whole = accounting.num_valid(sequence.id) == tree.length == len(sequence.token_ids)
