@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from slipstream.core.pending import PendingNumbers
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.draft.proposers.device_tree import DeviceTrees
 from slipstream.draft.proposers.own_cache import CachedDrafter
+from slipstream.models.executor import levels
 from slipstream.models.executor.chains import Chains, Draw
 from slipstream.models.executor.recording import CudaGraph
 from tests.kit.kept_trees import KeptTree
@@ -44,6 +46,28 @@ def test_chains_lie_on_the_targets_device() -> None:
     first, second = chains.pending(torch.zeros(3, 4, dtype=torch.int64))
     assert (len(first), len(second)) == (3, 1)
     assert first.tensor.device == second.tensor.device == OTHER
+
+
+def test_marginals_are_drawn_on_the_device_of_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels are launched on the current device, which may be another."""
+    current: list[torch.device] = []
+    chosen: list[list[torch.device]] = []
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def choose(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        chosen.append([*current])
+        return logits.argmax(-1)
+
+    monkeypatch.setattr(levels, "on_device", on_device)
+    monkeypatch.setattr(levels, "choose", choose)
+    shape, logits = levels.ChainsShape(2, 10, False), torch.randn(6, 10)
+    levels.draw_marginals(shape, torch.zeros(shape.num_numbers, 3, dtype=torch.int64), logits)
+    assert chosen == [[logits.device]] * 2
 
 
 def test_trees_lie_on_the_targets_device() -> None:

@@ -20,6 +20,7 @@ from slipstream.core.proposal import ROOT
 from slipstream.models.batch import RowGroup
 from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.filters import filtered, limits
+from slipstream.models.executor.recording import on_device
 from slipstream.sampling.noise import gumbel_of_bits, token_counters, uniform_bits
 
 NOT_FINITE = -1
@@ -122,11 +123,12 @@ def draw_marginals(shape: DraftShape, numbers: Tensor, logits: Tensor) -> Tensor
     fed = (1, *shape.fed)
     of_levels = logits.view(numbers.shape[1], len(fed), -1)
     levels = shape.levels(numbers)
-    return draw_levels(
-        levels,
-        len(fed),
-        lambda level, _: (of_levels[:, level].repeat_interleave(fed[level], dim=0), None),
-    )
+    with on_device(logits.device):
+        return draw_levels(
+            levels,
+            len(fed),
+            lambda level, _: (of_levels[:, level].repeat_interleave(fed[level], dim=0), None),
+        )
 
 
 def choose_level(logits: Tensor, temperatures: Tensor, filters: Tensor | None, keys: Tensor) -> Tensor:
