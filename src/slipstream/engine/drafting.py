@@ -242,7 +242,7 @@ class Drafting:
             return False
         if not self.may_draft(sequence):
             return not len(item.proposal)
-        return item.drafter == 0 and self._group is None and self.guards[0].drafter.runs_ahead(sequence)
+        return item.drafter == 0 and self._group is None and self.guards[0].runs_ahead(sequence)
 
     # --- the drafters' calls ----------------------------------------------------------------------------------
 

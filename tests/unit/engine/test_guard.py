@@ -93,6 +93,14 @@ def test_a_plugin_cannot_change_a_sequence() -> None:
     assert seq.metrics.num_steps == 0
 
 
+def test_a_plugin_is_not_asked_to_draft_behind_what_is_not_known() -> None:
+    class Ahead(Plugin):
+        def runs_ahead(self, sequence: Sequence) -> bool:
+            raise AssertionError("asked in the engine's thread, for a sequence of the engine's")
+
+    assert not guarded(Ahead()).runs_ahead(sequence())
+
+
 def test_a_plugin_knows_the_requests_options() -> None:
     """Its memory must not mix tenants."""
     plugin, seq = Plugin(), sequence()

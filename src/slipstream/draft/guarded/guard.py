@@ -137,6 +137,10 @@ class Guard:
         if self._worker is None:
             self.drafter.let_pend(device)
 
+    def runs_ahead(self, sequence: Sequence) -> bool:
+        """See `Drafter.runs_ahead`; drafters of other packages get copies of texts that are known."""
+        return self._worker is None and self.drafter.runs_ahead(sequence)
+
     def rewind(self, sequence: Sequence) -> None:
         """Tokens of the sequence were taken back: it ends earlier than at the last call."""
         if not self.serves(sequence):
