@@ -254,10 +254,10 @@ def check_alike(
 @pytest.mark.parametrize("spec", ["chain", "own"])
 def test_what_is_drafted_ahead_is_what_is_drafted_for_the_text(spec: str) -> None:
     params = [{"ignore_eos": True, "max_tokens": 30, **drawn} for drawn in DRAWN[:3]]
-    requests = Requests(8, 4, params, [{}])
+    requests, tested = Requests(8, 4, params, [{}]), engine(spec, True, 1024)
     plain = drafted(engine(spec, False, 1024), requests)
     with DelayedDevice():
-        check_alike(plain, drafted(engine(spec, True, 1024), requests))
+        check_alike(plain, drafted(tested, requests))
 
 
 def test_a_draft_model_that_attends_as_the_host_says_waits_for_the_text(
