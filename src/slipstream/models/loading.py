@@ -231,9 +231,17 @@ def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict |
         "max_model_len": options.max_model_len,
         "kv_cache_dtype": options.kv_cache_dtype,
         "fast_prompts": options.fast_prompts,
+        "reproducible": options.reproducible,
     }
-    kernels = fingerprint() if native else "torch"
+    kernels = kernels_of(choice.device, native)
     return verdict_of(source.path, source.revision, source.adapter, settings, kernels, classes)
+
+
+def kernels_of(device: torch.device, native: bool) -> str:
+    """What computes: kernels for a GPU are compiled for the one that is here."""
+    if native:
+        return fingerprint()
+    return f"torch on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "torch"
 
 
 def _check_stored(source: Checkpoint, name: str | None, dtype: torch.dtype | None) -> None:

@@ -109,6 +109,14 @@ def test_changed_files_are_compared_again(gguf: Path, monkeypatch: pytest.Monkey
     assert counts.take()[0] == 1  # other settings
     load_model(str(gguf), kv_cache_dtype="float32")
     assert counts.take()[0] == 0
+    load_model(str(gguf), reproducible=False)
+    assert counts.take()[0] == 1  # what multiplies on a GPU
+
+
+def test_another_gpu_has_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"number {device.index}")
+    found = {loading.kernels_of(torch.device(name), False) for name in ("cpu", "cuda:0", "cuda:1")}
+    assert len(found) == 3
 
 
 def test_other_kernels_and_others_classes_have_no_verdict_of_this_model(gguf: Path) -> None:
