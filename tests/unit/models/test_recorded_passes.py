@@ -31,6 +31,7 @@ from slipstream.models.executor.cuda_graph import CudaGraphExecutor
 from slipstream.models.executor.cuda_kernels import CudaKernels
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.pass_memory import graph_bytes, output_bytes
+from slipstream.models.executor.recording import RecordedPass
 from slipstream.models.linear.formats import checked_format
 from slipstream.profiling.pass_times import Survey, measure
 from slipstream.testing.recorded_graph import RecordedExecutor, RecordedGraph
@@ -337,6 +338,22 @@ def test_a_cache_ends_though_passes_over_it_were_recorded(monkeypatch: pytest.Mo
     del pool, slots
     gc.collect()
     assert kept() is None
+
+
+def test_a_recording_that_was_broken_off_is_made_again() -> None:
+    tries = 0
+
+    def compute(buffer: torch.Tensor) -> torch.Tensor:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise TypeError("does not compile")
+        return buffer + 1
+
+    recorded = RecordedPass(RecordedGraph(), 2, torch.device("cpu"), compute)
+    with pytest.raises(TypeError, match="does not compile"):
+        recorded.replay(torch.tensor([1, 2]))
+    assert recorded.replay(torch.tensor([3, 4])).tolist() == [4, 5]
 
 
 def test_layers_are_tried_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Passes in the GPU's fused decoder, recorded once a shape as a CUDA graph and replayed.
 
 It takes over Transformers models of the families in `models.families`, and computes every pass of theirs, recorded or
-not, in the same kernels; experts compute in Transformers' own code. Rows are computed independently of each other.
+not, in the same kernels. They compute rows independently of each other; experts compute in Transformers' own code,
+whose rows may depend on their neighbours.
 """
 
 from __future__ import annotations

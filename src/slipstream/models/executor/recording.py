@@ -77,11 +77,9 @@ class RecordedPass(Generic[Out]):
         """What the pass with these numbers yields. The next replay overwrites it."""
         self.buffer.copy_(numbers)
         if self._compute is not None:
-            compute, self._compute = (
-                self._compute,
-                None,
-            )  # it holds the cache, which may end before its graphs
+            compute = self._compute
             self.output = self._graph.record(lambda: compute(self.buffer))
+            self._compute = None  # it holds the cache, which may end before its graphs
         assert self.output is not None
         self._graph.replay()
         return self.output
