@@ -257,7 +257,8 @@ class EngineConfig:
     executor: str = "auto"
     """What computes the passes of target and draft models: `cpu_kernels` (whole passes in the native kernels),
     `cuda_kernels` (in a GPU's), `eager` (Transformers' code), `cuda_graph` (the same, recorded on a GPU),
-    `compiled_graph` (compiled too), or one that a package brings. `auto`: the best that the attention backend names."""
+    `compiled_graph` (compiled too), or one that a package brings. `auto`: the best that the attention backend names.
+    `cuda_kernels`, `cuda_graph` and `compiled_graph` have not run on a GPU yet."""
     num_threads: int | None = None
     """CPU threads for the arithmetic; None is PyTorch's own number, a thread a core, but no more than a control group's
     CPU quota has use for (2 of 1.5 cores), unless `OMP_NUM_THREADS` says how many."""
@@ -277,7 +278,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     overlap_steps: bool = True
     """On a GPU launch a step before the tokens of the one before it are read, so that the host works while the device
-    does. The text is the same."""
+    does (not run on a GPU yet). The text is the same."""
     reproducible: bool = True
     """On a GPU multiply in an order that a row's neighbours do not change, so that its bits are the same in any batch.
     False has cuBLAS multiply matrices of 16 bits, in `cuda_kernels`; other executors call it in any case."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import MixtralConfig
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET
@@ -15,6 +17,7 @@ from slipstream.engine import memory
 from slipstream.engine.description import describe
 from slipstream.engine.factory import make_engine
 from slipstream.errors import CapacityError, ConfigError
+from slipstream.models.outline import outline_model
 from slipstream.plan.changes import setting_changes
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import ProcessMemory
@@ -100,6 +103,40 @@ def test_an_executor_that_was_chosen_is_the_one_that_is_planned(options: dict[st
 def test_an_executor_that_cannot_run_is_refused_in_a_plan_too() -> None:
     with pytest.raises(ConfigError, match="'cuda_graph' cannot run llama: our Triton kernels run on a CUDA"):
         planner(executor="cuda_graph")
+    with pytest.raises(
+        ConfigError, match="'cpu_kernels' cannot run llama: the native kernels run on a CPU, and"
+    ):
+        planner(device="cuda", executor="cpu_kernels")
+    with pytest.raises(ConfigError, match="'native' cannot run llama: the native kernels run on a CPU, and"):
+        planner(device="cuda", attention_backend="native")
+
+
+def test_a_draft_device_need_not_be_there_but_must_be_one() -> None:
+    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT}
+    assert planner({**draft, "draft_device": "cuda:1"}).draft.models[0].device == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match="unknown device 'gpu'"):
+        planner({**draft, "draft_device": "gpu"})
+
+
+@pytest.mark.parametrize(("executor", "formats"), [("auto", True), ("cuda_graph", False)])
+def test_smaller_weights_are_offered_where_a_gpus_decoder_holds_them(executor: str, formats: bool) -> None:
+    on_gpu = planner(device="cuda", executor=executor)
+    changes = {change.flags: change.engine for change in setting_changes(on_gpu)}
+    assert ("--quantization int8" in changes) == ("--quantization int4" in changes) == formats
+    assert "--dtype bfloat16" not in changes  # it computes in 16 bits already
+    if formats:
+        smaller = planner(device="cuda", **changes["--quantization int4"])
+        assert smaller.at(2, 128).peak_bytes < on_gpu.at(2, 128).peak_bytes
+
+
+def test_experts_that_a_gpus_decoder_does_not_hold_in_a_format_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    MixtralConfig(**sizes, **heads, architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+    model = str(tmp_path / "config.json")
+    assert outline_model(model, device="cuda").executor_type.name == "cuda_kernels"
+    with pytest.raises(ConfigError, match="'int8' is for the CPU and for models that"):
+        outline_model(model, device="cuda", quantization="int8")
 
 
 @pytest.mark.parametrize("kv_cache_bytes", [None, 64 * 2**20])

@@ -130,7 +130,8 @@ class ModelIdentity(ABC):
         """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
         held = self.stored_as or self.weight_format.name
         weights = "" if held == UNCHANGED else f"{held} weights, "
-        kernels = f"own kernels ({instructions()})" if self.is_native else "PyTorch's kernels"
+        own = instructions() if self.is_native else "Triton" if self.executor_type.decodes else None
+        kernels = "PyTorch's kernels" if own is None else f"own kernels ({own})"
         prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
         recorded = ", recorded passes" if self.executor_type.records else ""
         return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{recorded}{prompts}"

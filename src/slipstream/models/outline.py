@@ -29,6 +29,7 @@ from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import AUTO, check_attention, check_executor, likely_executor
 from slipstream.models.families.experts import ExpertParts, file_stacks
 from slipstream.models.families.parts import LayerParts
+from slipstream.models.families.registry import find_family
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity
@@ -322,9 +323,17 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         executor=options.executor,
     )
     check_attention(options.executor, outline.backend)
+    _check_experts(outline)
     if options.fast_prompts:
         check_fast_prompts(outline.device, outline.is_native, outline.weight_type)
         check_model(outline.family, outline.weight_type, outline.is_fused, outline.has_experts)
     requested, widens = options.kv_cache_dtype, outline.is_fused
     kept_in = resolve_cache_dtype(requested, dtype, seen.stored_dtype, seen.dtype, widens)
     return replace(outline, cache_dtype=kept_in)
+
+
+def _check_experts(outline: ModelOutline) -> None:
+    """Raise `ConfigError` where experts are to be held in a format that the fused decoder of a GPU has not for them."""
+    family = find_family(outline.model) if outline.executor_type.decodes else None
+    if family is not None and family.experts is not None and outline.weight_format.weight_error is not None:
+        outline.weight_format.check(outline.device, outline.dtype)

@@ -15,17 +15,34 @@ from slipstream.models.linear.formats import OF_DTYPE
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_DEVICE = "unknown device {!r}; use auto, cpu or cuda"
+
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is `cuda` where there is one, else `cpu`."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = named_device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was requested but PyTorch sees no GPU; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= (there := torch.cuda.device_count()):
+        raise ConfigError(f"device {name!r} was requested but the last GPU is 'cuda:{there - 1}'")
+    return device
+
+
+def plannable_device(name: str) -> torch.device:
+    """As `resolve_device`, but a device need not be there to be planned for."""
+    return resolve_device(name) if name == "auto" else named_device(name)
+
+
+def named_device(name: str) -> torch.device:
+    """Raises `ConfigError` unless it names a CPU or a CUDA device, there or not; `meta` stands for one in tests."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was requested but PyTorch sees no GPU; use cpu")
+        raise ConfigError(UNKNOWN_DEVICE.format(name)) from None
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ConfigError(UNKNOWN_DEVICE.format(name))
     return device
 
 

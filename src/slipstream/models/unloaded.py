@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
 from slipstream.kv.pool import LayerShape
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
 from slipstream.models.attention.registry import choose_backend
@@ -36,7 +35,7 @@ from slipstream.models.matrices import has_only_plain_matrices
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
     kept_dtype,
-    resolve_device,
+    plannable_device,
     resolve_dtype,
     resolve_kernels,
     resolve_weight_dtype,
@@ -111,7 +110,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
         if seen is not None:
             return seen
     config, stored_weights, quantised = _config(path, options.revision, trust_remote_code)
-    where = _device(options.device)
+    where = plannable_device(options.device)
     stored_dtype = getattr(config, "dtype", None)  # Transformers overwrites it
     adapter = _adapter(path, options.revision, options.lora)
     stores_its_numbers = adapter is None and getattr(config, "quantization_config", None) is None
@@ -210,16 +209,6 @@ def _adapter(path: str, revision: str | None, lora: str | None) -> str | None:
         return None
     with one_line(f"cannot look for an adapter next to {path!r}"), silenced():
         return chosen_adapter(path, revision, lora)
-
-
-def _device(name: str) -> torch.device:
-    """As `resolve_device`, but a device need not be there to be planned for."""
-    if name == "auto":
-        return resolve_device(name)
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu or cuda") from None
 
 
 def _stored_bytes_per_weight(config: Any) -> float:

@@ -264,12 +264,14 @@ def _caches(planner: Planner) -> Iterator[PlanChange]:
 def _formats(planner: Planner) -> Iterator[PlanChange]:
     """Smaller weights."""
     config, target = planner.config, planner.target
-    if not target.packs:
+    decodes, on_gpu = target.executor_type.decodes, target.device.type == "cuda"
+    if not (target.packs or on_gpu):
         return
     now = target.weight_format.bytes_per_weight
     for name in WEIGHT_FORMATS.names():
         found = weight_format(name)
-        if name not in OF_DTYPE.values() and found.bytes_per_weight < now:
+        can_hold = target.packs or (decodes and found.in_decoder)
+        if can_hold and name not in OF_DTYPE.values() and found.bytes_per_weight < now:
             yield PlanChange(
                 f"quantization {name}",
                 f"{found.summary}: another model with a little lower quality, so the text changes",
@@ -280,9 +282,10 @@ def _formats(planner: Planner) -> Iterator[PlanChange]:
     if (
         config.quantization is None
         and config.dtype == "auto"
+        and target.dtype == torch.float32
         and now == weight_format(UNCHANGED).bytes_per_weight
     ):
-        rounded = target.rounds_to_16_bits
+        rounded = target.rounds_to_16_bits or on_gpu
         cost = "weights are rounded to 16 bits, so the text changes a little"
         slow = "PyTorch's operators in 16 bits, several times slower on most CPUs, and the text changes"
         yield PlanChange(

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from slipstream.config import EngineConfig, SpeculativeConfig, check_at_least
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
@@ -17,6 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import ModelOutline, outline_model
+from slipstream.models.resolve import plannable_device
 from slipstream.plan.deployment import DeploymentPlan, LoadingStage, PartKind, PlannedPart
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes, recorded_bytes
 from slipstream.plan.process import ProcessMemory
@@ -54,7 +53,7 @@ class Planner:
             tokenizer=tokenizer,
             vocab_size=self.target.vocab_size,
             max_model_len=config.max_model_len or self.target.context_length,
-            device=self.target.device if elsewhere is None else torch.device(elsewhere),
+            device=self.target.device if elsewhere is None else plannable_device(elsewhere),
             dtype=self.target.dtype,
             verifier=verifier,
             target_outline=self.target,

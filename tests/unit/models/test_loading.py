@@ -264,12 +264,18 @@ def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_dtype("auto", torch.device("cpu"), config) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda"), config) == torch.bfloat16
     assert resolve_dtype("float16", torch.device("cpu"), config) == torch.float16
-    with pytest.raises(ConfigError, match="unknown device 'abacus'"):
-        resolve_device("abacus")
+    for unknown in ("abacus", "mps"):
+        with pytest.raises(ConfigError, match=f"unknown device '{unknown}'; use auto, cpu or cuda"):
+            resolve_device(unknown)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="PyTorch sees no GPU"):
         resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match="'cuda:2' was requested but the last GPU is 'cuda:1'"):
+        resolve_device("cuda:2")
 
 
 def test_load_config(checkpoint: Path) -> None:

@@ -20,6 +20,8 @@ class NativeBackend(PackedBackend):
 
     @classmethod
     def refusal(cls, traits: ModelTraits) -> str | None:
+        if traits.device.type == "cuda":
+            return f"the native kernels run on a CPU, and this is {traits.device.type}"
         if not traits.native or traits.device.type != "cpu":
             return "the native CPU kernels are not in use (see cpu_kernels)"
         if traits.dtype != torch.float32:

@@ -102,6 +102,9 @@ class CpuKernels(PackedModel, Executor):
     def misfit(cls, backend: AttentionBackend) -> str | None:
         if backend.executor == cls.name:
             return None
+        device = backend.traits.device.type
+        if device == "cuda":
+            return f"the native kernels run on a CPU, and this is {device}"
         return "its attention_backend is not native, or the native kernels do not know it"
 
     @classmethod
