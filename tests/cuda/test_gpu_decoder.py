@@ -391,6 +391,23 @@ def test_a_model_that_the_decoder_computes_otherwise_is_run_by_another(
         in_decoder(tiny("qwen3", torch.float32))
 
 
+def test_a_kernel_that_asks_too_much_of_a_gpu_has_another_executor_compute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def fails(*_: Any) -> Any:
+        raise OutOfResources(300_000, 232_448, "shared memory")  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(DeviceWeight, "product_of", fails)
+    lm = adapt(tiny("qwen3", torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
+    assert type(lm.executor) is RecordedExecutor
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "executor cuda_kernels is not used: qwen3 cannot be decoded: out of resource" in line
+    with pytest.raises(UnsupportedModelError, match="out of resource"):
+        in_decoder(tiny("qwen3", torch.float32))
+
+
 def test_a_model_that_is_compared_stays() -> None:
     lm = adapt(tiny("qwen3", torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
     assert type(lm.executor) is RecordedKernels

@@ -9,8 +9,8 @@ against float64. `bits`: whether a row's bits depend on its pass. `steps`: targe
 captured. `baseline`: Transformers' `generate`, compiled. `engine`: drafters against off. `tests`: tests/gpu.
 
 Each part is a process of its own with a time limit, and leaves FOLDER/PART.json. A part that overruns is ended, and the
-next begins. The same command goes on: parts that are finished are not measured again. It needs this checkout, PyTorch
-2.11, Triton 3.6 and Transformers, and nothing from the network.
+next begins. The same command goes on: parts that are finished are not measured again. It needs this checkout,
+PyTorch for CUDA with its Triton, and Transformers, and nothing from the network.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ WAYS = {
     "fused": Way("triton", "cuda_kernels"),
     "fused, cuBLAS": Way("triton", "cuda_kernels", reproducible=False),
     "captured": Way("triton", "cuda_graph"),
-    "compiled": Way("triton", "compiled_graph"),
     "eager": Way("packed", "eager"),
+    "compiled": Way("triton", "compiled_graph"),
 }
 
 
