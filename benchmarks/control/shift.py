@@ -51,7 +51,7 @@ def _phase(
 
     def on_observe(items: Seq[StepItem]) -> None:
         for item in items:
-            choice = drafting.requests[item.sequence.id].choice
+            choice = drafting.record.requests[item.sequence.id].choice
             parts = [drafting.names[n] for n in (choice.lookup, choice.drafter) if n != NO_DRAFTER]
             who.extend([" then ".join(parts) or "nobody"] * item.num_emitted)
             depths.extend([len(item.proposal)] * item.num_emitted)

@@ -14,6 +14,7 @@ import torch
 from slipstream import LLM, RequestOptions, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET, sample_prompts
 from slipstream.core.step import StepItem
+from slipstream.engine import draft_record
 from slipstream.engine.engine import Engine
 from slipstream.engine.in_flight import InFlight
 from slipstream.engine.outputs import RequestOutput, Update
@@ -37,6 +38,15 @@ SPECS: dict[str, dict[str, Any] | None] = {
     "off": None,
     "chain": {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
     "own": {"method": "draft_model", "model": EMBEDDED_TARGET, "num_speculative_tokens": 2},
+    "probed": {
+        **{"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
+        "probe_share": 0.1,
+    },
+    "auto": {
+        "method": "auto",
+        "drafters": [{"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}],
+        "plan": [{"drafter": 0, "num_speculative_tokens": 2, "max_requests": 2}, {"max_requests": 9}],
+    },
 }
 DRAWN: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -156,7 +166,15 @@ def history(engine: Engine, requests: Requests, seed: int) -> tuple[dict[int, Re
 
 @pytest.mark.parametrize(
     ("spec", "seed", "room"),
-    [("off", 0, 160), ("off", 1, 1024), ("chain", 0, 160), ("chain", 2, 1024), ("own", 1, 160)],
+    [
+        ("off", 0, 160),
+        ("off", 1, 1024),
+        ("chain", 0, 160),
+        ("chain", 2, 1024),
+        ("own", 1, 160),
+        ("probed", 3, 160),
+        ("auto", 4, 1024),
+    ],
 )
 def test_random_histories_give_the_answers_of_plain_steps(spec: str, seed: int, room: int) -> None:
     requests = Requests(seed, 10, DRAWN + HOSTS if seed % 2 else DRAWN)
@@ -272,6 +290,42 @@ def test_a_draft_model_that_attends_as_the_host_says_waits_for_the_text(
     vars(eager).update(vars(draft.executor), backend=PackedBackend(draft.backend.traits))
     monkeypatch.setattr(draft, "executor", eager)
     check_alike(plain, drafted(tested, requests))
+
+
+def test_a_policy_is_told_of_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It chooses for some, and the steps between do as it chose; what became of each draft is its own."""
+    params = [{"ignore_eos": True, "max_tokens": 40, **drawn} for drawn in DRAWN[:3]]
+    requests, tested = Requests(9, 4, params, [{}]), engine("probed", True, 1024)
+    requests.options = [RequestOptions()] * 4
+    policy = tested.drafting.policy
+    assert policy is not None
+    monkeypatch.setattr(draft_record, "MOST_REPEATS", 3)
+    begun: list[str] = []
+    told: list[tuple[int, int, int]] = []
+    choose, repeat, observe = policy.choose, policy.repeat, policy.observe
+
+    def observed(outcomes: Any, calls: Any, **given: Any) -> None:
+        assert len(told) + 1 == len(begun)
+        accepted = sum(each.num_accepted for each in outcomes)
+        told.append((sum(each.num_tokens for each in outcomes), accepted, len(calls)))
+        observe(outcomes, calls, **given)
+
+    monkeypatch.setattr(policy, "choose", lambda *given: (begun.append("choose"), choose(*given))[1])
+    monkeypatch.setattr(policy, "repeat", lambda *given: (begun.append("repeat"), repeat(*given))[1])
+    monkeypatch.setattr(policy, "observe", observed)
+    steps: list[tuple[int, int, bool]] = []
+
+    def note(items: list[StepItem]) -> None:
+        tokens = sum(item.num_emitted for item in items)
+        steps.append((tokens, sum(item.num_accepted for item in items), any(len(i.proposal) for i in items)))
+
+    tested.on_observe = note
+    answers(tested, requests)
+    tested.on_observe = None
+    assert begun.count("repeat") > 5
+    assert max(len(run) for run in "".join(name[0] for name in begun).split("c")) <= 3
+    told_of_drafts = [each for each in told if each[0] and each[2]]  # others begin with a prompt
+    assert [each[:2] for each in told_of_drafts] == [each[:2] for each in steps if each[2]]
 
 
 @pytest.mark.parametrize("number", [3, 12, 20])

@@ -132,6 +132,17 @@ class Policy:
         self._speculates = any(choice.drafts for choice in choices)
         return choices
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the step behind this one may do as it chose, without being chosen for."""
+        return not self.probes.is_active and not self._trials.under_way
+
+    def repeat(self, speculates: bool) -> None:
+        """In the place of `choose`, for a step that did as the one before it; `speculates`: with drafts."""
+        self._step += 1
+        self._speculates, self.planning_s = speculates, 0.0
+        self._num_missed = [0] * len(self.drafters)
+
     def note_called(self, drafter: int, sequence_id: int, length: int) -> None:
         """A drafter is called for a sequence in this step, whose text has `length` tokens."""
         self._num_missed[drafter] += self.traffic.seen[drafter].note(self._step, sequence_id, length)

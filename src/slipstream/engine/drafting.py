@@ -27,9 +27,10 @@ from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter
-from slipstream.draft.combine.merging import depth_along, share_of, text_of
+from slipstream.draft.combine.merging import share_of, text_of
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter, PredictionOptions
+from slipstream.engine.draft_record import DraftRecord, UncheckedDrafts
 from slipstream.engine.forced import under_grammar
 from slipstream.kv.cache import KVCache
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
@@ -73,14 +74,10 @@ class Drafting:
         self.policy = policy
         self.task_of: Callable[[Sequence], str] = attrgetter("task")
         """What the policy keeps the statistics of a sequence under; a server keeps its accounts' tasks apart."""
-        self.calls: list[DraftCall] = []
-        """Those of the step under way."""
-        self.requests: dict[int, StepRequest] = {}
-        """By sequence, those that decode in the step under way, as the policy knows them."""
-        self._unchecked: list[tuple[Sequence, int, Proposal, int]] = []
-        """Drafts of lookups that were not checked, until the text has grown past them: whose, the lookup, what it
-        proposed, and the length of the text then."""
-        self._num_steps = self._num_prompt_rows = 0
+        self.record = DraftRecord()
+        """Of the step that was launched last."""
+        self._unchecked = UncheckedDrafts()
+        self._num_steps = 0
         self._everything = Choice(0, drafter.traits.max_nodes)
         self._most = [guard.drafter.traits.max_nodes for guard in self.guards]
         self._is_chain = [guard.drafter.traits.chain_length is not None for guard in self.guards]
@@ -99,9 +96,15 @@ class Drafting:
 
     # --- before the pass --------------------------------------------------------------------------------------
 
-    def propose(self, scheduled: Seq[StepItem], given: Mapping[int, Proposal] | None = None) -> None:
+    def propose(
+        self,
+        scheduled: Seq[StepItem],
+        given: Mapping[int, Proposal] | None = None,
+        repeated: DraftRecord | None = None,
+    ) -> DraftRecord:
         """Set what is proposed for each sequence, and who proposed it. What is `given`, by sequence id, is drafted
-        already: it is proposed whole, or not at all.
+        already: it is proposed whole, or not at all. A step that is launched before the policy knows of the one before
+        it does as that one chose, which is `repeated`.
 
         Where the target is still computing the prompt, the drafter is called with a budget of 0, so that it can
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
@@ -109,9 +112,13 @@ class Drafting:
         what its caller expects, that is the proposal, and no drafter is called.
         """
         policy = self.policy
+        self.record = DraftRecord() if repeated is None else repeated.repeated()
         self._draft_expected(scheduled, given or {})
-        wanted = self._everyone(scheduled) if policy is None else self._chosen(policy, scheduled)
-        in_probe = policy is not None and policy.in_probe
+        if policy is None:
+            wanted = self._everyone(scheduled)
+        else:
+            wanted = self._chosen(policy, scheduled) if repeated is None else self._as_before(scheduled)
+        in_probe = policy is not None and repeated is None and policy.in_probe
         if in_probe:
             for item in scheduled:
                 if item.drafter == self._prediction:
@@ -127,6 +134,7 @@ class Drafting:
                 item.is_forced = not len(drafted) and len(item.proposal) > 0
             item.method = item.method or self._name_of(item)
             sequence.metrics.draft_version = self._drafter.version_of(sequence)
+        return self.record
 
     def _draft_expected(self, scheduled: Seq[StepItem], given: Mapping[int, Proposal]) -> None:
         """Propose what is given, and what follows in predictions; one that is not followed drafts nothing."""
@@ -160,14 +168,14 @@ class Drafting:
 
     def _chosen(self, policy: Policy, scheduled: Seq[StepItem]) -> Wanted:
         """For whom to draft, with the policy's choices."""
-        decoding = [item for item in scheduled if item.decodes]
+        decoding, record = [item for item in scheduled if item.decodes], self.record
         self._num_steps += 1
-        self._num_prompt_rows = sum(item.num_rows for item in scheduled) - len(decoding)
-        self.requests = {item.sequence.id: self._request(item) for item in decoding}
-        requests = list(self.requests.values())
+        record.num_prompt_rows = sum(item.num_rows for item in scheduled) - len(decoding)
+        record.requests = {item.sequence.id: self._request(item) for item in decoding}
+        requests = list(record.requests.values())
         wanted: Wanted = []
         for item, request, choice in zip(
-            decoding, requests, policy.choose(requests, self._num_prompt_rows), strict=True
+            decoding, requests, policy.choose(requests, record.num_prompt_rows), strict=True
         ):
             if len(item.proposal):
                 continue
@@ -176,11 +184,16 @@ class Drafting:
             request.choice = choice
             if choice.drafts:
                 wanted.append((item, choice))
-        if self._num_prompt_rows:
+        if record.num_prompt_rows:
             wanted += self._announced(policy, scheduled)
         if self._num_steps % SCORED_EVERY == 0 and decoding:
             self._look_up(policy, decoding[self._num_steps // SCORED_EVERY % len(decoding)])
         return wanted
+
+    def _as_before(self, scheduled: Seq[StepItem]) -> Wanted:
+        """For whom to draft, with the choices that are there."""
+        choices = [(item, self.record.requests[item.sequence.id].choice) for item in scheduled]
+        return [(item, choice) for item, choice in choices if choice.drafts and item.max_draft_tokens]
 
     def _named(self, policy: Policy, item: StepItem) -> Choice:
         """A request's explicit drafter overrides the policy, except in a probe."""
@@ -210,14 +223,14 @@ class Drafting:
         It costs no pass of the target, so the choice among lookups learns from requests that they did not draft for.
         """
         sequence = item.sequence
-        asked_first = self.requests[sequence.id].choice.lookup
+        asked_first = self.record.requests[sequence.id].choice.lookup
         for number, traits in enumerate(policy.drafters):
             if number == asked_first or not traits.looks_up or not self.serves(number, sequence):
                 continue
             limit = min(item.max_draft_tokens, traits.max_depth)
             if limit and policy.may_score(number):
                 [proposal] = self.guards[number].propose([sequence], [limit])
-                self._unchecked.append((sequence, number, proposal, item.length_before))
+                self._unchecked.add(sequence, number, proposal, item.length_before)
                 return
 
     def _request(self, item: StepItem) -> StepRequest:
@@ -235,20 +248,29 @@ class Drafting:
         wanted = sequence.options.draft_method in (None, self.names[number], self._methods[number])
         return wanted and self.guards[number].serves(sequence)
 
-    def runs_ahead(self, item: StepItem) -> bool:
-        """Whether the next step of a sequence can be drafted for, or has no drafts, before this one is read."""
-        sequence = item.sequence
-        if self.policy is not None or sequence.expected is not None:
+    def runs_ahead(self, item: StepItem, record: DraftRecord) -> bool:
+        """Whether the next step of a sequence can be drafted for, or has no drafts, before this one is read, of which
+        `record` says what was drafted."""
+        sequence, choice = item.sequence, NOTHING
+        if sequence.expected is not None:
             return False
-        if not self.may_draft(sequence):
+        if self.policy is not None:
+            if not record.may_be_repeated(self.policy):
+                return False
+            choice = record.requests[sequence.id].choice
+        elif self.may_draft(sequence):
+            choice = self._everything
+        if not choice.drafts:
             return not len(item.proposal)
-        return item.drafter == 0 and self._group is None and self.guards[0].runs_ahead(sequence)
+        if choice.lookup != NO_DRAFTER or item.drafter != choice.drafter:
+            return False
+        return self.guards[choice.drafter].runs_ahead(sequence)
 
     # --- the drafters' calls ----------------------------------------------------------------------------------
 
     def call_drafters(self, wanted: Wanted) -> None:
         """Call the drafters that are wanted, each once: the lookups, and then those whose drafts are still needed."""
-        self.calls = []  # what predictions take is the step's own time
+        self.record.calls = []  # what predictions take is the step's own time
         first: dict[int, Wanted] = {}
         then: dict[int, Wanted] = {}
         for item, choice in wanted:
@@ -293,12 +315,14 @@ class Drafting:
         levels, num_tokens = max(drafting, default=0), sum(drafting)
         if not self._is_chain[number]:
             levels, num_tokens = 1, len(drafting)
-        self.calls.append(DraftCall(len(drafting), levels, num_tokens, number, seconds))
+        self.record.calls.append(DraftCall(len(drafting), levels, num_tokens, number, seconds))
         policy = self.policy
         if policy is None or number == self._prediction or policy.drafters[number].looks_up:
             return
         for item, budget in zip(items, budgets, strict=True):
-            if budget:
+            if budget and self.record.num_repeats:
+                self.record.called.append((number, item))
+            elif budget:
                 policy.note_called(number, item.sequence.id, item.length_before)
 
     def _name_of(self, item: StepItem) -> str:
@@ -309,14 +333,14 @@ class Drafting:
 
     # --- after the verdicts -----------------------------------------------------------------------------------
 
-    def observe(self, items: Seq[StepItem]) -> None:
+    def observe(self, items: Seq[StepItem], record: DraftRecord) -> None:
         """Pass to each drafter the verdicts on its own draft tokens, and keep for the policy what became of them."""
         if self.policy is not None:
-            if any(request.choice.drafts for request in self.requests.values()):
+            record.tell_begin(self.policy, items)
+            if record.speculates:
                 for item in items:
-                    self._record(item)
-            if self._unchecked:
-                self._score(self.policy)
+                    self._note_outcome(item, record.requests[item.sequence.id])
+            self._unchecked.score(self.policy, self.task_of)
         if not self._listens and all(item.drafter is None for item in items):
             return
         verdicts = [Observation.of(item) for item in items]
@@ -331,10 +355,9 @@ class Drafting:
                 ]
             )
 
-    def _record(self, item: StepItem) -> None:
+    def _note_outcome(self, item: StepItem, request: StepRequest) -> None:
         """What the step made of a request, by the draft tokens that the chosen drafter proposed."""
         sequence = item.sequence
-        request = self.requests[sequence.id]
         choice, request.lookup = request.choice, request.choice.lookup
         request.num_tokens = len(sequence.token_ids) - item.length_before
         if item.method == STEPS or item.drafter == self._prediction:
@@ -351,32 +374,19 @@ class Drafting:
             request.num_reached = min(own.num_accepted + (not cut), depth)
         if request.lookup not in (NO_DRAFTER, request.drafter) and len(item.found):
             # Too short to be used: what the text becomes says what it was worth.
-            self._unchecked.append((sequence, request.lookup, item.found, item.length_before))
+            self._unchecked.add(sequence, request.lookup, item.found, item.length_before)
             request.lookup = NO_DRAFTER
 
-    def _score(self, policy: Policy) -> None:
-        """See whether what was looked up came true; a text that has not grown past it yet is waited for."""
-        waiting: list[tuple[Sequence, int, Proposal, int]] = []
-        for unchecked in self._unchecked:
-            sequence, lookup, proposal, length = unchecked
-            grown = sequence.token_ids[length : length + proposal.depth]
-            accepted = depth_along(proposal, grown)
-            if accepted == len(grown) < proposal.depth and not sequence.finished:
-                waiting.append(unchecked)
-            else:
-                policy.score(lookup, self.task_of(sequence), len(proposal), accepted)
-        self._unchecked = waiting
-
-    def finish(self, report: StepReport, step_s: float) -> None:
+    def finish(self, report: StepReport, step_s: float, record: DraftRecord) -> None:
         """The step is over; `report` says what it did, and `step_s` what it took without its extension."""
         if self.policy is None:
             return
-        draft_s = sum(call.seconds for call in self.calls)
+        draft_s = sum(call.seconds for call in record.calls)
         self.policy.observe(
-            list(self.requests.values()),
-            self.calls,
+            list(record.requests.values()),
+            record.calls,
             num_rows=report.num_rows + report.num_draft_tokens,
-            num_prompt_rows=self._num_prompt_rows,
+            num_prompt_rows=record.num_prompt_rows,
             num_checked=report.num_draft_tokens,
             undrafted_s=step_s - draft_s - self.policy.planning_s,
         )
@@ -397,9 +407,9 @@ class Drafting:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted or preempted."""
-        if self.policy is not None and self._unchecked:
-            self._score(self.policy)
-            self._unchecked = [each for each in self._unchecked if each[0] is not sequence]
+        if self.policy is not None:
+            self._unchecked.score(self.policy, self.task_of)
+            self._unchecked.forget(sequence)
         for guard in self.guards:
             guard.release(sequence)
         if self.policy is not None:

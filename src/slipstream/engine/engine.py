@@ -240,7 +240,7 @@ class Engine:
             self._finish(flight)
         updates = self._commit(flight)
         report = self._clock.report(flight.items)
-        self.drafting.finish(report, self._clock.step_s)
+        self.drafting.finish(report, self._clock.step_s, flight.drafts)
         updates += self._answers.deliver()
         _call(self.on_step, report)
         return updates
@@ -257,9 +257,10 @@ class Engine:
             return None
         with threads.operators(self._num_operator_threads):
             clock.planned()
-            self.drafting.propose(plan.scheduled, drafted)
+            drafts = self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
-            return self.runner.launch(plan.scheduled, self._choose if self.verifier.walks else None)
+            choose = self._choose if self.verifier.walks else None
+            return self.runner.launch(plan.scheduled, drafts, choose)
 
     def _finish(self, flight: InFlight) -> None:
         """Wait for a step, and have it verified."""
@@ -292,7 +293,7 @@ class Engine:
             self.runner.commit(item)
         decoded = flight.decoding
         self.extension.commit(decoded)
-        self.drafting.observe(decoded)
+        self.drafting.observe(decoded, flight.drafts)
         _call(self.on_observe, decoded)
         _call(self.on_checked, decoded)
         return self._answers.emit(decoded)

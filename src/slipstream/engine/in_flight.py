@@ -9,6 +9,7 @@ import torch
 from slipstream.core.pending import PendingNumbers, PendingTail
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
+from slipstream.engine.draft_record import DraftRecord
 from slipstream.kv.upload import Download, upload
 from slipstream.models.causal_lm import ForwardOutput
 from slipstream.models.executor.choices import PassVerdicts, TokenChoices
@@ -21,10 +22,12 @@ class InFlight:
     """
 
     def __init__(
-        self, items: Seq[StepItem], ordered: Seq[StepItem], output: ForwardOutput, choices: TokenChoices | None
+        self, items: Seq[StepItem], ordered: Seq[StepItem], drafts: DraftRecord, output: ForwardOutput,
+        choices: TokenChoices | None,
     ) -> None:  # fmt: skip
         """`ordered` are the step's `items` in the order of the pass, whose `output` and `choices` are given."""
         self.items = list(items)
+        self.drafts = drafts
         self._verdicts = None if choices is None else output.verdicts
         self._roots: dict[int, int] = {}
         """Of each sequence whose tokens the pass chooses, by id, where its tree begins among the wanted rows."""

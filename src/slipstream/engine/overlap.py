@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from slipstream.core.pending import PendingTail
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
+from slipstream.engine.draft_record import DraftRecord
 from slipstream.engine.in_flight import InFlight
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.runner import Choose
@@ -51,7 +52,7 @@ class StepOverlap:
             self._parts.runner.enter(flight.items)
             drafts = any(map(self._parts.drafting.may_draft, (item.sequence for item in going)))
             with _grown([item.sequence for item in going], flight.tails(going, drafts)):
-                launched = self._launch([item.sequence for item in going])
+                launched = self._launch([item.sequence for item in going], flight.drafts)
             if launched is not None:
                 self.num_overlapped += 1
                 return launched
@@ -59,12 +60,12 @@ class StepOverlap:
         self.drained[reason] += 1
         return None
 
-    def _launch(self, sequences: Seq[Sequence]) -> InFlight | None:
+    def _launch(self, sequences: Seq[Sequence], before: DraftRecord) -> InFlight | None:
         items = self._parts.scheduler.plan_ahead(sequences)
         if items is None:
             return None
-        self._parts.drafting.propose(items, {})
-        return self._parts.runner.launch(items, self._choose)
+        drafts = self._parts.drafting.propose(items, {}, before)
+        return self._parts.runner.launch(items, drafts, self._choose)
 
     def _surely_ends(self, sequence: Sequence) -> bool:
         """Whether the answer has its full length with one token more."""
@@ -84,7 +85,7 @@ class StepOverlap:
             return "prompts"
         if any(_reads_text(item, flight) for item in flight.items):
             return "the host chooses"
-        if not all(map(drafting.runs_ahead, flight.items)):
+        if not all(drafting.runs_ahead(item, flight.drafts) for item in flight.items):
             return "drafts"
         return None
 

@@ -10,6 +10,7 @@ import torch
 from slipstream.core.pending import PendingNumbers, PendingTail
 from slipstream.core.proposal import Proposal
 from slipstream.core.step import StepItem
+from slipstream.engine.draft_record import DraftRecord
 from slipstream.engine.in_flight import InFlight
 from slipstream.kv.cache import KVCache
 from slipstream.kv.upload import upload
@@ -29,7 +30,7 @@ class ModelRunner:
         self.cache = cache
         self.feature_layers = tuple(feature_layers)
 
-    def launch(self, items: Seq[StepItem], choose: Choose | None = None) -> InFlight:
+    def launch(self, items: Seq[StepItem], drafts: DraftRecord, choose: Choose | None = None) -> InFlight:
         """Begin one pass over all scheduled rows and all proposals; `InFlight.finish` waits for its results.
 
         `choose` says how the tokens of an item that decodes are chosen; None where the pass cannot choose. Where the
@@ -46,7 +47,7 @@ class ModelRunner:
         if self.feature_layers and output.verdicts is None:  # else the pass has kept them
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
-        return InFlight(items, ordered, output, choices)
+        return InFlight(items, ordered, drafts, output, choices)
 
     def enter(self, items: Seq[StepItem]) -> None:
         """Count the entries of the computed committed tokens as valid, though the pass may still be running: whatever

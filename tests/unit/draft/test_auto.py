@@ -110,7 +110,7 @@ def test_each_sequence_gets_the_drafter_that_was_chosen_for_it() -> None:
     drafting.call_drafters(list(zip(items, [Choice(0, 8), Choice(1, 2), NOTHING, Choice(0, 8)], strict=True)))
     assert [each.proposal.token_ids for each in items] == [(1, 2, 3), (4, 5), (), (1,)]
     assert (left.asked, right.asked) == ([(0, 8), (3, 1)], [(1, 2)])
-    assert [(call.drafter, call.num_sequences) for call in drafting.calls] == [(0, 2), (1, 1)]
+    assert [(call.drafter, call.num_sequences) for call in drafting.record.calls] == [(0, 2), (1, 1)]
 
 
 def test_a_lookup_is_asked_first_and_its_guess_is_taken_when_it_is_long_enough() -> None:
@@ -143,7 +143,9 @@ def test_a_drafter_is_told_of_its_own_guesses_and_of_the_text() -> None:
     left.says, right.says = (7, 8), (9,)
     items = [item(text(0, 1, 2)), item(text(1, 1, 2))]
     drafting.call_drafters([(items[0], Choice(0, 8)), (items[1], Choice(1, 8))])
-    drafting.observe([verified(each, each.proposal, *each.proposal.token_ids, 5) for each in items])
+    drafting.observe(
+        [verified(each, each.proposal, *each.proposal.token_ids, 5) for each in items], drafting.record
+    )
     assert [(seen.sequence.id, seen.proposal.token_ids, seen.num_accepted) for seen in left.seen] == [
         (0, (7, 8), 2),
         (1, (), 0),
@@ -159,7 +161,9 @@ def test_each_drafter_learns_whether_the_answer_was_cut(was_cut: bool) -> None:
     asked.says = (7, 8)
     only = item(text(0, 1, 2))
     drafting.call_drafters([(only, Choice(0, 8))])
-    drafting.observe([verified(only, Proposal((7,), (ROOT,)), *((7,) if was_cut else (7, 5)))])
+    drafting.observe(
+        [verified(only, Proposal((7,), (ROOT,)), *((7,) if was_cut else (7, 5)))], drafting.record
+    )
     assert [seen.was_cut for seen in (*asked.seen, *other.seen)] == [was_cut, was_cut]
 
 
@@ -169,7 +173,7 @@ def test_what_a_grammar_took_away_is_not_told() -> None:
     only.says = (7, 8)
     step = item(text(0, 1, 2))
     drafting.call_drafters([(step, Choice(0, 8))])
-    drafting.observe([verified(step, Proposal((7,), (ROOT,)), 7, 5)])
+    drafting.observe([verified(step, Proposal((7,), (ROOT,)), 7, 5)], drafting.record)
     assert [(seen.proposal.token_ids, seen.num_accepted) for seen in only.seen] == [((7,), 1)]
 
 
