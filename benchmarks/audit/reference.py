@@ -7,7 +7,7 @@ from functools import partial
 from benchmarks.audit.faults import Answered
 from slipstream.core.proposal import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
-from slipstream.models.batch import tree_rows
+from slipstream.models.rows import tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.text.end_tokens import end_token_ids

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
-from slipstream.models.batch import ForwardBatch, RowGroup, tree_rows
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cuda.attention_plan import plan_attention
 from slipstream.models.cuda.tree_attention import Cut, Reads, Scratch, launch
+from slipstream.models.rows import RowGroup, tree_rows
 
 CPU = torch.device("cpu")
 SMALL = Cut(16, 16, 4)

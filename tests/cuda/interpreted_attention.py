@@ -11,8 +11,8 @@ import torch
 from attention_cases import CASES, CPU, TOLERANCES, Case, Layer
 
 from slipstream.kv.pool import quantise
-from slipstream.models.batch import RowGroup
 from slipstream.models.cuda import attention_plan
+from slipstream.models.rows import RowGroup
 
 interpreter.mend()
 

@@ -9,8 +9,9 @@ import torch
 
 from slipstream.core.proposal import Proposal
 from slipstream.models import load_model
-from slipstream.models.batch import ForwardBatch, tree_rows
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.compiled_graph import CompiledGraphExecutor
+from slipstream.models.rows import tree_rows
 from tests.parity.tiny_models import FAMILIES, save_tiny
 
 OURS = [family for family in FAMILIES if not family.startswith("falcon")]

@@ -15,7 +15,7 @@ from slipstream.core.pending import PendingNumbers
 from slipstream.core.pending_tree import PendingTree
 from slipstream.core.proposal import ROOT
 from slipstream.draft.proposers.device_tree import DeviceTrees, level_widths
-from slipstream.models.batch import RowGroup
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor

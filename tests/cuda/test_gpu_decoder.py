@@ -20,12 +20,12 @@ from slipstream.core.proposal import Proposal
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.batch import tree_rows
 from slipstream.models.cuda.linear import DeviceWeight
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.models.families.registry import FAMILIES as KNOWN
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.loading import adapt
+from slipstream.models.rows import tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.recorded_graph import ComputedKernels, RecordedExecutor, RecordedKernels
 from slipstream.testing.wait_audit import WaitAudit

@@ -10,8 +10,8 @@ import torch
 from slipstream.core.proposal import Proposal
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.batch import tree_rows
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
+from slipstream.models.rows import tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.recorded_graph import ComputedExecutor, RecordedExecutor
 from tests.parity.tiny_models import FAMILIES, save_tiny

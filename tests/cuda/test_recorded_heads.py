@@ -14,9 +14,10 @@ from slipstream import LLM
 from slipstream.assets import EMBEDDED_EAGLE3
 from slipstream.draft.proposers.device_tree import DeviceTrees
 from slipstream.kv.pool import KVPool, LayerShape
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.levels import NOT_FINITE, ChainLevels, TreeLevels
 from slipstream.models.executor.recorded_drafts import FirstStates
+from slipstream.models.rows import RowGroup
 from tests.kit.head_drafters import random_heads
 from tests.kit.kept_trees import KeptTree, grow_by_paths
 from tests.kit.mtp_targets import mtp_target, random_mtp

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from slipstream.core.proposal import Proposal, Verdict
 from slipstream.kv.pool import KVPool, LayerShape
-from slipstream.models.batch import ForwardBatch, RowGroup, tree_rows
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.choices import OwnTokens, PassVerdicts, TokenChoices
+from slipstream.models.rows import RowGroup, tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.verify.coupled import walk
 

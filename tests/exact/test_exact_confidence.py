@@ -12,7 +12,8 @@ from exact_cases import BIASED, EXACT, TARGETS, VERIFIERS
 
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.proposers.draft_tree import DraftTree, DraftTrees
+from slipstream.draft.proposers.draft_tree import DraftTree
+from slipstream.draft.proposers.draft_trees import DraftTrees
 from slipstream.draft.proposers.marginals import grow_tree
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.sampling.noise import Noise

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slipstream import LLM, SamplingParams
 from slipstream.core.proposal import Proposal
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.batch import tree_rows
+from slipstream.models.rows import tree_rows
 from tests.kit.tokenizer_families import byte_level
 from tests.parity.tiny_models import FAMILIES, save_tiny
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.core.pending import PendingNumbers
 from slipstream.core.pending_tree import PendingTree
 from slipstream.draft.proposers.device_tree import DeviceTrees
-from slipstream.models.batch import RowGroup
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.path.part import Part
 from benchmarks.gpu.path.products import KINDS, cublas, weight_of
 from benchmarks.gpu.path.shapes import SHAPES, TINY, WAYS, causal_lm, products
 from slipstream.core.proposal import Proposal
-from slipstream.models.batch import RowGroup, tree_rows
+from slipstream.models.rows import RowGroup, tree_rows
 from slipstream.sampling.noise import Noise, gumbel_of_bits, token_counters, uniform_bits
 from tests.cuda.attention_cases import Case
 

@@ -203,6 +203,10 @@ class Problem:
         places = np.where(self._used[:, place] > 0, place, draft)
         return self.price(np.where(self._needed[:, place] > 0, places, places - draft))
 
+    def drafts(self, plan: Priced) -> bool:
+        """Whether drafters, not lookups alone, draft for someone."""
+        return any(self.options[place].drafter != NO_DRAFTER for place in plan.places.tolist())
+
     def nothing(self) -> Priced:
         """Return the choice without drafts."""
         return self.price(np.zeros(self.number, dtype=np.int64))

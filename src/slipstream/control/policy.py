@@ -111,8 +111,7 @@ class Policy:
     def choose(self, requests: Seq[StepRequest], num_prompt_rows: int) -> list[Choice]:
         """The choice for each request of a step whose pass has `num_prompt_rows` rows in addition to one a request."""
         self._step += 1
-        self._speculates, self.planning_s = False, 0.0
-        self._num_missed = [0] * len(self.drafters)
+        self._speculates, self.planning_s, self._num_missed = False, 0.0, [0] * len(self.drafters)
         if not requests:
             self.probes.give_up()  # nothing to compare with
             return []
@@ -140,8 +139,7 @@ class Policy:
     def repeat(self, speculates: bool) -> None:
         """In the place of `choose`, for a step that did as the one before it; `speculates`: with drafts."""
         self._step += 1
-        self._speculates, self.planning_s = speculates, 0.0
-        self._num_missed = [0] * len(self.drafters)
+        self._speculates, self.planning_s, self._num_missed = speculates, 0.0, [0] * len(self.drafters)
 
     def note_called(self, drafter: int, sequence_id: int, length: int) -> None:
         """A drafter is called for a sequence in this step, whose text has `length` tokens."""
@@ -263,7 +261,7 @@ class Policy:
         kept = problem.price(np.array([problem.place_of(choice) for choice in before]))
         if kept.tokens_per_s * KEPT_GAIN >= best.tokens_per_s:
             return kept
-        if not self.traffic.lookups or _uses_drafters(problem, kept) or not _uses_drafters(problem, best):
+        if not self.traffic.lookups or problem.drafts(kept) or not problem.drafts(best):
             return best
         alone = problem.best(with_drafters=False)
         return alone if best.tokens_per_s < DRAFTS_GAIN * alone.tokens_per_s else best
@@ -450,7 +448,3 @@ class Policy:
         self.learn()
         planned = [len(plan.by_sequence) for plan in self._kept_plans()]
         return max(*planned, self.traffic.num_held)
-
-
-def _uses_drafters(problem: Problem, plan: Priced) -> bool:
-    return any(problem.options[place].drafter != NO_DRAFTER for place in plan.places.tolist())

@@ -11,7 +11,8 @@ from slipstream.control.types import DraftCall, StepRequest
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
-from slipstream.draft.combine.merging import depth_along
+from slipstream.draft.base import Observation
+from slipstream.draft.combine.merging import depth_along, share_of
 
 MOST_REPEATS = 15
 """Steps in a row that do as the one before them chose: the policy looks for better and measures between them."""
@@ -85,3 +86,10 @@ class UncheckedDrafts:
     def forget(self, sequence: Sequence) -> None:
         """Its text is over."""
         self._waiting = [each for each in self._waiting if each[0] is not sequence]
+
+
+def own_share(item: StepItem, seen: Observation) -> Observation:
+    """The observation for the drafter of an item's draft; the tree that was checked may hold only a part of it."""
+    if item.proposal is item.drafted or not (len(item.proposal) or len(item.drafted)):
+        return seen
+    return share_of(seen, item.drafted, item.length_before)

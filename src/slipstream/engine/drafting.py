@@ -27,10 +27,10 @@ from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.draft.base import Drafter, Observation
 from slipstream.draft.combine.auto import AutoDrafter
-from slipstream.draft.combine.merging import share_of, text_of
+from slipstream.draft.combine.merging import text_of
 from slipstream.draft.guarded.guard import Guard
 from slipstream.draft.lookup.prediction import METHOD, PredictionDrafter, PredictionOptions
-from slipstream.engine.draft_record import DraftRecord, UncheckedDrafts
+from slipstream.engine.draft_record import DraftRecord, UncheckedDrafts, own_share
 from slipstream.engine.forced import under_grammar
 from slipstream.kv.cache import KVCache
 from slipstream.text.prediction import MAX_PREDICTED_TOKENS
@@ -68,7 +68,7 @@ class Drafting:
         prediction = PredictionDrafter(PredictionOptions(), drafter.context)
         self.guards = [*members, Guard.of(prediction, drafter.context)]
         self.names, self._methods = [*names, METHOD], [*methods, METHOD]
-        """By drafter; of the names, those that occur more than once have a number behind them."""
+        """By drafter; those of the names that occur twice are numbered."""
         self._prediction = len(members)
         """The number of the one that drafts what callers expect."""
         self.policy = policy
@@ -103,8 +103,7 @@ class Drafting:
         repeated: DraftRecord | None = None,
     ) -> DraftRecord:
         """Set what is proposed for each sequence, and who proposed it. What is `given`, by sequence id, is drafted
-        already: it is proposed whole, or not at all. A step that is launched before the policy knows of the one before
-        it does as that one chose, which is `repeated`.
+        already: it is proposed whole, or not at all. A step ahead of the policy does as the `repeated` one chose.
 
         Where the target is still computing the prompt, the drafter is called with a budget of 0, so that it can
         compute it meanwhile; a sequence whose caller wants no drafts costs nothing. An answer under a grammar gets
@@ -114,10 +113,7 @@ class Drafting:
         policy = self.policy
         self.record = DraftRecord() if repeated is None else repeated.repeated()
         self._draft_expected(scheduled, given or {})
-        if policy is None:
-            wanted = self._everyone(scheduled)
-        else:
-            wanted = self._chosen(policy, scheduled) if repeated is None else self._as_before(scheduled)
+        wanted = self._wanted(scheduled, repeated is not None)
         in_probe = policy is not None and repeated is None and policy.in_probe
         if in_probe:
             for item in scheduled:
@@ -151,7 +147,13 @@ class Drafting:
             if not len(item.proposal):
                 item.drafter = None
 
-    def _everyone(self, scheduled: Seq[StepItem]) -> Wanted:
+    def _wanted(self, scheduled: Seq[StepItem], repeats: bool) -> Wanted:
+        """For whom to draft; with `repeats` by the choices that are there."""
+        if self.policy is not None and not repeats:
+            return self._chosen(self.policy, scheduled)
+        if self.policy is not None:
+            choices = [(item, self.record.requests[item.sequence.id].choice) for item in scheduled]
+            return [(item, choice) for item, choice in choices if choice.drafts and item.max_draft_tokens]
         return [
             (item, self._everything)
             for item in scheduled
@@ -189,11 +191,6 @@ class Drafting:
         if self._num_steps % SCORED_EVERY == 0 and decoding:
             self._look_up(policy, decoding[self._num_steps // SCORED_EVERY % len(decoding)])
         return wanted
-
-    def _as_before(self, scheduled: Seq[StepItem]) -> Wanted:
-        """For whom to draft, with the choices that are there."""
-        choices = [(item, self.record.requests[item.sequence.id].choice) for item in scheduled]
-        return [(item, choice) for item, choice in choices if choice.drafts and item.max_draft_tokens]
 
     def _named(self, policy: Policy, item: StepItem) -> Choice:
         """A request's explicit drafter overrides the policy, except in a probe."""
@@ -349,7 +346,7 @@ class Drafting:
                 continue
             guard.observe(
                 [
-                    _own_share(item, seen) if item.drafter == number else text_of(seen)
+                    own_share(item, seen) if item.drafter == number else text_of(seen)
                     for item, seen in zip(items, verdicts, strict=True)
                     if item.drafter == number or guard.drafter.traits.observes_all
                 ]
@@ -364,7 +361,7 @@ class Drafting:
             request.num_tokens = 1  # what was expected says nothing of what drafters gain
         elif item.drafter is not None:
             request.drafter = item.drafter
-            own = _own_share(item, Observation.of(item))
+            own = own_share(item, Observation.of(item))
             request.num_checked, request.num_accepted = len(own.proposal), own.num_accepted
             depth = own.proposal.depth
             if choice.drafter == item.drafter and depth < choice.depth:
@@ -451,10 +448,3 @@ class Drafting:
             if not guard.retired
             for fault in guard.drafter.integrity()
         ]
-
-
-def _own_share(item: StepItem, seen: Observation) -> Observation:
-    """The observation for the drafter of an item's draft; the tree that was checked may hold only a part of it."""
-    if item.proposal is item.drafted or not (len(item.proposal) or len(item.drafted)):
-        return seen
-    return share_of(seen, item.drafted, item.length_before)

@@ -15,8 +15,9 @@ from slipstream.engine.in_flight import InFlight
 from slipstream.kv.cache import KVCache
 from slipstream.kv.upload import upload
 from slipstream.models import CausalLM, RowGroup
-from slipstream.models.batch import side_by_side, tree_rows
+from slipstream.models.batch import side_by_side
 from slipstream.models.executor.choices import OwnTokens, TokenChoices
+from slipstream.models.rows import tree_rows
 
 Choose = Callable[[StepItem], OwnTokens | None]
 

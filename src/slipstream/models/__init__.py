@@ -13,10 +13,10 @@ that is tied to the output layer is read out of the packed one, so drafters that
 """
 
 import slipstream.models.huggingface  # noqa: F401  (before any other module of Transformers)
-from slipstream.models.batch import RowGroup
 from slipstream.models.causal_lm import CausalLM, ForwardOutput
 from slipstream.models.configuration import load_config
 from slipstream.models.loading import adapt, load_model, load_plain
+from slipstream.models.rows import RowGroup
 from slipstream.models.tokenizer import load_draft_tokenizer, load_tokenizer
 
 __all__ = [

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, LayerProbe, Probed
 from slipstream.models.attention.hook import slipstream_attention
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.executor.base import Executor
@@ -31,6 +31,7 @@ from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import unread
+from slipstream.models.rows import RowGroup
 from slipstream.models.support import context_length, text_config, unsupported
 from slipstream.models.trial import NUM_TRIAL_ROWS, far_position, num_trial_slots, trial_passes
 from slipstream.models.weight_check import WeightCheck

@@ -13,13 +13,14 @@ from torch import Tensor
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.families.experts import file_stacks
 from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
+from slipstream.models.rows import RowGroup
 from slipstream.models.trial import NUM_TRIAL_ROWS
 
 

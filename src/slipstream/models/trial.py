@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kv.slots import SlotMap
-from slipstream.models.batch import RowGroup
+from slipstream.models.rows import RowGroup
 
 NUM_TRIAL_ROWS = 12
 """Tokens of the text that tries a model out."""

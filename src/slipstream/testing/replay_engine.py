@@ -22,7 +22,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter, Observation
 from slipstream.kv.cache import KVCache
 from slipstream.kv.segments import CHUNK
-from slipstream.models.batch import RowGroup
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.expected import ExpectedText
 

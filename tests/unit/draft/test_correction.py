@@ -17,7 +17,7 @@ from slipstream.draft.model.draft_model import DraftModelOptions
 from slipstream.draft.proposers.correction import Correction
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models import load_tokenizer
-from slipstream.models.batch import RowGroup
+from slipstream.models.rows import RowGroup
 from slipstream.testing.stub_drafters import draft_context
 
 VOCAB = 4096

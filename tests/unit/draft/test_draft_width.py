@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slipstream.core.sequence import Sequence
-from slipstream.draft.proposers.draft_tree import DraftTrees, NotFiniteError, Peaks
+from slipstream.draft.proposers.draft_tree import NotFiniteError, Peaks
+from slipstream.draft.proposers.draft_trees import DraftTrees
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.sampling.params import SamplingParams
 

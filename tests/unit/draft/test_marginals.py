@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.core.proposal import Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.draft.proposers.draft_tree import DraftTree, DraftTrees, NotFiniteError
+from slipstream.draft.proposers.draft_tree import DraftTree, NotFiniteError
+from slipstream.draft.proposers.draft_trees import DraftTrees
 from slipstream.draft.proposers.marginals import grow_from_marginals, grow_tree
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.sampling.noise import Noise

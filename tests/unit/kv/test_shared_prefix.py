@@ -17,7 +17,8 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SharedPrefix
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.batch import ForwardBatch, side_by_side, tree_rows
+from slipstream.models.batch import ForwardBatch, side_by_side
+from slipstream.models.rows import tree_rows
 from tests.kit.marks import needs_kernels
 
 PARTITION = 256

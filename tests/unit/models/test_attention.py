@@ -17,7 +17,8 @@ from slipstream.models.attention.cache_adapter import CacheAdapterPass
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.attention.masks import Masks
 from slipstream.models.attention.packed import PackedAttention, attend
-from slipstream.models.batch import ForwardBatch, tree_rows
+from slipstream.models.batch import ForwardBatch
+from slipstream.models.rows import tree_rows
 
 CPU = torch.device("cpu")
 SLOTS = range(99)

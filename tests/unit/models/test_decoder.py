@@ -28,9 +28,10 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.batch import ForwardBatch, tree_rows
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.loading import adapt
+from slipstream.models.rows import tree_rows
 from tests.kit.small_llama import sizes
 
 LENGTH = 300

@@ -10,7 +10,8 @@ import torch
 
 from slipstream.core.proposal import Proposal
 from slipstream.kv.slots import SharedPrefix, SlotMap
-from slipstream.models.batch import Bucket, ForwardBatch, RowGroup, tree_rows
+from slipstream.models.batch import Bucket, ForwardBatch
+from slipstream.models.rows import RowGroup, tree_rows
 
 CPU = torch.device("cpu")
 

@@ -32,13 +32,13 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, adapt
 from slipstream.models.attention.base import Variant
-from slipstream.models.batch import tree_rows
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.families.activations import ACTIVATIONS, number_of
 from slipstream.models.families.experts import ExpertParts
 from slipstream.models.families.family import Family
 from slipstream.models.families.known import GptOss, Llama, Mixtral
 from slipstream.models.families.registry import FAMILIES, find_family
+from slipstream.models.rows import tree_rows
 from tests.kit.small_llama import sizes
 
 SHAPE = sizes(48, 3, 4, 2, vocab=97, inner=70, spread=0.2)

@@ -44,8 +44,8 @@ from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM
-from slipstream.models.batch import tree_rows
 from slipstream.models.linear.formats import check_quantization
+from slipstream.models.rows import tree_rows
 from slipstream.text.common_prefix import common_prefix_length
 
 

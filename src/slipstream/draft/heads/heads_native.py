@@ -14,7 +14,7 @@ from slipstream.draft.heads.head_executor import EagleExecutor, HeadsExecutor
 from slipstream.draft.heads.packed_head import PackedHead
 from slipstream.draft.heads.residual import ProjectedHeads
 from slipstream.kv.pool import KVPool
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu import native
 from slipstream.models.cpu.kernel import Kernel
@@ -34,6 +34,7 @@ from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.families.frequencies import STATIC_ROTARY
 from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.rows import RowGroup
 
 
 class NativeHeads(PackedModel, HeadsExecutor):

@@ -21,8 +21,9 @@ from slipstream.models import CausalLM
 from slipstream.models.attention.base import AttentionPass
 from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.packed import PackedAttention
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.rows import RowGroup
 
 
 class EagerMtp(MtpExecutor):

@@ -31,8 +31,8 @@ from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model
-from slipstream.models.batch import RowGroup
 from slipstream.models.executor.chains import Chains
+from slipstream.models.rows import RowGroup
 
 
 class SharedKVDrafter(AutoregressiveDrafter):

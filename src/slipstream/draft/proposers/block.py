@@ -29,10 +29,11 @@ from slipstream.draft.proposers.whole_drafts import WholeDrafts
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import LayerShape
 from slipstream.kv.upload import upload
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.executor.chains import Chains, Draw
 from slipstream.models.executor.recorded_drafts import FirstStates
+from slipstream.models.rows import RowGroup
 
 
 class BlockDrafter(CachedDrafter):

@@ -20,7 +20,7 @@ from slipstream.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from slipstream.models.batch import RowGroup
+    from slipstream.models.rows import RowGroup
 
 NAMES = ("left", "right", "log_temperature")
 

@@ -26,9 +26,9 @@ from slipstream.draft.proposers.draft_tree import DraftTree
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.kv.slots import SlotMap
 from slipstream.kv.upload import across, upload
-from slipstream.models.batch import RowGroup
 from slipstream.models.cuda.filters import filter_numbers, filters_of
 from slipstream.models.executor.levels import Levels, TreesShape
+from slipstream.models.rows import RowGroup
 
 
 def level_widths(num_nodes: int, depth: int, top_k: int) -> tuple[int, ...]:

@@ -22,11 +22,12 @@ import torch
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal, ProposalKind
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Drafter
-from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, DraftTrees, NotFiniteError
+from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError
+from slipstream.draft.proposers.draft_trees import DraftTrees
 from slipstream.draft.proposers.proposal_shape import ProposalShape, ShapeOptions
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
-from slipstream.models.batch import RowGroup
+from slipstream.models.rows import RowGroup
 
 
 class GrowingDrafter(Drafter):

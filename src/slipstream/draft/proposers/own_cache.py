@@ -18,8 +18,8 @@ from slipstream.draft.proposers.growing import EntriesDrafter, Feed
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool, LayerShape, bytes_per_token
-from slipstream.models.batch import RowGroup
 from slipstream.models.causal_lm import CausalLM
+from slipstream.models.rows import RowGroup
 
 
 class CachedDrafter(EntriesDrafter):

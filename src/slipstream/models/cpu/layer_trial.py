@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models.attention.base import Variant
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.model_sizes import ModelSizes
@@ -24,6 +24,7 @@ from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LinearStruct
 from slipstream.models.families.family import Family
 from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.rows import RowGroup
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

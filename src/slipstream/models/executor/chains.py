@@ -18,11 +18,12 @@ from torch import Tensor
 from slipstream.core.pending import PendingNumbers
 from slipstream.kv.slots import SlotMap
 from slipstream.kv.upload import across, upload
-from slipstream.models.batch import ForwardBatch, RowGroup
+from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu.structs import ChainsStruct, DrawingStruct
 from slipstream.models.cuda.filters import NO_FILTERS, filter_numbers, filters_of
 from slipstream.models.executor.levels import NOT_FINITE, ChainsShape, choose_level
 from slipstream.models.executor.recording import on_device
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import choose_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor

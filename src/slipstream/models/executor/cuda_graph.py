@@ -22,7 +22,7 @@ from slipstream.kv.pool import KVPool
 from slipstream.kv.upload import upload
 from slipstream.models.attention.base import AttentionBackend, AttentionPass
 from slipstream.models.attention.triton import TritonAttention, TritonBackend
-from slipstream.models.batch import Bucket, ForwardBatch, RowGroup
+from slipstream.models.batch import Bucket, ForwardBatch
 from slipstream.models.cuda.tree_attention import Reads
 from slipstream.models.cuda.verdict import conclude
 from slipstream.models.executor.base import LargestPass, PassOutput, ProbedModel
@@ -42,6 +42,7 @@ from slipstream.models.executor.pass_layout import (
 from slipstream.models.executor.pass_memory import recorded_bytes
 from slipstream.models.executor.recorded_drafts import DraftRecorder, draw_by_one_pass, draw_by_passes
 from slipstream.models.executor.recording import CudaGraph, Graph, RecordedPass, on_device, why_not_recorded
+from slipstream.models.rows import RowGroup
 
 log = logging.getLogger(__name__)
 

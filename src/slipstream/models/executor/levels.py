@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.proposal import ROOT
-from slipstream.models.batch import RowGroup
 from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.filters import filtered, limits
 from slipstream.models.executor.recording import on_device
+from slipstream.models.rows import RowGroup
 from slipstream.sampling.noise import gumbel_of_bits, token_counters, uniform_bits
 
 NOT_FINITE = -1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from slipstream.core.proposal import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
-from slipstream.models.batch import tree_rows
+from slipstream.models.rows import tree_rows
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
