@@ -35,7 +35,7 @@ def engine_distribution(
         llm.reset_caches()
         with (
             patch("slipstream.engine.verification.Noise", branching),
-            patch("slipstream.draft.proposers.draft_tree.Noise", branching),
+            patch("slipstream.draft.proposers.draft_trees.Noise", branching),
         ):
             [output] = llm.generate([list(prompt)], params, options=options)
         return tuple(output.outputs[0].token_ids)
