@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
-from slipstream.core.proposal import Proposal
 from slipstream.core.step import StepItem
 from slipstream.draft.model.draft_model import DraftModelDrafter
 from slipstream.models.executor.chains import Chains
@@ -50,11 +48,12 @@ def test_a_long_prompt_beside_short_ones(
     lengths: dict[str, list[tuple[int, int]]] = {}
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> None:
-        propose(scheduled, steps)
+    def spy(scheduled: Seq[StepItem], *given: Any) -> Any:
+        record = propose(scheduled, *given)
         for item in scheduled:
             sequence, drafted = item.sequence, len(item.proposal)
             lengths.setdefault(sequence.request_id, []).append((len(sequence.token_ids), drafted))
+        return record
 
     monkeypatch.setattr(llm.engine.drafting, "propose", spy)
     batch = [short[0], long, short[1], growing, *short[2:]]
@@ -94,9 +93,9 @@ def test_a_batch_costs_as_many_draft_passes_as_one_sequence(
         drawn: list[list[int]] = draw(batch, pool, chains)
         return drawn
 
-    def step(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> None:
+    def step(scheduled: Seq[StepItem], *given: Any) -> Any:
         passes.append(0)
-        propose(scheduled, steps)
+        return propose(scheduled, *given)
 
     draw = model.draft_chain
     monkeypatch.setattr(model, "draft_chain", count_chains)  # a pass a level

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,11 +65,12 @@ def logged(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Log:
     log: Log = defaultdict(list)
     propose = llm.engine.drafting.propose
 
-    def spy(scheduled: Seq[StepItem], steps: Mapping[int, Proposal]) -> None:
-        propose(scheduled, steps)
+    def spy(scheduled: Seq[StepItem], *given: Any) -> Any:
+        record = propose(scheduled, *given)
         for item in scheduled:
             sequence = item.sequence
             log[sequence.request_id, sequence.index].append((sequence.num_output_tokens, item.proposal))
+        return record
 
     monkeypatch.setattr(llm.engine.drafting, "propose", spy)
     return log
