@@ -40,7 +40,7 @@ SPECS: dict[str, dict[str, Any] | None] = {
     "own": {"method": "draft_model", "model": EMBEDDED_TARGET, "num_speculative_tokens": 2},
     "probed": {
         **{"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
-        "probe_share": 0.1,
+        "probe_share": 0.3,
     },
     "auto": {
         "method": "auto",
@@ -311,7 +311,15 @@ def test_a_policy_is_told_of_each_step_once(monkeypatch: pytest.MonkeyPatch) -> 
         observe(outcomes, calls, **given)
 
     monkeypatch.setattr(policy, "choose", lambda *given: (begun.append("choose"), choose(*given))[1])
-    monkeypatch.setattr(policy, "repeat", lambda *given: (begun.append("repeat"), repeat(*given))[1])
+    probed: list[bool] = []
+
+    def repeated(speculates: bool) -> None:
+        begun.append("repeat")
+        probed.append(policy.in_probe)
+        assert speculates != policy.in_probe
+        repeat(speculates)
+
+    monkeypatch.setattr(policy, "repeat", repeated)
     monkeypatch.setattr(policy, "observe", observed)
     steps: list[tuple[int, int, bool]] = []
 
@@ -323,6 +331,7 @@ def test_a_policy_is_told_of_each_step_once(monkeypatch: pytest.MonkeyPatch) -> 
     answers(tested, requests)
     tested.on_observe = None
     assert begun.count("repeat") > 5
+    assert any(probed), "a probe is measured in steps like those that it is compared with"
     assert max(len(run) for run in "".join(name[0] for name in begun).split("c")) <= 3
     told_of_drafts = [each for each in told if each[0] and each[2]]  # others begin with a prompt
     assert [each[:2] for each in told_of_drafts] == [each[:2] for each in steps if each[2]]

@@ -134,7 +134,7 @@ class Policy:
     @property
     def may_repeat(self) -> bool:
         """Whether the step behind this one may do as it chose, without being chosen for."""
-        return not self.probes.is_active and not self._trials.under_way
+        return self.probes.goes_on and not self._trials.under_way
 
     def repeat(self, speculates: bool) -> None:
         """In the place of `choose`, for a step that did as the one before it; `speculates`: with drafts."""

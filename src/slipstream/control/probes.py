@@ -50,6 +50,11 @@ class Probes:
         self.is_active = self._left > 0
         return self.is_active
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step is of the same probe, or of none as this one."""
+        return self._left > 1 if self.is_active else not self._left
+
     def price_s(self, gain: float | None) -> float:
         """Seconds that a probe without drafts costs, where they gain as much."""
         # The time of a step is not less than without drafts, and is known without a calculation.
