@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from slipstream import LLM, RequestOptions, SamplingParams
-from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_TARGET, sample_prompts
+from slipstream.assets import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_TARGET, sample_prompts
 from slipstream.core.step import StepItem
+from slipstream.draft.heads.recorded_heads import RecordedEagle
 from slipstream.engine import draft_record
 from slipstream.engine.engine import Engine
 from slipstream.engine.in_flight import InFlight
@@ -25,6 +26,7 @@ from slipstream.models.executor.eager import EagerExecutor
 from slipstream.testing.delayed_device import DelayedDevice
 from slipstream.testing.wait_audit import WaitAudit
 from slipstream.text.prompts import encode_chat
+from tests.kit.peagle_heads import masked_eagle3
 
 DELAYED: dict[str, Any] = {
     "attention_backend": "slipstream.testing.recorded_graph:TritonOnCpu",
@@ -38,6 +40,10 @@ SPECS: dict[str, dict[str, Any] | None] = {
     "off": None,
     "chain": {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
     "own": {"method": "draft_model", "model": EMBEDDED_TARGET, "num_speculative_tokens": 2},
+    "eagle": {
+        **{"method": "eagle3", "model": EMBEDDED_EAGLE3, "num_speculative_tokens": 3},
+        **{"tree_top_k": 1, "num_draft_nodes": None},
+    },
     "probed": {
         **{"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3},
         "probe_share": 0.3,
@@ -174,6 +180,7 @@ def history(engine: Engine, requests: Requests, seed: int) -> tuple[dict[int, Re
         ("own", 1, 160),
         ("probed", 3, 160),
         ("auto", 4, 1024),
+        ("eagle", 5, 160),
     ],
 )
 def test_random_histories_give_the_answers_of_plain_steps(spec: str, seed: int, room: int) -> None:
@@ -209,7 +216,7 @@ def test_the_answers_are_the_same_after_preemption(spec: str) -> None:
     assert after.num_overlapped_steps > before.num_overlapped_steps + 5
 
 
-@pytest.mark.parametrize("spec", ["off", "chain"])
+@pytest.mark.parametrize("spec", ["off", "chain", "eagle"])
 def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
     requests, tested = Requests(5, 4, DRAWN[:3]), engine(spec, True, 1024)
     answers(tested, requests)  # what is recorded now is no pass
@@ -223,7 +230,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize("spec", ["off", "chain"])
+@pytest.mark.parametrize("spec", ["off", "chain", "eagle"])
 def test_an_overlapped_step_waits_once(spec: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [{"ignore_eos": True, "max_tokens": 20, **DRAWN[kind]}]
     requests, tested, num_steps = Requests(7, 4, params, [{}]), engine(spec, True, 1024), 0
@@ -269,13 +276,53 @@ def check_alike(
         assert one[:number] == other[:number]
 
 
-@pytest.mark.parametrize("spec", ["chain", "own"])
+@pytest.mark.parametrize("spec", ["chain", "own", "eagle"])
 def test_what_is_drafted_ahead_is_what_is_drafted_for_the_text(spec: str) -> None:
     params = [{"ignore_eos": True, "max_tokens": 30, **drawn} for drawn in DRAWN[:3]]
     requests, tested = Requests(8, 4, params, [{}]), engine(spec, True, 1024)
     plain = drafted(engine(spec, False, 1024), requests)
     with DelayedDevice():
         check_alike(plain, drafted(tested, requests))
+
+
+def test_a_head_that_reads_masks_waits_for_the_text() -> None:
+    spec = {"method": "peagle", "model": masked_eagle3(), "num_speculative_tokens": 2, "tree_top_k": 1}
+    tested = LLM(speculative_config=spec | {"num_draft_nodes": None}, **DELAYED).engine
+    requests = Requests(8, 3, [{"ignore_eos": True, "max_tokens": 12, "temperature": 0.0}], [{}])
+    requests.options = [RequestOptions()] * 3
+    assert list(map(said, answers(tested, requests))) == list(
+        map(said, answers(engine("off", False, 1024), requests))
+    )
+    assert tested.stats().drained_steps["drafts"] > 3
+
+
+def test_a_head_whose_draft_is_not_recorded_drafts_again_once_the_text_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests, tested = (
+        Requests(11, 3, [{"ignore_eos": True, "max_tokens": 40, **DRAWN[1]}], [{}]),
+        engine("eagle", True, 1024),
+    )
+    requests.options = [RequestOptions()] * 3
+    wanted, plain = (
+        answers(engine("off", False, 1024), requests),
+        drafted(engine("eagle", False, 1024), requests),
+    )
+    draft, calls = RecordedEagle.draft, 0
+
+    def refusing(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return None if calls % 4 == 0 else draft(*given)
+
+    monkeypatch.setattr(RecordedEagle, "draft", refusing)
+    before = tested.stats()
+    check_alike(plain, drafted(tested, requests))
+    assert list(map(said, answers(tested, requests))) == list(map(said, wanted))
+    after = tested.stats()
+    assert after.num_draft_failures == before.num_draft_failures
+    assert after.num_overlapped_steps > before.num_overlapped_steps + 5
+    assert after.drained_steps["drafts"] > before.drained_steps.get("drafts", 0)
 
 
 def test_a_draft_model_that_attends_as_the_host_says_waits_for_the_text(

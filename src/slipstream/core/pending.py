@@ -17,7 +17,7 @@ class PendingTail:
     most: int
     """The most tokens that it adds. Whoever prepares the next step takes the text to have so many."""
     tokens: PendingNumbers
-    """The last tokens of the text: two, or the last alone where `most` is 1 and no draft model is called."""
+    """The last tokens of the text, `most` and at least two of them; the last alone where nothing is drafted."""
     shift: torch.Tensor | None
     """int64 [1]: by how much positions that are counted from the end of the text are to be moved, 0 or less; None: by
     nothing, it adds one token."""

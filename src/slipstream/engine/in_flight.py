@@ -76,17 +76,23 @@ class InFlight:
             return [PendingTail(1, PendingNumbers(last[root : root + 1]), None) for root in roots]
         texts = [item.sequence.token_ids for item in items]
         most = [len(item.proposal) for item in items]
-        numbers = [*roots, *(text[-1] for text in texts), *map(len, texts), *most]
-        root, token, length, longest = upload(numbers, self._verdicts.device).view(4, -1)
+        width = max(max(most) + 1, 2)
+        known = [token for text in texts for token in [0] * (width - len(text)) + text[-width:]]
+        numbers = upload([*roots, *map(len, texts), *most, *known], self._verdicts.device)
+        root, length, longest = numbers[: 3 * len(items)].view(3, -1)
         counts, _, lengths, _, tokens = self._verdicts
         num_accepted = lengths[root] - length
-        at = (root + num_accepted).clamp(min=0)  # of the row that chose the last token
-        before = torch.where(num_accepted > 0, tokens[(at - 1).clamp(min=0)], token)
-        pairs = torch.stack([before, tokens[at]], 1)
+        # The text's last tokens: those that the pass chose, one a row from the root on, and known ones before them.
+        row = num_accepted[:, None] + torch.arange(1 - width, 1, device=root.device)
+        chosen = tokens[(root[:, None] + row.clamp(min=0)).clamp(min=0)]
+        before = numbers[3 * len(items) :].view(-1, width).gather(1, (row + width).clamp(0, width - 1))
+        last = torch.where(row < 0, before, chosen)
         # Where the host must choose, the next step is of no use, and must not write over what this one may keep.
         shifts = torch.where(counts[root] < 0, 0, num_accepted - longest)
         return [
-            PendingTail(number + 1, PendingNumbers(pairs[place]), shifts[place : place + 1])
+            PendingTail(
+                number + 1, PendingNumbers(last[place, -max(number + 1, 2) :]), shifts[place : place + 1]
+            )
             for place, number in enumerate(most)
         ]
 

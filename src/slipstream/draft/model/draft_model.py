@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DTYPES, EngineConfig, check_types, reject_unknown
-from slipstream.core.pending_tree import PendingTree
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
@@ -173,17 +172,12 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         return type(self)._forward is DraftModelDrafter._forward
 
     def runs_ahead(self, sequence: Sequence) -> bool:
-        # The chain in flight begins behind the whole text. Its entries are there, but for those of the last two tokens
-        # that the text will have, which are fed in any case.
-        tree, accounting = self._unobserved.get(sequence.id), self.cache.accounting
-        if tree is None or tree.pending is None or isinstance(tree.pending, PendingTree):
-            return False
-        # A mask's entry is not that of a token; and other executors attend to as many entries as the host says.
+        # Of the draft tokens that are accepted all have entries but the last, and so the text's last two are fed. A
+        # mask's entry is not that of a token; and other executors attend to as many entries as the host says.
         if not (self.keeps_accepted and self.draws_chains() and self.model.executor.chooses):
             return False
         same_text = type(self)._token_ids is DraftModelDrafter._token_ids
-        is_whole = accounting.num_valid(sequence.id) == tree.length == len(sequence.token_ids)
-        return same_text and is_whole and isinstance(accounting.slots(sequence.id), range)
+        return same_text and self.draws_ahead(sequence)
 
     def _chains(self, feeds: Seq[Feed], chains: Chains) -> Seq[Seq[int]]:
         return self.model.draft_chain([feed.rows for feed in feeds], self.cache.pool, chains)

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from slipstream.core.pending import PendingTail
 from slipstream.core.sequence import Sequence
 from slipstream.draft.heads.head_executor import FeatureExecutor
 from slipstream.draft.proposers.autoregressive import AutoregressiveDrafter
@@ -44,6 +45,19 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
 
     def grows_on_device(self) -> bool:
         return self.executor.records
+
+    def runs_ahead(self, sequence: Sequence) -> bool:
+        # All that the step adds is fed with the target's features, and as many tokens before it as it may fall short.
+        if not self.executor.records or self.target_cache is None:
+            return False
+        if type(self).grow is not AutoregressiveDrafter.grow:
+            return False  # what a subclass feeds behind the text is not shifted with it
+        is_long = len(sequence.token_ids) > self.first_entry + self.shape.depth
+        in_place = isinstance(self.target_cache.accounting.slots(sequence.id), range)
+        return is_long and in_place and self.draws_ahead(sequence)
+
+    def num_fed_ahead(self, tail: PendingTail) -> int:
+        return tail.most
 
     def let_pend(self, device: torch.device) -> None:
         super().let_pend(device)
@@ -77,6 +91,8 @@ class FeatureDrafter(CachedDrafter, AutoregressiveDrafter):
             drawn = self.executor.draft(rows, self.cache.pool, chains, self._first_states(feeds))
             if drawn is not None:
                 return chains.pending(drawn)
+        if any(feed.rows.shift is not None for feed in feeds):
+            return [[] for _ in feeds]  # where these rows are the host does not know, and nothing was fed
         features = torch.cat([self._features(feed) for feed in feeds])
         rows = ForwardBatch([feed.rows for feed in feeds])
         return self.executor.draft_chain(rows, self.cache.pool, features, chains)

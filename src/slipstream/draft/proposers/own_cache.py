@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from slipstream.core.pending import PendingNumbers, PendingTail
+from slipstream.core.pending_tree import PendingTree
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import DraftContext, Observation
 from slipstream.draft.proposers.draft_tree import DraftNode, DraftTree, NotFiniteError
@@ -197,6 +199,11 @@ class CachedDrafter(EntriesDrafter):
             self._drop_entries(error.sequence_id)
             raise
         self._unobserved.update({tree.sequence.id: tree for tree in trees if tree.nodes or tree.pending})
+        for tree in trees:
+            if tree.sequence.tail is not None and tree.sequence.id not in self._unobserved:
+                before = self._behind.pop(tree.sequence.id, None)  # nothing was drawn, nor fed
+                if before is not None:
+                    self._unobserved[tree.sequence.id] = before
 
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())
@@ -219,11 +226,7 @@ class CachedDrafter(EntriesDrafter):
                 seen = accounting.num_valid(sequence.id)
             length = len(text)
             if sequence.tail is not None:
-                slots, last = accounting.slots(sequence.id), sequence.tail.tokens
-                num = len(last)
-                rows = RowGroup(slots, length - num, [0] * num, [num - 1], drafted=last)
-                rows.shift = sequence.tail.shift
-                feeds.append(Feed(tree, rows, length - num))
+                feeds.append(self._feed_ahead(tree, sequence.tail))
                 continue
             # The last token is fed again when `propose` is called twice for the same text.
             past = max(min(seen, length - 1), self.first_entry)
@@ -237,6 +240,28 @@ class CachedDrafter(EntriesDrafter):
             rows = RowGroup(slots, past - self.first_entry, token_ids, wanted)
             feeds.append(Feed(tree, rows, past, num_new=end - seen))
         return feeds
+
+    def num_fed_ahead(self, tail: PendingTail) -> int:
+        """How many of a text's last tokens are fed before the host knows them, at least those without an entry."""
+        return 2
+
+    def _feed_ahead(self, tree: DraftTree, tail: PendingTail) -> Feed:
+        """A feed of the last tokens of a text that ends with what a step in flight adds to it."""
+        sequence, number = tree.sequence, self.num_fed_ahead(tail)
+        first = len(self._token_ids(sequence)) - number
+        slots = self.cache.accounting.slots(sequence.id)[self.first_entry :]
+        last = PendingNumbers(tail.tokens.tensor[-number:])
+        rows = RowGroup(slots, first - self.first_entry, [0] * number, [number - 1], drafted=last)
+        rows.shift = tail.shift
+        return Feed(tree, rows, first)
+
+    def draws_ahead(self, sequence: Sequence) -> bool:
+        """Whether a pending chain of this drafter's is in flight behind the whole text, whose entries are there."""
+        tree, accounting = self._unobserved.get(sequence.id), self.cache.accounting
+        if tree is None or tree.pending is None or isinstance(tree.pending, PendingTree):
+            return False
+        is_whole = accounting.num_valid(sequence.id) == tree.length == len(sequence.token_ids)
+        return is_whole and isinstance(accounting.slots(sequence.id), range)
 
     def commit_feed(self, feed: Feed) -> None:
         """Enter a feed's new committed tokens into the accounting."""

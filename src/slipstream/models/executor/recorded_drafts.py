@@ -177,8 +177,11 @@ def draw_by_passes(
 
         return draw_levels(levels, len(passes), run)
 
-    def fill_in(table: Tensor, _: Tensor, *parts: Tensor) -> None:
+    def fill_in(table: Tensor, places: Tensor, *parts: Tensor) -> None:
         drafts.fill_in(table.view(-1, number))
+        shifts = passes[0].rows.shifts
+        if given is not None and shifts is not None:
+            places[: len(shifts)] += shifts.to(places.device)
         for level, (own, part) in enumerate(zip(passes, parts, strict=True)):
             drafted = (
                 None if level else own.rows.drafted
