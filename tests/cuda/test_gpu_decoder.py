@@ -18,10 +18,8 @@ from slipstream import LLM, EngineConfig
 from slipstream.assets import EMBEDDED_DRAFT, sample_prompts
 from slipstream.core.proposal import Proposal
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.kv.cache import KVCache
-from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cuda.linear import DeviceWeight
-from slipstream.models.executor.choices import OwnTokens, TokenChoices
 from slipstream.models.families.registry import FAMILIES as KNOWN
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.loading import adapt
@@ -29,12 +27,11 @@ from slipstream.models.rows import tree_rows
 from slipstream.sampling.params import SamplingParams
 from slipstream.testing.recorded_graph import ComputedKernels, RecordedExecutor, RecordedKernels
 from slipstream.testing.wait_audit import WaitAudit
+from tests.kit.replayed_steps import ON_CPU, TREE, check_replays, opened
 from tests.parity.tiny_models import FAMILIES, LIKE_OTHERS, randomise, save_tiny
 
-ON_CPU = "slipstream.testing.recorded_graph"
 CONFIGS = {**FAMILIES, **LIKE_OTHERS}
 TEXT = [(7 * i + 3) % 128 for i in range(15)]
-TREE = Proposal((1, 2, 3, 4), (-1, -1, 0, 2))
 
 
 DECODED = [
@@ -158,52 +155,19 @@ def test_pytorch_multiplies_where_bits_need_not_be_reproducible(
 # --- recorded passes --------------------------------------------------------------------------------------------
 
 
-def opened(folder: str, executor: str) -> tuple[CausalLM, KVCache]:
-    """A model and a cache with two sequences, whose every number is NaN."""
-    lm = load_model(
-        folder,
-        dtype="float32",
-        cpu_kernels="torch",
-        attention_backend=f"{ON_CPU}:TritonOnCpu",
-        executor=f"{ON_CPU}:{executor}",
-        canary=False,
-    )
-    cache = lm.new_cache(128)
-    cache.pool.fill(float("nan"))
-    for owner in range(2):
-        cache.accounting.open(owner, [0] * 47)
-    return lm, cache
-
-
-def steps(lm: CausalLM, cache: KVCache) -> list[Tensor]:
-    """What passes over two sequences give: a prompt, a chunk beside a decoding one, trees, and the next token."""
-    found: list[Tensor] = []
-    done = [0, 0]
-
-    def step(*parts: tuple[int, int, Proposal]) -> None:
-        groups: list[RowGroup] = []
-        choices = TokenChoices()
-        for owner, count, proposal in parts:
-            tokens = [(7 * (done[owner] + i) + owner) % lm.vocab_size for i in range(count)]
-            groups.append(tree_rows(cache.accounting.slots(owner), done[owner], tokens, proposal, count - 1))
-            keys = [100 * owner + depth for depth in (0, *proposal.depths)]
-            choices.add(OwnTokens(keys, SamplingParams(temperature=0.7 * owner)), proposal)
-            cache.accounting.commit(owner, tokens)
-            done[owner] += count
-        if isinstance(lm.executor, ComputedKernels):
-            lm.executor.recorded.clear()  # nothing is left of the passes before
-        layers = [0, 2, lm.num_layers]
-        output = lm.forward(groups, cache.pool, layers, choices=choices)
-        assert output.verdicts is not None
-        found.extend([output.logits, output.verdicts, *(output.hidden[layer] for layer in layers)])
-
-    step((0, 9, Proposal()))
-    step((1, 14, Proposal()), (0, 1, Proposal()))
-    for _ in range(2):
-        step((0, 1, TREE), (1, 1, TREE))
-        step((1, 1, Proposal.chain((5, 6))), (0, 2, TREE))
-        step((0, 1, Proposal()), (1, 1, Proposal()))
-    return found
+STEPS = [
+    [(0, 9, Proposal())],
+    [(1, 14, Proposal()), (0, 1, Proposal())],
+    *(
+        2
+        * [
+            [(0, 1, TREE), (1, 1, TREE)],
+            [(1, 1, Proposal.chain((5, 6))), (0, 2, TREE)],
+            [(0, 1, Proposal()), (1, 1, Proposal())],
+        ]
+    ),
+]
+"""A prompt, a chunk beside a decoding sequence, trees, chains and next tokens."""
 
 
 @pytest.mark.parametrize(
@@ -211,19 +175,7 @@ def steps(lm: CausalLM, cache: KVCache) -> list[Tensor]:
 )
 def test_a_replay_has_the_bits_of_the_pass(name: str, tmp_path: Path) -> None:
     folder = str(save_tiny(CONFIGS[name](), tmp_path / name))
-    recorded, cache = opened(folder, "RecordedKernels")
-    computed, other = opened(folder, "ComputedKernels")
-    for ours, theirs in zip(steps(recorded, cache), steps(computed, other), strict=True):
-        assert torch.equal(ours, theirs)
-    for tensor, expected in zip(cache.pool.tensors, other.pool.tensors, strict=True):
-        slots = cache.pool.num_slots  # behind them lies what fills a pass
-        assert torch.equal(tensor[:slots].nan_to_num(7.0), expected[:slots].nan_to_num(7.0))
-    executor = recorded.executor
-    assert isinstance(executor, RecordedKernels)
-    assert executor.num_replayed == 8
-    [shapes] = executor.recorded.values()
-    assert len(shapes) < 8, "some are replayed with other numbers than they were recorded with"
-    assert not executor.eager
+    check_replays(folder, "RecordedKernels", "ComputedKernels", STEPS, last_layer=True)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gpt-neox", "olmo2"])

@@ -93,12 +93,20 @@ def test_a_batch_costs_as_many_draft_passes_as_one_sequence(
         drawn: list[list[int]] = draw(batch, pool, chains)
         return drawn
 
+    def count_trees(rows: Any, pool: Any, drafts: Any, *given: Any) -> Any:
+        drawn = draft(rows, pool, drafts, *given)
+        if drawn is not None and not isinstance(drafts, Chains):
+            passes[-1] += 1 + len(drafts.shape.fed)
+            groups.append(len(rows.groups))
+        return drawn
+
     def step(scheduled: Seq[StepItem], *given: Any) -> Any:
         passes.append(0)
         return propose(scheduled, *given)
 
-    draw = model.draft_chain
+    draw, draft = model.draft_chain, model.executor.draft
     monkeypatch.setattr(model, "draft_chain", count_chains)  # a pass a level
+    monkeypatch.setattr(model.executor, "draft", count_trees)
     monkeypatch.setattr(model, "forward", count)
     monkeypatch.setattr(llm.engine.drafting, "propose", step)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

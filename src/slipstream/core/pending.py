@@ -15,7 +15,7 @@ class PendingTail:
     """What a step in flight adds to a text, which the device knows and the host does not."""
 
     most: int
-    """The most tokens that it adds. Whoever prepares the next step takes the text to have so many."""
+    """The most tokens that it adds. The next step is prepared for the text with all of them."""
     tokens: PendingNumbers
     """The last tokens of the text, `most` and at least two of them; the last alone where nothing is drafted."""
     shift: torch.Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.heads.eagle_head import EagleHead
-from slipstream.draft.heads.head_executor import EagerEagle, EagerHeads
+from slipstream.draft.heads.head_executor import EagerEagle, EagerHeads, FeatureExecutor
 from slipstream.draft.heads.mtp_executor import EagerMtp
 from slipstream.draft.heads.mtp_head import MtpHead
 from slipstream.draft.heads.residual import ProjectedHeads
@@ -41,45 +42,65 @@ def recorder_of(target: CausalLM) -> DraftRecorder:
     return DraftRecorder(executor.graph, target.device)
 
 
-class RecordedEagle(EagerEagle):
-    """An EAGLE head; its rows attend in our Triton kernels while drafts are recorded."""
+class RecordedFeatures(FeatureExecutor):
+    """Whole drafts of a head that reads features; its rows attend in our Triton kernels while they are recorded."""
+
+    drafts: DraftRecorder
+    num_heads: int
+    """Of its attention."""
+
+    @abstractmethod
+    def step(
+        self, level: int, rows: ForwardBatch, attention: AttentionPass, given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One level, see `DraftStep`."""
+
+    def draft(
+        self,
+        rows: ForwardBatch,
+        pool: KVPool,
+        drafts: PendingDrafts,
+        features: FirstStates,
+        at_once: bool = False,
+    ) -> Tensor | None:
+        def step(
+            level: int, batch: ForwardBatch, attention: AttentionPass, given: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            assert given is not None
+            return self.step(level, batch, attention, given)
+
+        def plan(batch: ForwardBatch, pool: KVPool) -> AttentionPlan:
+            return plan_over(batch, pool, self.num_heads)
+
+        if at_once:
+            return draw_by_one_pass(self.drafts, rows, pool, drafts, plan, step, features)
+        depth = 1 + len(drafts.shape.fed)
+        return draw_by_passes(self.drafts, rows, pool, drafts, plan, step, features, depth + 1)
+
+
+class RecordedEagle(RecordedFeatures, EagerEagle):
+    """An EAGLE head."""
 
     records = True
 
     def __init__(self, head: EagleHead, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(head, target, fmt)
-        self.drafts = recorder_of(target)
+        self.drafts, self.num_heads = recorder_of(target), head.config.num_attention_heads
 
-    def draft(
-        self,
-        rows: ForwardBatch,
-        pool: KVPool,
-        drafts: PendingDrafts,
-        features: FirstStates,
-        at_once: bool = False,
-    ) -> Tensor | None:
-        def step(
-            level: int, batch: ForwardBatch, attention: AttentionPass, given: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            assert given is not None
-            states, logits = self.compute(batch, attention, given, level)
-            return logits, states
-
-        if at_once:
-            return draw_by_one_pass(self.drafts, rows, pool, drafts, self._plan, step, features)
-        depth = 1 + len(drafts.shape.fed)
-        return draw_by_passes(self.drafts, rows, pool, drafts, self._plan, step, features, depth + 1)
-
-    def _plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
-        return plan_over(rows, pool, self.head.config.num_attention_heads)
+    def step(
+        self, level: int, rows: ForwardBatch, attention: AttentionPass, given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        states, logits = self.compute(rows, attention, given, level)
+        return logits, states
 
 
-class RecordedMtp(EagerMtp):
+class RecordedMtp(RecordedFeatures, EagerMtp):
     """Layers for multi-token prediction, recorded where there is one of them: of several each has rows of its own."""
 
     def __init__(self, head: MtpHead, target: CausalLM, fmt: WeightFormat) -> None:
         super().__init__(head, target, fmt)
-        self.drafts, self.records = recorder_of(target), len(head.layers) == 1
+        self.drafts, self.num_heads = recorder_of(target), text_config(target.config).num_attention_heads
+        self.records = len(head.layers) == 1
 
     def draft(
         self,
@@ -89,22 +110,16 @@ class RecordedMtp(EagerMtp):
         features: FirstStates,
         at_once: bool = False,
     ) -> Tensor | None:
-        if len(self.head.layers) > 1 or at_once:
+        if not self.records or at_once:
             return self.drafts.refuse("several layers for multi-token prediction")
+        return super().draft(rows, pool, drafts, features)
 
-        def step(
-            level: int, batch: ForwardBatch, attention: AttentionPass, given: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            assert given is not None
-            output, normed = self.call(0, batch, attention, given if level else self.head.encode(given))
-            logits = self.target.project(normed[batch.on(normed.device).logit_rows])
-            return logits, normed if self.head.form.recycles_normed else output
-
-        depth = 1 + len(drafts.shape.fed)
-        return draw_by_passes(self.drafts, rows, pool, drafts, self._plan, step, features, depth + 1)
-
-    def _plan(self, rows: ForwardBatch, pool: KVPool) -> AttentionPlan:
-        return plan_over(rows, pool, text_config(self.target.config).num_attention_heads)
+    def step(
+        self, level: int, rows: ForwardBatch, attention: AttentionPass, given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        output, normed = self.call(0, rows, attention, given if level else self.head.encode(given))
+        logits = self.target.project(normed[rows.on(normed.device).logit_rows])
+        return logits, normed if self.head.form.recycles_normed else output
 
 
 class RecordedHeads(EagerHeads):
