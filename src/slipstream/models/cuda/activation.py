@@ -6,12 +6,11 @@ TRITON_INTERPRET is 1: for tests.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.models.cuda.triton_use import runs_triton
 from slipstream.models.families.activations import ACTIVATIONS
 
 BLOCK = 1024
@@ -26,7 +25,7 @@ def activate(rows: Tensor, kind: int, is_gated: bool) -> Tensor:
     """
     num_rows, width = rows.shape
     size = width // 2 if is_gated else width
-    if not (rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not runs_triton(rows):
         numbers = rows.float()
         found = _in_pytorch(numbers[:, :size], kind)
         return (found * numbers[:, size:] if is_gated else found).to(rows.dtype)

@@ -6,11 +6,10 @@ TRITON_INTERPRET is 1: for tests.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from slipstream.models.cuda.triton_use import runs_triton
 from slipstream.sampling.noise import gumbel_of_bits, token_counters, uniform_bits
 
 BLOCK = 1024
@@ -24,7 +23,7 @@ def choose(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
     argmax(logits / temperature + Gumbel noise of the row's key), where the temperature is 0 argmax(logits); the lowest
     id among equals.
     """
-    if not (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not runs_triton(logits):
         return _in_pytorch(logits, keys, temperatures)
     from triton import next_power_of_2
 

@@ -6,7 +6,6 @@ where TRITON_INTERPRET is 1: for tests. A row's bits are the same among any othe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from slipstream.errors import ModelError
 from slipstream.models.cuda import linear_codes
 from slipstream.models.cuda.linear_codes import TILE_OUTPUTS, Codes, HeldAs
+from slipstream.models.cuda.triton_use import runs_triton
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat
 from slipstream.models.linear.fp8 import Fp8Linear
 from slipstream.models.linear.grouped import GroupedLinear
@@ -106,7 +106,7 @@ def linear(
     """
     rows = rows.contiguous()
     output = rows.new_empty(len(rows), num_out, dtype=torch.float32 if in_float32 else rows.dtype)
-    if rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if runs_triton(rows):
         for begin in range(0, len(rows), MOST_ROWS):
             part, own = (each[begin : begin + MOST_ROWS] for each in (rows, output))
             launch(part, codes, scales, group_scales, zeros, bias, tickets, kind, group, own)

@@ -6,12 +6,12 @@ interpreter where TRITON_INTERPRET is 1: for tests.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slipstream.models.cuda.triton_use import runs_triton
 from slipstream.models.families.parts import NormParts
 
 WIDEST = 8192
@@ -73,7 +73,7 @@ def joined(
 @torch.library.custom_op("slipstream::norm", mutates_args=())
 def norm(rows: Tensor, weight: Tensor, bias: Tensor | None, is_centred: bool, epsilon: float) -> Tensor:
     """rows [n, width], dense in their last dimension -> [n, width]; weight and bias float32 [width]."""
-    if _in_triton(rows):
+    if runs_triton(rows):
         output = rows.new_empty(rows.shape)
         _launch(rows, None, (None, None, False), (weight, bias, is_centred), None, output, 0.0, epsilon)
         return output
@@ -97,7 +97,7 @@ def add_norm(
     norm is taken.
     """
     of_change, of_total = (change_weight, change_bias, centres_change), (weight, bias, is_centred)
-    if _in_triton(states):
+    if runs_triton(states):
         total = states.new_empty(states.shape)
         output = states.new_empty(0 if weight is None else states.shape)
         _launch(states, change, of_change, of_total, total, output, scale, epsilon)
@@ -118,10 +118,6 @@ def _(
     weight: Tensor | None, bias: Tensor | None, is_centred: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return states.new_empty(states.shape), states.new_empty(0 if weight is None else states.shape)
-
-
-def _in_triton(rows: Tensor) -> bool:
-    return rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def warps_of(block: int) -> int:

@@ -6,10 +6,10 @@ TRITON_INTERPRET is 1: for tests. Sines and cosines are made once a pass, as Tra
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
+
+from slipstream.models.cuda.triton_use import runs_triton
 
 
 class Turns:
@@ -36,7 +36,7 @@ def rotate(
     The first numbers of a head are rotated, twice as many as there are cosines; there may be none. With weights,
     float32 [dim], each head goes through a root mean square norm first.
     """
-    if not (query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not runs_triton(query):
         return (
             _in_pytorch(query, cosines, sines, query_weight, epsilon),
             _in_pytorch(key, cosines, sines, key_weight, epsilon),

@@ -7,7 +7,6 @@ pass that calls it can be recorded, compiled and replayed.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from slipstream.kv.pool import quantise
 from slipstream.models.batch import BatchTensors
 from slipstream.models.cuda.attention_plan import SPLIT
+from slipstream.models.cuda.triton_use import runs_triton
 
 
 class Cut(NamedTuple):
@@ -135,7 +135,7 @@ def tree_attention(
     """
     output = query.new_empty(*query.shape[:2], values.shape[2])
     entries = (keys, values, key_scales, value_scales)
-    compute = launch if query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1" else _in_pytorch
+    compute = launch if runs_triton(query) else _in_pytorch
     compute(
         query,
         key,

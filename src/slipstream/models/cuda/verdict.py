@@ -7,7 +7,6 @@ to its end, and who drafts on the device may write token ids and parents there.
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import numpy as np
@@ -19,6 +18,7 @@ from slipstream.kv.upload import upload
 from slipstream.models.batch import BatchTensors
 from slipstream.models.cuda.choice import choose
 from slipstream.models.cuda.filters import filtered, limits
+from slipstream.models.cuda.triton_use import runs_triton
 from slipstream.models.executor.base import PassOutput
 from slipstream.models.executor.choices import NUM_ROWS, PassVerdicts
 
@@ -74,10 +74,6 @@ def word_bytes(tensors: list[Tensor]) -> int:
     return 4 if all(tensor.stride(0) * tensor.element_size() % 4 == 0 for tensor in tensors) else 1
 
 
-def _by_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @torch.library.custom_op("slipstream::walk", mutates_args=())
 def walk(
     tokens: Tensor, token_ids: Tensor, logit_rows: Tensor, positions: Tensor, parents: Tensor, sizes: Tensor
@@ -87,7 +83,7 @@ def walk(
     tokens [wanted]: what was chosen in each wanted row, -1 for nothing. token_ids and positions [rows] and logit_rows
     [wanted] are those of the pass. parents and sizes [wanted] are those of `TokenChoices`.
     """
-    if not _by_kernels(tokens):
+    if not runs_triton(tokens):
         return _walk_in_pytorch(tokens, token_ids, logit_rows, positions, parents, sizes)
     from triton import next_power_of_2
 
@@ -135,7 +131,7 @@ def move_entries(
 
     verdicts are those of `walk`, pieces those of the pool. The rows of a tree follow their root in the pass.
     """
-    if not _by_kernels(pieces):
+    if not runs_triton(pieces):
         _move_in_pytorch(tensors, verdicts, logit_rows, slots)
         return
     from slipstream.models.cuda.verdict_kernels import move_pieces
