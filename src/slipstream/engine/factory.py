@@ -21,7 +21,14 @@ from slipstream.engine.description import check_memory
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
 from slipstream.engine.extension import StepExtension
-from slipstream.engine.memory import MemoryPlan, plan_memory, recorded_passes, with_passes
+from slipstream.engine.memory import (
+    MemoryPlan,
+    plan_memory,
+    recorded_passes,
+    state_room,
+    states_bytes,
+    with_passes,
+)
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.runner import ModelRunner
@@ -175,6 +182,7 @@ def _planned(
         sum(each.traits.kv_bytes_per_token for each in drafters) + feature_bytes,
         drafter.traits.max_nodes,
         recorded=recorded_passes(config, models, drafter.traits.max_nodes, feature_bytes),
+        state_bytes=states_bytes(config, models, drafter.traits.max_nodes),
     )
     plan = with_passes(plan, config, models, drafter.traits)
     logger.info("memory: %s", plan)
@@ -186,6 +194,7 @@ def _runner(config: EngineConfig, model: CausalLM, drafter: Drafter, plan: Memor
         plan.num_slots,
         prefix_caching=config.enable_prefix_caching,
         feature_width=_feature_width(model, drafter),
+        states=state_room(config, drafter.traits.max_nodes),
     )
     layers = drafter.traits.feature_layers
     model.executor.warm_up(cache.pool, config.max_num_batched_tokens, layers, chooses=True)

@@ -12,6 +12,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import CapacityError, ConfigError
+from slipstream.kv.state import StateRoom
 from slipstream.models.identity import ModelIdentity
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes, recorded_bytes
 from slipstream.plan.sizes import format_bytes
@@ -48,6 +49,9 @@ class MemoryPlan:
     recorded_bytes: int = 0
     """What executors come to hold of passes that they record: an estimate, see `models.executor.pass_memory`."""
 
+    state_bytes: int = 0
+    """States of recurrent layers, of target and draft models together."""
+
     @property
     def kv_bytes(self) -> int:
         return self.kv_bytes_per_token * self.num_slots
@@ -60,9 +64,10 @@ class MemoryPlan:
         )
         tables = f", drafter's tables up to {format_bytes(self.table_bytes)}" if self.table_bytes else ""
         recorded = f", recorded passes {format_bytes(self.recorded_bytes)}" if self.recorded_bytes else ""
+        states = f", states {format_bytes(self.state_bytes)}" if self.state_bytes else ""
         return (
             f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
-            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{passes}"
+            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{states}{passes}"
             f"{recorded}{tables}, at most {self.max_model_len:,} a request"
         )
 
@@ -75,11 +80,12 @@ def plan_memory(
     max_draft_tokens: int,
     is_loaded: bool = True,
     recorded: Seq[int] = (),
+    state_bytes: int = 0,
 ) -> MemoryPlan:
     """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
 
     Where models are not loaded, what they will hold is not free. Nor is what will be `recorded`: the bytes of each
-    model, the target first.
+    model, the target first. States of recurrent layers, `state_bytes` in all, are part of the cache.
 
     Raises `CapacityError` when not even a short request would fit, where what is recorded has no room beside
     `kv_cache_bytes`, and where the user has not set `max_model_len` and the drafter's share of `kv_cache_bytes` would
@@ -95,18 +101,24 @@ def plan_memory(
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     both = model.weight_bytes + draft_bytes
     unread = 0 if is_loaded else both
-    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded))
+    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded)) - state_bytes
+    if allowed <= 0:
+        raise CapacityError(
+            f"the states of {config.max_num_seqs} requests' recurrent layers, and copies of them for prefix reuse, "
+            f"take {format_bytes(state_bytes)}, and the cache may take {format_bytes(allowed + state_bytes)}; lower "
+            "max_num_seqs or raise kv_cache_bytes"
+        )
     # What a request holds is rounded to units.
     useful = config.max_num_seqs * (max_model_len + max_draft_tokens + unit)
-    num_slots = min(useful, allowed // per_token)
+    num_slots = min(useful, allowed // max(per_token, 1))
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = _allowed_bytes(config, model.device, unread, model.weight_bytes, sum(recorded[:1]))
-    alone = min(without_draft // model.kv_bytes_per_token - unit, max_model_len)
+    alone = min((without_draft - state_bytes) // max(model.kv_bytes_per_token, 1) - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
         raise CapacityError(
-            f"{format_bytes(allowed)}{_beside(recorded)} hold the keys and values of {allowed // per_token} tokens, "
+            f"{format_bytes(allowed)}{_beside(recorded)} hold the keys and values of {num_slots} tokens, "
             f"too few for a request of {needed}; set {limit}kv_cache_bytes to at least "
             f"{_mebibytes(needed + unit, per_token)} MiB"
         )
@@ -122,7 +134,18 @@ def plan_memory(
     plan = MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
     if sum(recorded):
         _check_room(plan.kv_bytes, recorded, available_bytes(model.device) - unread)
-    return replace(plan, recorded_bytes=sum(recorded))
+    return replace(plan, recorded_bytes=sum(recorded), state_bytes=state_bytes)
+
+
+def state_room(config: EngineConfig, max_nodes: int) -> StateRoom:
+    """Room for the states of all requests that run at once, and for as many copies, which serve later prompts."""
+    number = config.max_num_seqs
+    return StateRoom(number, number if config.enable_prefix_caching else 0, max_nodes + 2)
+
+
+def states_bytes(config: EngineConfig, models: Seq[ModelIdentity], max_nodes: int) -> int:
+    """What the states of the recurrent layers of target and draft models take."""
+    return sum(state_room(config, max_nodes).num_bytes(model.states) for model in models)
 
 
 def recorded_passes(

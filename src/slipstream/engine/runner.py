@@ -109,6 +109,7 @@ class ModelRunner:
         token_ids = sequence.token_ids[past : past + num_rows]
         fast = sequence.num_fast_tokens
         group = tree_rows(slots, past, token_ids, item.proposal, first_logit, fast, shared)
+        group.owner = sequence.id
         if sequence.tail is not None:
             group.drafted, group.shift = (
                 self._pending_tokens(sequence.tail, item.proposal),

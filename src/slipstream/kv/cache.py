@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 
+from slipstream.kv.checkpoints import StateAccounting
 from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting, SlotMap
@@ -22,13 +23,18 @@ class KVCache:
         """`layout` says which slots of the `pool` a sequence gets."""
         self.pool = pool
         self.accounting: SlotAccounting = layout(pool.num_slots, pool.move, prefix_caching)
+        if pool.states is not None:
+            self.accounting = StateAccounting(self.accounting, pool.states, prefix_caching)
 
     def commit(self, owner: int, token_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Keep some of the entries that a forward pass wrote behind `owner`'s valid ones; the rest is forgotten.
 
         `kept[i]` is the row (0 is the first one written) that holds `token_ids[i]`; rows are gathered into place.
         """
-        self.pool.gather(self.accounting.slots(owner), self.accounting.num_valid(owner), kept)
+        first = self.accounting.num_valid(owner)
+        self.pool.gather(self.accounting.slots(owner), first, kept)
+        if self.pool.states is not None:
+            self.pool.states.gather(owner, first, kept)
         self.accounting.commit(owner, token_ids)
 
     def features(self, owner: int, begin: int, end: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kv.slots import SlotMap
+from slipstream.kv.state import StatePool
 from slipstream.kv.upload import upload
 
 
@@ -23,8 +24,12 @@ class LayerShape:
     value_dim: int
 
     def elements(self) -> int:
-        """Numbers stored for one token."""
+        """Numbers stored for one token; a layer that keeps a state instead stores none."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+NO_ENTRIES = LayerShape(0, 0, 0)
+"""Of a layer that stores nothing of a token."""
 
 
 class KVPool:
@@ -65,6 +70,8 @@ class KVPool:
         self.key_scales = self._by_layer(scale_sizes, torch.float32, device)
         self.value_scales = self._by_layer(scale_sizes, torch.float32, device)
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
+        self.states: StatePool | None = None
+        """States of the recurrent layers, of a model that has some; these store no keys and values."""
 
     def _by_layer(
         self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
@@ -87,7 +94,7 @@ class KVPool:
     def tensors(self) -> list[Tensor]:
         """All that is kept of a token: few views, of many layers each, whose first dimension is the slot."""
         features = [self.features] if self.features.shape[1] else []
-        return [*(stack.movedim(2, 0) for stack in self._stacks), *features]
+        return [*(stack.movedim(2, 0) for stack in self._stacks if stack.numel()), *features]
 
     def write(self, layer: int, where: slice | Tensor, key: Tensor, value: Tensor) -> None:
         """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for."""
@@ -140,8 +147,9 @@ class KVPool:
         return upload(slots, self.features.device)
 
     def memory_bytes(self) -> int:
-        """Bytes of all keys, values and features."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of all keys, values, features and states."""
+        states = 0 if self.states is None else self.states.memory_bytes()
+        return states + sum(tensor.nbytes for tensor in self.tensors)
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.kv.pool import NO_ENTRIES
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, LayerProbe, Probed
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.batch import ForwardBatch
@@ -31,8 +32,9 @@ from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import unread
+from slipstream.models.mixers.base import Mixers
 from slipstream.models.rows import RowGroup
-from slipstream.models.support import context_length, text_config, unsupported
+from slipstream.models.support import context_length, layers_without_state, text_config, unsupported
 from slipstream.models.trial import NUM_TRIAL_ROWS, far_position, num_trial_slots, trial_passes
 from slipstream.models.weight_check import WeightCheck
 
@@ -54,23 +56,26 @@ _ROUNDED_ROWS = 0.3
 """Error of logits whose rows are rounded in every layer: a row that rounds the other way moves later ones."""
 
 
-def probe_layers(model: Any, backend: AttentionBackend) -> Probed:
-    """Try the model out on two rows; every layer must go through the backend."""
+def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = None) -> Probed:
+    """Try the model out on two rows; every layer must go through the backend, or be one of the `mixers`."""
     num_layers = text_config(model.config).num_hidden_layers
     probe = LayerProbe()
-    with unread(model) as called:
+    with unread(model) as called, contextlib.nullcontext() if mixers is None else mixers.probing():
         logits = _run_probe(model, backend, probe)
-    if sorted(probe.shapes) != list(range(num_layers)):
+    recurrent = set() if mixers is None else mixers.layers
+    known = {*probe.shapes, *recurrent, *layers_without_state(model.config)}
+    if known != set(range(num_layers)):
         raise unsupported(
             model.config,
-            f"{len(probe.shapes)} of its {num_layers} layers attend through the attention interface; the "
-            "others have an attention of their own or keep state that cannot be rolled back",
+            f"{len(known)} of its {num_layers} layers attend through the attention interface or are recurrences that "
+            "are known; the others have an attention of their own or keep state that cannot be rolled back",
         )
     if logits.shape[1] != 1:
         raise unsupported(model.config, "it ignores logits_to_keep")
     variants = [probe.masks[layer][0] for layer in range(num_layers) if layer in probe.masks]
-    shapes = [probe.shapes[layer] for layer in range(num_layers)]
-    return Probed(shapes, variants, int(logits.shape[-1]), frozenset(called))
+    shapes = [probe.shapes.get(layer, NO_ENTRIES) for layer in range(num_layers)]
+    states = [] if mixers is None else mixers.shapes
+    return Probed(shapes, variants, int(logits.shape[-1]), frozenset(called), states)
 
 
 def check_masks(lm: CausalLM) -> None:

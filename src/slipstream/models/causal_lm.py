@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
+from slipstream.kv.state import StatePool, StateRoom
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
@@ -22,6 +24,9 @@ from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.rows import RowGroup
 from slipstream.models.trial import NUM_TRIAL_ROWS
+
+TRIAL_ROOM = StateRoom(num_owners=3, num_copies=0, num_logged=NUM_TRIAL_ROWS)
+"""For the sequences of passes that belong to no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class CausalLM(ModelIdentity):
         self.backend = given.backend
         self.config = given.model.config
         self.shapes = tuple(given.probed.shapes)
+        self.states = tuple(given.probed.states)
         self.vocab_size = given.probed.vocab_size
         self.context_length = context_length
         self.dtype = given.dtype
@@ -121,15 +127,18 @@ class CausalLM(ModelIdentity):
         prefix_caching: bool = True,
         feature_width: int = 0,
         cache_dtype: torch.dtype | None = None,
+        states: StateRoom = TRIAL_ROOM,
     ) -> KVCache:
         """A cache for this model's keys and values, in the layout that its attention reads.
 
         `feature_width` numbers are kept of each token with them. Keys and values are held in `cache_dtype`, None: in
-        the model's own.
+        the model's own. `states` is the room for those of recurrent layers, where it has some.
         """
         held = self.cache_dtype if cache_dtype is None else cache_dtype
         scratch = self.executor.num_scratch_slots
         pool = KVPool(self.shapes, num_slots, self.dtype, self.device, feature_width, held, scratch)
+        if self.states:
+            pool.states = StatePool(self.states, states, self.device)
         return KVCache(pool, prefix_caching, self.backend.layout)
 
     def trial_cache(self, num_tokens: int, cache_dtype: torch.dtype | None = None) -> tuple[KVPool, SlotMap]:
@@ -192,6 +201,11 @@ class CausalLM(ModelIdentity):
     def check_layers(self) -> None:
         """Raise `ConfigError` where this model cannot run some of its layers alone."""
         if not self._runs_layers:
+            if self.states:
+                raise ConfigError(
+                    f"a draft by some layers of {self.family} is not possible: its recurrent layers have one state of "
+                    "a text, which drafts may not change; draft with another model or a head"
+                )
             token_ids = self.trial_tokens()
             pool, slots = self.trial_cache(len(token_ids))
             trial = ForwardBatch([RowGroup(slots, 0, token_ids, range(len(token_ids)))])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.kv.pool import LayerShape, bytes_per_token
+from slipstream.kv.state import StateShape
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.cpu.native import instructions
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
@@ -29,6 +30,8 @@ class ModelIdentity(ABC):
     """Transformers' configuration."""
     shapes: tuple[LayerShape, ...]
     """What each layer stores for a token."""
+    states: tuple[StateShape, ...] = ()
+    """What its recurrent layers keep of a sequence; empty for a model without any."""
     vocab_size: int
     """Width of the logits."""
     context_length: int

@@ -54,6 +54,8 @@ from slipstream.models.matrices import (
     row_dtype,
     widened,
 )
+from slipstream.models.mixers.base import Mixers
+from slipstream.models.mixers.registry import recurrences
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
     kept_dtype,
@@ -299,9 +301,12 @@ def adapt(
     checked_format(
         options.quantization, model.device, dtype, likely_executor(options.executor, backend).decodes
     )
-    probed = probe_layers(model, backend)
+    mixers = Mixers(model, recurrences())
+    probed = probe_layers(model, backend, mixers)
     backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)
-    tried = ProbedModel(model, backend, probed, fmt, dtype, native, options.reproducible)
+    tried = ProbedModel(
+        model, backend, probed, fmt, dtype, native, options.reproducible, mixers if probed.states else None
+    )
     executor = choose_executor(options.executor, tried)
     lm = CausalLM(tried, EagerExecutor(tried, packs=False), path, length, stored_as)
     stock = None

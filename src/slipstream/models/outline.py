@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kv.pool import LayerShape
+from slipstream.kv.state import StateShape
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.attention.registry import fitting_backend
 from slipstream.models.cpu import threads
@@ -97,6 +98,7 @@ class ModelOutline(ModelIdentity):
     stored_dtype: torch.dtype | None = None
     """The type that the checkpoint names as its own."""
     stored_as: str = ""
+    states: tuple[StateShape, ...] = ()
     fast_prompts: bool = False
     executor: str = AUTO
     """The name under which what computes it was requested."""
@@ -303,15 +305,15 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         path=path,
         config=seen.config,
         model=seen.model,
-        shapes=seen.shapes,
-        vocab_size=seen.vocab_size,
+        shapes=tuple(seen.probed.shapes),
+        vocab_size=seen.probed.vocab_size,
         context_length=context_length(seen.config, options.max_model_len),
         dtype=seen.dtype,
         cache_dtype=seen.dtype,
         matrix_dtype=matrices,
         device=seen.device,
         backend=fitting_backend(
-            seen.backend, options.attention_backend, seen.traits, seen.model, seen.variants, fmt
+            seen.backend, options.attention_backend, seen.traits, seen.model, seen.probed.variants, fmt
         ),
         weight_format=fmt,
         native=seen.native,
@@ -321,6 +323,7 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         stored_as=seen.stored_as,
         fast_prompts=options.fast_prompts,
         executor=options.executor,
+        states=tuple(seen.probed.states),
     )
     check_attention(options.executor, outline.backend)
     _check_experts(outline)

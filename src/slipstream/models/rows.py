@@ -50,6 +50,11 @@ class RowGroup:
     text is; only where the slots are consecutive."""
     ranks: Tensor | None = None
     """int64, one for each entry of `tail_seen`: what is to be added to it, where the host does not know that."""
+    num_certain: int = 0
+    """Leading entries, of the past and of this pass's chain, that will be kept: states of recurrent layers take them in
+    for good."""
+    owner: int | None = None
+    """The sequence's id, for state that is kept by sequence; None in trials."""
 
     @property
     def num_before(self) -> int:
@@ -114,6 +119,7 @@ def tree_rows(
         shared=shared,
         drafted=drafted,
         ranks=None if is_chain or pending is None else pending.ranks,
+        num_certain=past + len(token_ids),
     )
 
 

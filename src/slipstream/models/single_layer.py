@@ -110,10 +110,8 @@ def single_layer(
 def single_layer_outline(like: ModelOutline, config: Any) -> SingleLayer:
     """The same without weights, on the meta device."""
     model = meta_model(config, ATTENTION_NAME, False)
-    shapes, _, _ = probed_outline(
-        model, PackedBackend(ModelTraits(config, like.device, like.dtype, native=False))
-    )
-    return SingleLayer(model, shapes[0], frozenset())
+    traits = ModelTraits(config, like.device, like.dtype, native=False)
+    return SingleLayer(model, probed_outline(model, PackedBackend(traits)).shapes[0], frozenset())
 
 
 def check_whole(loaded: Mapping[str, Any], named: Mapping[str, str], refuse: str) -> None:

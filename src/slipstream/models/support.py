@@ -16,8 +16,21 @@ _REFUSED = {
     "xlnet": "it does not decode from left to right",
 }
 
-_ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"})
 """Layer types whose masks the attention hook can make. `chunked_attention` has another mask."""
+
+_RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layer types that keep a state; which of them are known is found when the model is loaded (`models.mixers`)."""
+
+_STATELESS_LAYERS = frozenset({"mlp", "moe", "dense"})
+"""Layer types in which no row depends on another."""
+
+
+_WITHOUT_POSITIONS = ({"linear_attention"}, {"conv"})
+"""Layer types of models that have no positions, so that no text is too long for them."""
+
+UNBOUNDED_CONTEXT = 131072
+"""The longest text for such a model; an engine's own limit, `max_model_len`, is not above it."""
 
 
 def check_config(config: Any) -> None:
@@ -32,12 +45,19 @@ def check_config(config: Any) -> None:
         config
     ):
         raise unsupported(config, _not_causal(config))
-    others = sorted(set(getattr(text_config(config), "layer_types", None) or ()) - _ATTENDING_LAYERS)
+    known = _ATTENDING_LAYERS | _RECURRENT_LAYERS | _STATELESS_LAYERS
+    others = sorted(set(getattr(text_config(config), "layer_types", None) or ()) - known)
     if others:
         names = ", ".join(others)
         raise unsupported(
             config, f"its {names} layers are not plain attention, so drafts cannot be masked or rolled back"
         )
+
+
+def layers_without_state(config: Any) -> set[int]:
+    """The layers in which no row depends on another."""
+    kinds = getattr(text_config(config), "layer_types", None) or ()
+    return {layer for layer, kind in enumerate(kinds) if kind in _STATELESS_LAYERS}
 
 
 def _not_causal(config: Any) -> str:
@@ -69,7 +89,10 @@ def context_length(config: Any, wanted: int | None = None) -> int:
 
 def full_context_length(config: Any) -> int:
     """Positions that the configuration says there are."""
-    length = getattr(text_config(config), "max_position_embeddings", None)
+    text = text_config(config)
+    length = getattr(text, "max_position_embeddings", None)
+    if not length and set(getattr(text, "layer_types", None) or ()) in _WITHOUT_POSITIONS:
+        return UNBOUNDED_CONTEXT
     if not length:
         raise unsupported(config, "its configuration does not say how long its context is")
     return int(length)

@@ -50,7 +50,7 @@ def trial_passes(
     """
     room, ids = _room(unit), list(tokens)
     others = [
-        RowGroup(slots[room : 2 * room], begin, ids[begin:end], range(end - begin))
+        RowGroup(slots[room : 2 * room], begin, ids[begin:end], range(end - begin), num_certain=end, owner=1)
         for begin, end in ((0, 6), (6, 9), (9, 12))
     ]
     own = slots[:room]
@@ -61,6 +61,8 @@ def trial_passes(
         [0, 3],
         positions=[6, 6, 7, 7],
         tail_seen=[[0], [1], [0, 2], [0, 3]],
+        num_certain=6,
+        owner=0,
     )
     below = RowGroup(
         own,
@@ -70,9 +72,11 @@ def trial_passes(
         positions=[8, 8, 9, 10, 11],
         stored_positions=[6, 6, 7, 7],
         tail_seen=[[0, 3, 4], [0, 3, 5], [0, 3, 5, 6], [0, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]],
+        num_certain=6,
+        owner=0,
     )
     passes = [
-        TrialPass([RowGroup(own, 0, ids[:6], range(6)), others[0]], [*range(6), *range(6)]),
+        TrialPass([RowGroup(own, 0, ids[:6], range(6), owner=0), others[0]], [*range(6), *range(6)]),
         TrialPass([tree, others[1]], [6, 7, 6, 7, 8]),
         TrialPass([below, others[2]], [8, 9, 10, 11, 9, 10, 11]),
     ]
@@ -87,6 +91,7 @@ def trial_passes(
         range(len(text)),
         positions=range(far, far + len(text)),
         tail_seen=[list(range(row + 1)) for row in range(len(text))],
+        owner=2,
     )
     return [*passes, TrialPass([group], list(range(NUM_TRIAL_ROWS, 2 * NUM_TRIAL_ROWS)))]
 

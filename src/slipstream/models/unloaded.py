@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.kv.pool import LayerShape
-from slipstream.models.attention.base import AttentionBackend, ModelTraits, Variant
+from slipstream.models.attention.base import AttentionBackend, ModelTraits, Probed
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers
@@ -32,6 +31,8 @@ from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices
+from slipstream.models.mixers.base import Mixers
+from slipstream.models.mixers.registry import recurrences
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
     kept_dtype,
@@ -55,8 +56,7 @@ class UnloadedModel:
 
     config: Any
     model: Any
-    shapes: tuple[LayerShape, ...]
-    vocab_size: int
+    probed: Probed
     dtype: torch.dtype
     stored_dtype: torch.dtype | None
     requested: str | None
@@ -70,8 +70,6 @@ class UnloadedModel:
     backend: AttentionBackend
     traits: ModelTraits
     """What the choice of the backend depends on."""
-    variants: tuple[Variant, ...]
-    """How each layer attends."""
     stored_bytes_per_weight: float
     stored_as: str = ""
     """How the file holds layers that stay quantised; empty where none does."""
@@ -133,7 +131,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype
-    shapes, variants, vocab_size = probed_outline(model, backend)
+    probed = probed_outline(model, backend)
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and (where.type == "cpu" or decodes):
         fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
@@ -147,8 +145,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     found = UnloadedModel(
         config=config,
         model=model,
-        shapes=tuple(shapes),
-        vocab_size=vocab_size,
+        probed=probed,
         dtype=kind,
         stored_dtype=stored_dtype,
         requested=requested,
@@ -158,7 +155,6 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
         decodes=decodes,
         backend=backend,
         traits=traits,
-        variants=tuple(variants),
         stored_bytes_per_weight=stored,
         stored_as=stored_as,
     )
@@ -222,16 +218,15 @@ def _stored_bytes_per_weight(config: Any) -> float:
     return float(torch.float32.itemsize if stored is None else stored.itemsize)
 
 
-def probed_outline(model: Any, backend: AttentionBackend) -> tuple[list[LayerShape], list[Variant], int]:
-    """What each layer stores and how it attends, and the width of the logits.
+def probed_outline(model: Any, backend: AttentionBackend) -> Probed:
+    """What a pass over two rows tells of a model that is not loaded.
 
     Arithmetic on the meta device imports PyTorch's compiler and SymPy. Where the pass multiplies with none of the large
     weights (see `unread`), they are zeros on the CPU instead.
     """
     reads_none = has_only_plain_matrices(model)
     with silenced(), unused_deferred(), _weights_of_zeros(model) if reads_none else contextlib.nullcontext():
-        probed = probe_layers(model, backend)
-    return probed.shapes, probed.variants, probed.vocab_size
+        return probe_layers(model, backend, Mixers(model, recurrences()))
 
 
 @contextlib.contextmanager

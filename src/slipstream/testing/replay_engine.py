@@ -220,6 +220,7 @@ class Stage:
             token_ids = self.live[i].token_ids[past:-1]
             if token_ids:
                 groups[i] = RowGroup(cache.accounting.slots(i), past, token_ids, [])
+                groups[i].owner, groups[i].num_certain = i, past + len(token_ids)
         if not groups:
             return
         layers = self.drafter.traits.feature_layers

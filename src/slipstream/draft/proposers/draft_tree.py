@@ -279,12 +279,16 @@ class DraftTree:
             self.stored.append(node)
         token_ids = [own_id(node.token_id) for node in nodes]
         if self.shape.is_chain:
-            return RowGroup(slots, past + len(earlier), token_ids, [0])
+            rows = RowGroup(slots, past + len(earlier), token_ids, [0])
+            rows.num_certain, rows.owner = past, self.sequence.id
+            return rows
         return RowGroup(
             slots,
             past,
             token_ids,
             range(len(nodes)),
+            num_certain=past,
+            owner=self.sequence.id,
             positions=[past + node.depth - 1 for node in nodes],
             stored_positions=[past + node.depth - 1 for node in earlier],
             tail_seen=[node.stored_path() for node in nodes],

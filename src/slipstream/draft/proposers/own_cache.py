@@ -238,6 +238,7 @@ class CachedDrafter(EntriesDrafter):
             wanted = [len(token_ids) - 1] if end == length and tree.max_nodes else []
             slots = accounting.slots(sequence.id)[self.first_entry :]
             rows = RowGroup(slots, past - self.first_entry, token_ids, wanted)
+            rows.num_certain, rows.owner = end - self.first_entry, sequence.id
             feeds.append(Feed(tree, rows, past, num_new=end - seen))
         return feeds
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting
+from slipstream.kv.state import StateShape
 from slipstream.models.attention.own_cache import asks_a_cache
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.linear.formats import WeightFormat
@@ -81,6 +82,8 @@ class Probed:
     vocab_size: int
     called: frozenset[str]
     """The names of the linear layers that it called. A weight that is read by other code is not among them."""
+    states: list[StateShape] = field(default_factory=list)
+    """What its recurrent layers keep of a sequence."""
 
 
 class AttentionPass(ABC):

@@ -30,6 +30,7 @@ from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.mixers.base import Mixers
 from slipstream.models.weight_check import WeightCheck
 
 
@@ -102,6 +103,8 @@ class ProbedModel:
     """Whether the native CPU kernels may compute."""
     reproducible: bool = True
     """See `EngineConfig.reproducible`."""
+    mixers: Mixers | None = None
+    """Its recurrent layers."""
 
     @property
     def widens(self) -> bool:
@@ -159,7 +162,13 @@ class Executor(ABC):
 
     @classmethod
     def refusal(cls, given: ProbedModel) -> str | None:
-        """Why this executor cannot compute such a model, in one line that continues "because"; None where it can."""
+        """Why this executor cannot compute such a model, in one line that continues "because"; None where it can.
+
+        Unless overridden, one that computes in calls of its own refuses recurrent layers: their steps are made by the
+        host.
+        """
+        if given.probed.states and (cls.is_fused or cls.records):
+            return "it has recurrent layers, which run layer by layer"
         return None
 
     @classmethod

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,6 +77,21 @@ class Draw:
         )
 
 
+class _End(NamedTuple):
+    """The end of a text that a chain is drawn behind."""
+
+    slots: SlotMap
+    num_entries: int
+    num_certain: int
+    owner: int | None
+
+    def row(self, level: int, token_ids: Seq[int]) -> RowGroup:
+        """The row of a chain's last token, which level `level` is drawn behind."""
+        rows = RowGroup(self.slots, self.num_entries + level - 1, token_ids, [0])
+        rows.num_certain, rows.owner = self.num_certain, self.owner
+        return rows
+
+
 class Chains:
     """One chain for each row of a pass whose logits are wanted.
 
@@ -95,8 +111,8 @@ class Chains:
         self.depth = max(self.lengths)
         self.drawn: list[list[int]] = [[] for _ in draws]
         """The tokens of each chain so far; one that ends before its length ends with `NOT_FINITE` or `ENDED`."""
-        self._ends: list[tuple[SlotMap, int]] = []
-        """Of each chain the slots of its sequence, and how many of its entries lie before the chain's."""
+        self._ends: list[_End] = []
+        """Where each chain begins."""
         self._draws = draws
         self._num_tokens = num_tokens
         self._likely = [1.0] * len(draws)
@@ -127,7 +143,9 @@ class Chains:
                     raise ValueError(
                         "a chain begins behind a row that sees all before it, not behind a tree's"
                     )
-                self._ends.append((group.slots, group.num_before + row + 1))
+                self._ends.append(
+                    _End(group.slots, group.num_before + row + 1, group.num_certain, group.owner)
+                )
         if next(lengths, None) is not None:
             raise ValueError(f"{len(self.lengths)} chains for {rows.num_logit_rows} rows")
 
@@ -146,8 +164,8 @@ class Chains:
             above = [before.index(chain) for chain in growing]
             below = []
             for chain in growing:
-                drawn, (slots, first) = self.drawn[chain], self._ends[chain]
-                below.append(RowGroup(slots, first + len(drawn) - 1, drawn[-1:], [0]))
+                drawn, end = self.drawn[chain], self._ends[chain]
+                below.append(end.row(len(drawn), drawn[-1:]))
             before, growing = growing, self.take(run(ForwardBatch(below), above), growing)
         return self.drawn
 
@@ -199,8 +217,9 @@ class Chains:
 
     def _row(self, chain: int, level: int) -> RowGroup:
         """The row of a chain's last token, which level `level` is drawn behind."""
-        slots, first = self._ends[chain]
-        return RowGroup(slots, first + level - 1, [-1 - chain], [0], shift=self._draws[chain].shift)
+        row = self._ends[chain].row(level, [-1 - chain])
+        row.shift = self._draws[chain].shift
+        return row
 
     def fill_in(self, numbers: Tensor) -> None:
         """The keys of where the chains begin, which the device alone may know, into `numbers` that lie there."""

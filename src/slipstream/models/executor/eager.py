@@ -39,6 +39,7 @@ class EagerExecutor(Executor):
         """`packs=False` leaves the model as it is."""
         super().__init__(given)
         self.backend = given.backend
+        self.mixers = given.mixers
         self._layer_stack: LayerStack | None = None
         self._lock = threading.RLock()
         """Held for every pass: one over some layers changes the model while it runs."""
@@ -96,6 +97,9 @@ class EagerExecutor(Executor):
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
             attention = self.backend.prepare(rows, pool)
+            if self.mixers is not None and pool.states is not None:
+                with self.mixers.over(pool.states.begin(rows.groups)):
+                    return self.run(rows, attention, hidden_layers)
             if layers is None:
                 return self.run(rows, attention, hidden_layers)
             with self.only(layers):

@@ -1,0 +1,151 @@
+"""The way into Transformers' recurrent layers: the functions that carry a state from token to token.
+
+A layer's forward computes projections, calls such functions over all rows, [1, N, ...], as if they were one text, and
+computes gates, norms and a projection of what they return. In a pass of ours its calls lead here, where each row is
+computed from the state behind its parent (`Walk`). Without a pass the layers compute what Transformers does.
+
+Nothing of Transformers is changed: a module gets a copy of its class's forward that finds other functions under their
+names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from slipstream.kv.state import StatePass, StateShape
+from slipstream.models.support import unsupported
+
+
+class CellPass:
+    """One pass over the states of one cell."""
+
+    def __init__(self, states: StatePass, number: int) -> None:
+        self.walk, self._states, self._number = states.walk, states, number
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        """Log what the rows put into the state, [rows, inputs]; returns the inputs of all steps, [steps, inputs]."""
+        return self._states.inputs(self._number, rows)
+
+    def states(self) -> list[Tensor]:
+        """The tensors of the states, [slots, ...] each."""
+        return self._states.states(self._number)
+
+    def steps(self, rows: Tensor) -> Tensor:
+        """[rows, ...] -> [steps, ...], zeros for steps that are no rows: what no state depends on."""
+        return self._states.steps(rows)
+
+    def rows(self, steps: Tensor) -> Tensor:
+        """[steps, ...] -> [rows, ...]: what the steps made of the rows."""
+        return self._states.of_rows(steps)
+
+    def convolve(self, window: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `StatePass.convolve`."""
+        return self._states.convolve(window, inputs, weight, bias)
+
+
+class Recurrence(ABC):
+    """A function of Transformers' that carries a state from token to token. It has no data of its own.
+
+    The methods take the arguments of that function, for one text [1, N, ...]; `others` are those that say nothing here.
+    """
+
+    function: ClassVar[str]
+    """Its name in Transformers' modules."""
+
+    @abstractmethod
+    def shape(self, *given: Any, **others: Any) -> StateShape:
+        """What it keeps of a sequence."""
+
+    @abstractmethod
+    def compute(self, cell: CellPass, *given: Any, **others: Any) -> Any:
+        """What the function returns, with each row computed from the state behind its parent."""
+
+
+class Cell:
+    """A recurrence in one layer of a model."""
+
+    def __init__(self, mixers: Mixers, layer: int, recurrence: Recurrence, stock: Any) -> None:
+        """`stock` is Transformers' function."""
+        self.layer, self.recurrence, self.stock = layer, recurrence, stock
+        self._mixers = mixers
+
+    def __call__(self, *given: Any, **others: Any) -> Any:
+        states = self._mixers.states
+        if states is not None:
+            return self.recurrence.compute(CellPass(states, self._mixers.numbers[self]), *given, **others)
+        if self._mixers.probes:
+            self._mixers.add(self, self.recurrence.shape(*given, **others))
+        return self.stock(*given, **others)
+
+
+class Mixers:
+    """The recurrent layers of one model."""
+
+    def __init__(self, model: Any, recurrences: dict[str, Recurrence]) -> None:
+        """Has the functions of all layers of `model` that bear these names lead here."""
+        self.config = model.config
+        self.shapes: list[StateShape] = []
+        """What each cell keeps of a sequence."""
+        self.numbers: dict[Cell, int] = {}
+        """Where each cell's shape is."""
+        self.states: StatePass | None = None
+        """The pass that runs now."""
+        self.probes = False
+        for module in model.modules():
+            _lead_here(module, self, recurrences)
+
+    @property
+    def layers(self) -> set[int]:
+        """The layers that keep states."""
+        return {cell.layer for cell in self.numbers}
+
+    def add(self, cell: Cell, shape: StateShape) -> None:
+        """A cell was called while the model was tried out."""
+        if cell in self.numbers:
+            name = cell.recurrence.function
+            raise unsupported(self.config, f"its layer {cell.layer} calls {name} more than once in a pass")
+        self.numbers[cell] = len(self.shapes)
+        self.shapes.append(shape)
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """Find out what cells there are and what they keep, while the model runs without a pass of ours."""
+        self.shapes, self.numbers, self.probes = [], {}, True
+        try:
+            yield
+        finally:
+            self.probes = False
+
+    @contextlib.contextmanager
+    def over(self, states: StatePass) -> Iterator[None]:
+        """Let the layers compute a pass over these states within the body."""
+        self.states = states
+        try:
+            yield
+        finally:
+            self.states = None
+        states.finish()
+
+
+def _lead_here(module: nn.Module, mixers: Mixers, recurrences: dict[str, Recurrence]) -> None:
+    """Give a module whose class calls such functions a forward that calls cells in their place."""
+    stock = inspect.unwrap(type(module).forward)
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(stock, FunctionType) or not isinstance(layer, int):
+        return
+    names = [name for name in stock.__code__.co_names if name in recurrences and name in stock.__globals__]
+    if not names:
+        return
+    cells = {name: Cell(mixers, layer, recurrences[name], stock.__globals__[name]) for name in names}
+    own = FunctionType(
+        stock.__code__, {**stock.__globals__, **cells}, stock.__name__, stock.__defaults__, stock.__closure__
+    )
+    own.__kwdefaults__ = stock.__kwdefaults__
+    module.forward = MethodType(own, module)

@@ -1,0 +1,66 @@
+"""Mamba's selective scan: Mamba, Falcon Mamba, Jamba, Zamba (Gu and Dao, arXiv:2312.00752)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kv.state import StateShape
+from slipstream.models.mixers.base import CellPass, Recurrence
+from slipstream.models.mixers.steps import states_behind
+
+
+class SelectiveScan(Recurrence):
+    """Its state is [state_size, channels], of which each number has a decay of its own."""
+
+    function: ClassVar[str] = "mamba_selective_scan"
+
+    def shape(self, hidden_states: Tensor, dt: Tensor, A: Tensor, *_: Any, **__: Any) -> StateShape:
+        """hidden_states and dt [1, channels, N], A [channels, state_size], B and C [1, state_size, N]"""
+        channels, size = A.shape
+        return StateShape(((size, channels),), 2 * channels + size)
+
+    def compute(
+        self,
+        cell: CellPass,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        *_: Any,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        **__: Any,
+    ) -> Tensor:
+        """-> [1, channels, N]"""
+        own, step_sizes = hidden_states[0].T, dt[0].T  # [N, channels]
+        step_sizes = step_sizes if delta_bias is None else step_sizes + delta_bias.to(dt.dtype)
+        step_sizes = F.softplus(step_sizes) if delta_softplus else step_sizes
+        channels, size = A.shape
+        rows = (step_sizes, step_sizes.float() * own.float(), B[0].T)
+        steps = cell.inputs(torch.cat([each.float() for each in rows], dim=1))
+        sizes, values, keys = torch.split(steps, [channels, channels, size], dim=1)
+        queries, rates = (
+            cell.steps(C[0].T.float()),
+            A.T.float(),
+        )  # [steps, state_size], [state_size, channels]
+
+        def step(number: int, state: Tensor) -> Tensor:
+            return state * (rates * sizes[number]).exp() + keys[number, :, None] * values[number]
+
+        (states,) = cell.states()
+        read = torch.empty_like(values)
+        for number, state in states_behind(cell.walk, states, step):
+            read[number] = (state * queries[number, :, None]).sum(dim=0)
+        output: Tensor = cell.rows(read).to(hidden_states.dtype)
+        if D is not None:
+            output = output + own * D
+        if z is not None:
+            output = output * F.silu(z[0].T)
+        return output.T[None]
