@@ -120,7 +120,7 @@ class PassSizes:
         if self.fused:
             of_experts = 4 * (2 * self.num_experts + 1) if self.num_experts else 0
             return self._attention_bytes(num_rows, num_tokens, num_threads) + of_experts
-        rows = min(num_rows, num_tokens) * max(self.num_heads // self.num_kv_heads, 1)
+        rows = min(num_rows, num_tokens) * max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
     def _attention_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
