@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.models.cpu.kernel import Kernel
@@ -22,6 +23,12 @@ class PackedLinear(nn.Module, ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the weight as it is held, scales included; not of a bias that is a parameter."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Shape and type of the weight, for models that ask their layers in what type to hand over rows. It has no
+        numbers: a model that multiplies with it fails."""
+        return torch.empty(self.out_features, self.in_features, dtype=torch.float32, device="meta")
 
     @abstractmethod
     def forward(self, rows: Tensor) -> Tensor:
