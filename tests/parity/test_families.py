@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, LIKE_OTHERS, VOCAB, WINDOW, save_tiny
+from tiny_models import FAMILIES, LIKE_OTHERS, RECURRENT, VOCAB, WINDOW, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.kv.cache import KVCache
+from slipstream.kv.state import StateRoom
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.executor.cpu_kernels import CpuKernels
 
 TOLERANCE = 1e-4
+"""Ten times that for recurrent layers: Transformers computes them in chunks, which rounds otherwise."""
 TEXT = [(17 * i * i + 5 * i + 3) % VOCAB for i in range(26)]
 """Longer than several sliding windows."""
 
@@ -32,6 +34,7 @@ class Pair:
 
     ours: CausalLM
     theirs: Any
+    tolerance: float = TOLERANCE
 
     @torch.inference_mode()
     def expected(self, token_ids: Sequence[int]) -> Tensor:
@@ -60,7 +63,8 @@ PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
     scope="module",
     params=[
         *FAMILIES,
-        *(f"{family}-torch" for family in FAMILIES),
+        *RECURRENT,
+        *(f"{family}-torch" for family in (*FAMILIES, *RECURRENT)),
         *(f"{family}-paged" for family in PAGED),
         *(f"{family}-recorded" for family in FAMILIES if not family.startswith("falcon")),  # see refusals
     ],
@@ -84,13 +88,13 @@ def make_pair(
     kernels: str = "auto",
     attention: str = "auto",
 ) -> Pair:
-    folder = save_tiny((FAMILIES | LIKE_OTHERS)[family](), tmp_path_factory.mktemp("models") / family)
+    folder = save_tiny((FAMILIES | LIKE_OTHERS | RECURRENT)[family](), tmp_path_factory.mktemp("models") / family)
     stock = "sdpa" if family.startswith("falcon") else "eager"
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=stock, dtype=getattr(torch, dtype)
     )
     ours = load_model(str(folder), dtype=dtype, cpu_kernels=kernels, attention_backend=attention)
-    return Pair(ours, theirs.eval())
+    return Pair(ours, theirs.eval(), 10 * TOLERANCE if family in RECURRENT else TOLERANCE)
 
 
 class Decoder:
@@ -108,7 +112,8 @@ class Decoder:
 
     def group(self, token_ids: Sequence[int], **options: Any) -> RowGroup:
         options.setdefault("logit_rows", range(len(token_ids)))
-        return RowGroup(self.cache.accounting.slots(self.owner), self.num_past, token_ids, **options)
+        slots = self.cache.accounting.slots(self.owner)
+        return RowGroup(slots, self.num_past, token_ids, owner=self.owner, **options)
 
     def forward(self, token_ids: Sequence[int], **options: Any) -> Tensor:
         return self.lm.forward([self.group(token_ids, **options)], self.cache.pool).logits
@@ -127,7 +132,7 @@ class Decoder:
 
 
 def make_cache(lm: CausalLM) -> KVCache:
-    cache = lm.new_cache(256)
+    cache = lm.new_cache(256, states=StateRoom(num_owners=4, num_copies=0, num_logged=2))
     cache.pool.fill(float("nan"))
     return cache
 
@@ -147,14 +152,14 @@ def test_weights_are_random_enough(pair: Pair) -> None:
 
 
 def test_whole_prompt_in_one_chunk(pair: Pair) -> None:
-    assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) < TOLERANCE
+    assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) < pair.tolerance
 
 
 def test_chunked_prefill(pair: Pair) -> None:
     decoder = Decoder(pair.ours)
     chunks = [TEXT[:1], TEXT[1:6], TEXT[6:7], TEXT[7:20], TEXT[20:]]
     logits = torch.cat([decoder.feed(chunk) for chunk in chunks])
-    assert error(logits, pair.text_logits) < TOLERANCE
+    assert error(logits, pair.text_logits) < pair.tolerance
 
 
 def test_sequences_of_different_lengths_in_one_pass(pair: Pair) -> None:
@@ -166,7 +171,7 @@ def test_sequences_of_different_lengths_in_one_pass(pair: Pair) -> None:
     groups = [decoder.group(ids) for decoder, ids in zip(decoders, rows, strict=True)]
     logits = pair.ours.forward(groups, cache.pool).logits.split([len(ids) for ids in rows])
     for text, ids, ours in zip(texts, rows, logits, strict=True):
-        assert error(ours, pair.expected(text)[-len(ids) :]) < TOLERANCE
+        assert error(ours, pair.expected(text)[-len(ids) :]) < pair.tolerance
 
 
 def path(node: int) -> list[int]:
@@ -209,13 +214,13 @@ def test_draft_tree_and_commit(pair: Pair, passes: Sequence[Sequence[int]]) -> N
     logits = tree_logits(decoder, passes, root)
     for node, ours in logits.items():
         lone = [*prompt, root, *(NODES[step] for step in path(node))]
-        assert error(ours, pair.expected(lone)[-1]) < TOLERANCE, f"node {node}"
+        assert error(ours, pair.expected(lone)[-1]) < pair.tolerance, f"node {node}"
     accepted = path(5)  # nodes 0, 3 and 5, which do not lie side by side
     tokens = [root, *(NODES[node] for node in accepted)]
     decoder.commit(tokens, [0, *(node + 1 for node in accepted)])
     rest = TEXT[12:20]
     logits_after = torch.cat([decoder.feed([token]) for token in rest])
-    assert error(logits_after, pair.expected([*prompt, *tokens, *rest])[-len(rest) :]) < TOLERANCE
+    assert error(logits_after, pair.expected([*prompt, *tokens, *rest])[-len(rest) :]) < pair.tolerance
 
 
 def test_a_tree_beside_a_prompt_and_a_single_token(pair: Pair) -> None:
@@ -236,7 +241,7 @@ def test_a_tree_beside_a_prompt_and_a_single_token(pair: Pair) -> None:
         *(pair.expected(ids)[-1:] for ids in lone),
         pair.expected(TEXT[5:21])[-1:],
     ]
-    assert error(ours, torch.cat(expected)) < TOLERANCE
+    assert error(ours, torch.cat(expected)) < pair.tolerance
 
 
 def test_hidden_states(pair: Pair) -> None:
@@ -249,7 +254,7 @@ def test_hidden_states(pair: Pair) -> None:
         ).hidden_states
     assert sorted(output.hidden) == layers
     for layer in layers:
-        assert error(output.hidden[layer], expected[layer][0]) < TOLERANCE, f"layer {layer}"
+        assert error(output.hidden[layer], expected[layer][0]) < pair.tolerance, f"layer {layer}"
 
 
 def test_only_the_wanted_logit_rows(pair: Pair) -> None:
@@ -257,7 +262,7 @@ def test_only_the_wanted_logit_rows(pair: Pair) -> None:
     first, second = Decoder(pair.ours, cache, 0), Decoder(pair.ours, cache, 1)
     groups = [first.group(TEXT, logit_rows=[3, 25]), second.group(TEXT[:5], logit_rows=[4])]
     logits = pair.ours.forward(groups, cache.pool).logits
-    assert error(logits, pair.text_logits[[3, 25, 4]]) < TOLERANCE
+    assert error(logits, pair.text_logits[[3, 25, 4]]) < pair.tolerance
     none = Decoder(pair.ours).forward(TEXT, logit_rows=[])
     assert none.shape == (0, VOCAB)
 
@@ -280,7 +285,7 @@ def test_around_the_edge_of_the_window(
     pair = make_pair(family, tmp_path_factory)
     decoder = Decoder(pair.ours)
     decoder.feed(TEXT[: length - 1])
-    assert error(decoder.feed(TEXT[length - 1 : length]), pair.text_logits[length - 1 : length]) < TOLERANCE
+    assert error(decoder.feed(TEXT[length - 1 : length]), pair.text_logits[length - 1 : length]) < pair.tolerance
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "qwen3-moe", "gpt-oss", "falcon-new"])
@@ -300,7 +305,7 @@ def test_half_precision(family: str, dtype: str, tmp_path_factory: pytest.TempPa
 def test_a_window_that_is_off_by_one_shows(tmp_path_factory: pytest.TempPathFactory, kernels: str) -> None:
     pair = make_pair("mistral", tmp_path_factory, kernels=kernels)
     pair.theirs.config.sliding_window += 1
-    assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) > 100 * TOLERANCE
+    assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) > 100 * pair.tolerance
 
 
 @pytest.mark.parametrize("family", IN_THE_KERNELS)
@@ -328,4 +333,4 @@ def test_a_sibling_in_view_shows(tmp_path_factory: pytest.TempPathFactory) -> No
     assert rows["tail_seen"][2] == [0, 2]
     rows["tail_seen"][2] = [0, 1, 2]  # node 1 sees node 0, its sibling
     ours = decoder.forward([TEXT[11], *NODES], **rows)[2]
-    assert error(ours, pair.expected([*TEXT[:12], NODES[1]])[-1]) > 100 * TOLERANCE
+    assert error(ours, pair.expected([*TEXT[:12], NODES[1]])[-1]) > 100 * pair.tolerance

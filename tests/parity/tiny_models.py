@@ -171,6 +171,97 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
 }
 
+_RECURRENT: dict[str, Any] = {**_SHAPE, "head_dim": 8}
+_DELTA: dict[str, Any] = {
+    **_RECURRENT,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}
+
+RECURRENT: dict[str, Callable[[], Any]] = {
+    "qwen3.5": lambda: tf.Qwen3_5TextConfig(**_DELTA),
+    "qwen3.5-moe": lambda: tf.Qwen3_5MoeTextConfig(**_DELTA, **_EXPERTS),
+    "qwen3-next": lambda: tf.Qwen3NextConfig(**_DELTA, **_EXPERTS),
+    "olmo-hybrid": lambda: tf.OlmoHybridConfig(**_DELTA),
+    "kimi-linear": lambda: tf.KimiLinearConfig(
+        **{**_NO_GQA, "head_dim": 8},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_heads=4,
+        linear_head_dim=8,
+        kv_lora_rank=12,
+        q_lora_rank=None,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        num_experts=4,
+        num_experts_per_token=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    ),
+    "lfm2": lambda: tf.Lfm2Config(**_SHAPE, layer_types=["conv", "full_attention", "conv"]),
+    "mamba": lambda: tf.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, state_size=6, eos_token_id=None
+    ),
+    "mamba2": lambda: tf.Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_heads=4,
+        head_dim=16,
+        state_size=6,
+        n_groups=2,
+        chunk_size=8,
+        eos_token_id=None,
+    ),
+    "jamba": lambda: tf.JambaConfig(
+        **_SHAPE,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=6,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "bamba": lambda: tf.BambaConfig(**_SHAPE, **_MAMBA2, attn_layer_indices=[1]),
+    "nemotron-h": lambda: tf.NemotronHConfig(
+        **_HEADS_OF_8,
+        layers_block_type=["mamba", "attention", "mlp"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=6,
+        n_groups=2,
+        chunk_size=8,
+    ),
+    "granite-hybrid": lambda: tf.GraniteMoeHybridConfig(
+        **_SHAPE, **_MAMBA2, layer_types=["mamba", "attention", "mamba"], num_local_experts=4
+    ),
+    "falcon-h1": lambda: tf.FalconH1Config(**_HEADS_OF_8, **_MAMBA2, mamba_d_ssm=64),
+}
+"""Families with recurrent layers: all of them, beside attention, or in the same layer."""
+
 LIKE_OTHERS: dict[str, Callable[[], Any]] = {
     "ministral": lambda: tf.MinistralConfig(**_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING),
     "cwm": lambda: tf.CwmConfig(
