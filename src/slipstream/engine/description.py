@@ -86,7 +86,7 @@ def planned_memory(planner: Planner) -> MemoryPlan:
         draft.traits.max_nodes,
         is_loaded=False,
         recorded=recorded_passes(config, models, draft.traits.max_nodes, features),
-        state_bytes=states_bytes(config, models, draft.traits.max_nodes),
+        held_bytes=states_bytes(config, models, draft.traits.max_nodes),
     )
     return with_passes(planned, config, models, draft.traits)
 

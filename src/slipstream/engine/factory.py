@@ -25,7 +25,6 @@ from slipstream.engine.memory import (
     MemoryPlan,
     plan_memory,
     recorded_passes,
-    state_room,
     states_bytes,
     with_passes,
 )
@@ -34,6 +33,7 @@ from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.speculation import ParsedSpeculation
 from slipstream.engine.target import load_target, shared_target
+from slipstream.kv.state import SPARE_ROWS, StateRoom
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
 from slipstream.schedule.scheduler import Scheduler
@@ -182,7 +182,7 @@ def _planned(
         sum(each.traits.kv_bytes_per_token for each in drafters) + feature_bytes,
         drafter.traits.max_nodes,
         recorded=recorded_passes(config, models, drafter.traits.max_nodes, feature_bytes),
-        state_bytes=states_bytes(config, models, drafter.traits.max_nodes),
+        held_bytes=states_bytes(config, models, drafter.traits.max_nodes),
     )
     plan = with_passes(plan, config, models, drafter.traits)
     logger.info("memory: %s", plan)
@@ -194,7 +194,7 @@ def _runner(config: EngineConfig, model: CausalLM, drafter: Drafter, plan: Memor
         plan.num_slots,
         prefix_caching=config.enable_prefix_caching,
         feature_width=_feature_width(model, drafter),
-        states=state_room(config, drafter.traits.max_nodes),
+        states=StateRoom(config.max_num_seqs, plan.num_state_copies, drafter.traits.max_nodes + SPARE_ROWS),
     )
     layers = drafter.traits.feature_layers
     model.executor.warm_up(cache.pool, config.max_num_batched_tokens, layers, chooses=True)

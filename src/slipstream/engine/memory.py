@@ -12,7 +12,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import CapacityError, ConfigError
-from slipstream.kv.state import StateRoom
+from slipstream.kv.state import SPARE_ROWS, StateRoom, state_bytes
 from slipstream.models.identity import ModelIdentity
 from slipstream.plan.passes import PassLimits, PassSizes, activation_bytes, recorded_bytes
 from slipstream.plan.sizes import format_bytes
@@ -51,6 +51,8 @@ class MemoryPlan:
 
     state_bytes: int = 0
     """States of recurrent layers, of target and draft models together."""
+    num_state_copies: int = 0
+    """Copies of the target's states that are kept for prefix reuse."""
 
     @property
     def kv_bytes(self) -> int:
@@ -80,12 +82,12 @@ def plan_memory(
     max_draft_tokens: int,
     is_loaded: bool = True,
     recorded: Seq[int] = (),
-    state_bytes: int = 0,
+    held_bytes: int = 0,
 ) -> MemoryPlan:
     """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
 
     Where models are not loaded, what they will hold is not free. Nor is what will be `recorded`: the bytes of each
-    model, the target first. States of recurrent layers, `state_bytes` in all, are part of the cache.
+    model, the target first. Of the cache's memory, states of recurrent layers take `held_bytes`, see `states_bytes`.
 
     Raises `CapacityError` when not even a short request would fit, where what is recorded has no room beside
     `kv_cache_bytes`, and where the user has not set `max_model_len` and the drafter's share of `kv_cache_bytes` would
@@ -101,19 +103,21 @@ def plan_memory(
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     both = model.weight_bytes + draft_bytes
     unread = 0 if is_loaded else both
-    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded)) - state_bytes
+    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded)) - held_bytes
     if allowed <= 0:
         raise CapacityError(
-            f"the states of {config.max_num_seqs} requests' recurrent layers, and copies of them for prefix reuse, "
-            f"take {format_bytes(state_bytes)}, and the cache may take {format_bytes(allowed + state_bytes)}; lower "
-            "max_num_seqs or raise kv_cache_bytes"
+            f"the states of {config.max_num_seqs} requests' recurrent layers take {format_bytes(held_bytes)}, and the "
+            f"cache may take {format_bytes(allowed + held_bytes)}; lower max_num_seqs or raise kv_cache_bytes"
         )
+    num_copies = _num_copies(config, model, allowed)
+    held_bytes += num_copies * state_bytes(model.states)
+    allowed -= num_copies * state_bytes(model.states)
     # What a request holds is rounded to units.
     useful = config.max_num_seqs * (max_model_len + max_draft_tokens + unit)
     num_slots = min(useful, allowed // max(per_token, 1))
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = _allowed_bytes(config, model.device, unread, model.weight_bytes, sum(recorded[:1]))
-    alone = min((without_draft - state_bytes) // max(model.kv_bytes_per_token, 1) - unit, max_model_len)
+    alone = min((without_draft - held_bytes) // max(model.kv_bytes_per_token, 1) - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
@@ -134,18 +138,24 @@ def plan_memory(
     plan = MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
     if sum(recorded):
         _check_room(plan.kv_bytes, recorded, available_bytes(model.device) - unread)
-    return replace(plan, recorded_bytes=sum(recorded), state_bytes=state_bytes)
-
-
-def state_room(config: EngineConfig, max_nodes: int) -> StateRoom:
-    """Room for the states of all requests that run at once, and for as many copies, which serve later prompts."""
-    number = config.max_num_seqs
-    return StateRoom(number, number if config.enable_prefix_caching else 0, max_nodes + 2)
+    return replace(plan, recorded_bytes=sum(recorded), state_bytes=held_bytes, num_state_copies=num_copies)
 
 
 def states_bytes(config: EngineConfig, models: Seq[ModelIdentity], max_nodes: int) -> int:
-    """What the states of the recurrent layers of target and draft models take."""
-    return sum(state_room(config, max_nodes).num_bytes(model.states) for model in models)
+    """What the states of the recurrent layers of the `models`, the target first, take, but for the target's copies."""
+    target, *drafts = models
+    number, num_logged = config.max_num_seqs, max_nodes + SPARE_ROWS
+    own = StateRoom(number, 0, num_logged).num_bytes(target.states)
+    copies = number if config.enable_prefix_caching else 0
+    return own + sum(StateRoom(number, copies, num_logged).num_bytes(model.states) for model in drafts)
+
+
+def _num_copies(config: EngineConfig, model: ModelIdentity, allowed: int) -> int:
+    """How many copies of the target's states are kept for prefix reuse: two a request, or what fits into a quarter of
+    the memory that is left for the cache."""
+    if not (model.states and config.enable_prefix_caching):
+        return 0
+    return max(min(2 * config.max_num_seqs, allowed // 4 // state_bytes(model.states)), 0)
 
 
 def recorded_passes(

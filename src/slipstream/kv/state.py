@@ -42,6 +42,10 @@ class StateShape:
         return sum(prod(size) for size in self.tensors)
 
 
+SPARE_ROWS = 2
+"""Rows of a sequence that are logged beside its draft: the last of its text, before and behind a step."""
+
+
 class StateRoom(NamedTuple):
     """How much a `StatePool` holds."""
 

@@ -302,7 +302,8 @@ def adapt(
         options.quantization, model.device, dtype, likely_executor(options.executor, backend).decodes
     )
     mixers = Mixers(model, recurrences())
-    probed = probe_layers(model, backend, mixers)
+    with silenced():
+        probed = probe_layers(model, backend, mixers)
     backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)
     tried = ProbedModel(
         model, backend, probed, fmt, dtype, native, options.reproducible, mixers if probed.states else None

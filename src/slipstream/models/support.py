@@ -16,7 +16,9 @@ _REFUSED = {
     "xlnet": "it does not decode from left to right",
 }
 
-_ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"})
+_ATTENDING_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"}
+)
 """Layer types whose masks the attention hook can make. `chunked_attention` has another mask."""
 
 _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})

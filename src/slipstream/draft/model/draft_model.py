@@ -24,7 +24,7 @@ from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.draft.traits import DrafterTraits
 from slipstream.kv.cache import KVCache
-from slipstream.kv.state import StateRoom
+from slipstream.kv.state import SPARE_ROWS, StateRoom
 from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.executor.chains import Chains
@@ -139,7 +139,7 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
     def _new_cache(self, num_tokens: int, prefix_caching: bool) -> KVCache:
         engine = self.context.engine_config
         number = engine.max_num_seqs
-        room = StateRoom(number, number if prefix_caching else 0, self.shape.max_stored + 2)
+        room = StateRoom(number, number if prefix_caching else 0, self.shape.max_stored + SPARE_ROWS)
         cache = self.model.new_cache(num_tokens, prefix_caching=prefix_caching, states=room)
         self.model.executor.warm_up(cache.pool, engine.max_num_batched_tokens)
         return cache

@@ -1,0 +1,224 @@
+"""Models with recurrent layers in whole engines: text is a lone run's, whatever is drafted, reused or preempted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.request import RequestOptions
+from slipstream.errors import CapacityError, ConfigError
+from slipstream.kv.checkpoints import StateAccounting
+from slipstream.kv.state import state_bytes
+from tests.kit.recurrent_models import recurrent_model
+
+KINDS = ["qwen3.5", "mamba2", "lfm2", "falcon-h1"]
+"""A matrix and a window beside attention; no attention at all; a window alone; both in one layer."""
+NUM_TOKENS = 20
+
+
+def engine(family: str, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
+    options = {"kv_cache_bytes": 8 * 2**20, "num_threads": 1, "max_num_seqs": 8, **options}
+    return LLM(recurrent_model(family), speculative_config=spec, **options)
+
+
+def drafted(family: str, **options: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": recurrent_model(family, 0.03), **options}
+
+
+WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "chunks": lambda family: {"max_num_batched_tokens": 9},
+    "ngram": lambda family: {"spec": {"method": "ngram"}},
+    "recycled tree": lambda family: {"spec": {"method": "token_recycling"}},
+    "chain": lambda family: {"spec": drafted(family, num_speculative_tokens=4), "max_num_batched_tokens": 19},
+    "tree": lambda family: {"spec": drafted(family, tree_top_k=2, num_draft_nodes=9)},
+    "lookahead": lambda family: {"spec": {"method": "lookahead"}},
+}
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike, and one is repetitive."""
+    generator = random.Random(3)
+    shared = [generator.randrange(3, 300) for _ in range(37)]
+    tails = [[generator.randrange(3, 300) for _ in range(length)] for length in (1, 9, 21)]
+    return [*(shared + tail for tail in tails), shared[:5] * 7, tails[2]]
+
+
+Answer = tuple[list[int], list[float], int, int, int]
+"""Tokens and their log-probabilities; how many tokens of the prompt were reused, drafted and accepted."""
+
+
+def answers(llm: LLM, texts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+    """Half of them are sampled."""
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+        for i in range(len(texts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": list(text)} for text in texts], params, **options)
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            [each.logprob for each in output.outputs[0].token_logprobs],
+            output.metrics.num_cached_tokens,
+            output.metrics.num_draft_tokens,
+            output.metrics.num_accepted_tokens,
+        )
+        for output in outputs
+    ]
+
+
+def lone(llm: LLM, texts: Sequence[Sequence[int]]) -> list[list[Answer]]:
+    """Two turns, each request by itself."""
+    turns = [answers(llm, texts), []]
+    turns[1] = answers(llm, second_turn(texts, turns[0]))
+    return turns
+
+
+def second_turn(texts: Sequence[Sequence[int]], first: Sequence[Answer]) -> list[list[int]]:
+    return [[*text, *answer[0], 7, 8, 9] for text, answer in zip(texts, first, strict=True)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def expected(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    plain = engine(request.param, max_num_seqs=1, enable_prefix_caching=False)
+    return request.param, lone(plain, prompts())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_text_and_log_probabilities_are_a_lone_runs(expected: tuple[str, Any], way: str) -> None:
+    family, wanted = expected
+    llm = engine(family, **WAYS[way](family))
+    texts = prompts()
+    first = answers(llm, texts)
+    again = answers(llm, texts)
+    second = answers(llm, second_turn(texts, first))
+    for name, ours, theirs in (
+        ("first", first, wanted[0]),
+        ("again", again, wanted[0]),
+        ("second", second, wanted[1]),
+    ):
+        assert [answer[0] for answer in ours] == [answer[0] for answer in theirs], name
+        for mine, lone_one in zip(ours, theirs, strict=True):
+            assert mine[1] == pytest.approx(lone_one[1], abs=2e-4), name
+    # Which of the texts with the same blocks of 16 tokens is gone on with is left to the accounting.
+    missing = [len(text) - answer[2] for answer, text in zip(again, texts, strict=True)]
+    assert max(missing) <= 16
+    assert missing.count(1) >= 3
+    reused = [answer[2] - len(text) for answer, text in zip(second, texts, strict=True)]
+    assert min(reused) >= 10, "the second turn goes on behind most of the first answer"
+    if "spec" in WAYS[way](family):
+        num_drafted, num_accepted = (
+            sum(answer[place] for answer in (*first, *again, *second)) for place in (3, 4)
+        )
+        assert num_accepted < num_drafted, "some drafts are rejected"
+        assert num_accepted or way not in ("chain", "tree"), (
+            "some drafts of nearly the same model are accepted"
+        )
+    assert llm.engine.integrity() == []
+
+
+def test_a_wrong_prediction_changes_nothing(expected: tuple[str, Any]) -> None:
+    family, wanted = expected
+    llm = engine(family, {"method": "ngram"})
+    guesses = [[token if i % 5 else token - 1 for i, token in enumerate(answer[0])] for answer in wanted[0]]
+    options = [RequestOptions(prediction=guess) for guess in guesses]
+    assert [answer[0] for answer in answers(llm, prompts(), options=options)] == [
+        each[0] for each in wanted[0]
+    ]
+
+
+def test_preempted_and_paused_sequences_go_on(expected: tuple[str, Any]) -> None:
+    family, wanted = expected
+    spec = drafted(family, num_speculative_tokens=3)
+    ample = engine(family, spec).engine
+    plan = ample.memory_plan
+    if not plan.kv_bytes_per_token:
+        pytest.skip("it has no keys and values that could fill a cache")
+    needed = plan.state_bytes - plan.num_state_copies * state_bytes(ample.model.states)
+    room = needed + 210 * plan.kv_bytes_per_token  # of which copies take a quarter at most
+    tight = engine(family, spec, kv_cache_bytes=room, max_model_len=90)
+    assert [answer[0] for answer in answers(tight, prompts())] == [each[0] for each in wanted[0]]
+    assert tight.engine.stats().num_preemptions > 0 or family == "lfm2"
+    assert tight.engine.integrity() == []
+
+
+NUM_STEPS = 100
+
+
+def history(llm: LLM, plain: LLM, seed: int, num_steps: int) -> int:
+    """Conversations that branch, end and are aborted at random; every answer is compared; returns the steps."""
+    rng = random.Random(seed)
+    texts: list[list[int]] = prompts()
+    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    told: dict[str, list[int]] = {}
+    done, steps = 0, 0
+    while steps < num_steps or llm.engine.has_unfinished:
+        if steps < num_steps and rng.random() < 0.3 and len(asked) < 8:
+            prompt = rng.choice(texts)
+            prompt = prompt[: rng.choice([len(prompt), rng.randint(1, len(prompt))])]
+            prompt = [*prompt, *(rng.randrange(3, 300) for _ in range(rng.randrange(4)))][-90:]
+            params = SamplingParams(
+                temperature=rng.choice([0.0, 0.9]), seed=steps, max_tokens=rng.randint(1, 25), ignore_eos=True
+            )
+            name, tenant = f"{seed}-{steps}", rng.choice(["", "a"])
+            asked[name], told[name] = (prompt, params), []
+            llm.engine.add_request(name, prompt, params, RequestOptions(tenant=tenant))
+        if asked and rng.random() < 0.05:
+            name = rng.choice(sorted(asked))
+            llm.engine.abort(name)
+            del asked[name]
+        steps += 1
+        for update in llm.engine.step():
+            if update.request_id not in asked:
+                continue
+            told[update.request_id] += update.token_ids
+            if update.finish_reason is not None:
+                prompt, params = asked.pop(update.request_id)
+                lone_answer = plain.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0]
+                assert told[update.request_id] == list(lone_answer.token_ids), update.request_id
+                texts = [*texts, [*prompt, *told[update.request_id]]][-8:]
+                done += 1
+        assert llm.engine.integrity() == []
+    assert done > num_steps // 40
+    return steps
+
+
+HISTORIES = [("qwen3.5", "tree"), ("mamba2", "chain"), ("lfm2", "recycled tree"), ("falcon-h1", "chain")]
+
+
+@pytest.mark.parametrize(("family", "way"), HISTORIES)
+def test_random_histories_equal_lone_runs(family: str, way: str) -> None:
+    llm = engine(family, **WAYS[way](family))
+    plain = engine(family, max_num_seqs=1, enable_prefix_caching=False)
+    history(llm, plain, 1, NUM_STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "way"), HISTORIES)
+def test_many_random_histories_equal_lone_runs(family: str, way: str) -> None:
+    llm = engine(family, **WAYS[way](family))
+    plain = engine(family, max_num_seqs=1, enable_prefix_caching=False)
+    assert sum(history(llm, plain, seed, 500) for seed in range(8)) >= 4000
+
+
+def test_layers_may_not_draft_alone() -> None:
+    with pytest.raises(ConfigError, match="its recurrent layers have one state of a text"):
+        engine("qwen3.5", {"method": "layer_skip", "exit_layer": 1})
+
+
+def test_too_little_memory_for_states_is_refused() -> None:
+    with pytest.raises(CapacityError, match="lower max_num_seqs or raise kv_cache_bytes"):
+        engine("qwen3.5", kv_cache_bytes=30_000)
+
+
+def test_without_prefix_caching_no_copies_are_kept() -> None:
+    llm = engine("qwen3.5", enable_prefix_caching=False)
+    answers(llm, prompts())
+    accounting = llm.engine.runner.cache.accounting
+    assert isinstance(accounting, StateAccounting)
+    assert accounting.checkpoints == []
+    assert llm.engine.runner.cache.pool.states is not None
+    assert llm.engine.runner.cache.pool.states.num_copies == 0

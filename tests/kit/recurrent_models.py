@@ -1,0 +1,32 @@
+"""Small models with recurrent layers, and drafts that are nearly the same model."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.kit.folders import kept_folder
+from tests.kit.tokenizer_families import byte_level
+from tests.parity.tiny_models import RECURRENT, randomise
+
+
+@cache
+def recurrent_model(family: str, noise: float = 0.0) -> str:
+    """The folder of one of `RECURRENT` that speaks a tokenizer; with `noise` its weights are off by that share."""
+    tokenizer = byte_level(320)
+    config: Any = RECURRENT[family]()
+    config.vocab_size = len(tokenizer)
+    model = AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
+            parameter += noise * spread * torch.randn(parameter.shape, generator=generator)
+    folder = kept_folder()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
