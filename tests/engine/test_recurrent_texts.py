@@ -130,13 +130,12 @@ def test_a_wrong_prediction_changes_nothing(expected: tuple[str, Any]) -> None:
     ]
 
 
-def test_preempted_and_paused_sequences_go_on(expected: tuple[str, Any]) -> None:
+@pytest.mark.parametrize("expected", ["qwen3.5", "lfm2", "falcon-h1"], indirect=True)
+def test_preempted_sequences_go_on(expected: tuple[str, Any]) -> None:
     family, wanted = expected
     spec = drafted(family, num_speculative_tokens=3)
     ample = engine(family, spec).engine
     plan = ample.memory_plan
-    if not plan.kv_bytes_per_token:
-        pytest.skip("it has no keys and values that could fill a cache")
     needed = plan.state_bytes - plan.num_state_copies * state_bytes(ample.model.states)
     room = needed + 210 * plan.kv_bytes_per_token  # of which copies take a quarter at most
     tight = engine(family, spec, kv_cache_bytes=room, max_model_len=90)
@@ -204,9 +203,12 @@ def test_many_random_histories_equal_lone_runs(family: str, way: str) -> None:
     assert sum(history(llm, plain, seed, 500) for seed in range(8)) >= 4000
 
 
-def test_layers_may_not_draft_alone() -> None:
-    with pytest.raises(ConfigError, match="its recurrent layers have one state of a text"):
-        engine("qwen3.5", {"method": "layer_skip", "exit_layer": 1})
+@pytest.mark.parametrize(
+    "spec", [{"method": "layer_skip", "exit_layer": 1}, {"method": "cascade", "draft": {"method": "ngram"}}]
+)
+def test_drafters_may_not_use_the_targets_own_states(spec: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="recurrent layers have one state of a text"):
+        engine("qwen3.5", spec)
 
 
 def test_too_little_memory_for_states_is_refused() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.pool import KVPool
 from slipstream.kv.slots import SlotMap
@@ -201,11 +200,6 @@ class CausalLM(ModelIdentity):
     def check_layers(self) -> None:
         """Raise `ConfigError` where this model cannot run some of its layers alone."""
         if not self._runs_layers:
-            if self.states:
-                raise ConfigError(
-                    f"a draft by some layers of {self.family} is not possible: its recurrent layers have one state of "
-                    "a text, which drafts may not change; draft with another model or a head"
-                )
             token_ids = self.trial_tokens()
             pool, slots = self.trial_cache(len(token_ids))
             trial = ForwardBatch([RowGroup(slots, 0, token_ids, range(len(token_ids)))])

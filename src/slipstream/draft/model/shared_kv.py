@@ -32,6 +32,7 @@ from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model
 from slipstream.models.executor.chains import Chains
+from slipstream.models.identity import ModelIdentity
 from slipstream.models.rows import RowGroup
 
 
@@ -51,6 +52,7 @@ class SharedKVDrafter(AutoregressiveDrafter):
         super().__init__(options, context, vocab_size=context.vocab_size)
         if context.target is None:
             raise ConfigError(f"{what} needs the target itself to draft with")
+        _check_states(what, context.target)
         self.model = context.target if quantization is None else _copy(what, quantization, context)
         self.layers: Layers | None = None
         """Those that the passes at hand run; None is all."""
@@ -104,6 +106,8 @@ def shared_kv_footprint(
 
     Raises `ConfigError` as `check_copy` does.
     """
+    if context.target_outline is not None:
+        _check_states(what, context.target_outline)
     if quantization is not None:
         check_copy(what, quantization, context)
     copies = [] if quantization is None else [target_copy(quantization, context.engine_config, context.dtype)]
@@ -158,6 +162,15 @@ def chosen_layers(
             f"set {what}'s exit_layer or skip_layers so that it runs some of these"
         )
     return layers
+
+
+def _check_states(what: str, target: ModelIdentity) -> None:
+    """Raise `ConfigError` for a target with recurrent layers."""
+    if target.states:
+        raise ConfigError(
+            f"{what} drafts in the target's cache, where {target.family}'s recurrent layers have one state of a text, "
+            "which drafts may not change; draft with another model or a head"
+        )
 
 
 def _copy(what: str, quantization: str, context: DraftContext) -> CausalLM:
