@@ -123,7 +123,7 @@ def tested_models_page() -> str:
     parts = [TESTED_INTRODUCTION, FAMILIES_INTRODUCTION, "| family | tested as | on a CPU |", "|---|---|---|"]
     by_type: dict[str, list[str]] = {}
     tiny = tests["tiny_models"]
-    for name, config in {**tiny["FAMILIES"], **tiny["LIKE_OTHERS"]}.items():
+    for name, config in {**tiny["FAMILIES"], **tiny["LIKE_OTHERS"], **tiny["RECURRENT"]}.items():
         by_type.setdefault(config().model_type, []).append(name)
     for model_type, names in by_type.items():
         parts.append(_row(f"`{model_type}`", ", ".join(names), _cpu_path(model_type)))

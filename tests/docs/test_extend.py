@@ -39,6 +39,7 @@ from slipstream.models import adapt
 from slipstream.models.attention.base import ModelTraits
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.linear.formats import WEIGHT_FORMATS
+from slipstream.models.mixers.registry import recurrences
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import USUAL
 from slipstream.serve.app import create_app
@@ -283,6 +284,14 @@ def test_the_family_is_fused(install: Install, monkeypatch: pytest.MonkeyPatch) 
     assert adapt(tiny(config)).kernels == "native", "layer by layer"
     assert install("fused-family") == "mine"
     assert adapt(tiny(config)).kernels == "decoder"
+
+
+# --- recurrence -------------------------------------------------------------------------------------------------
+
+
+def test_the_recurrence_is_found_by_its_functions_name(install: Install) -> None:
+    assert install("recurrence") == "moving_average"
+    assert type(recurrences()["moving_average"]).__module__ == "my_package.mixers"
 
 
 # --- endpoint ---------------------------------------------------------------------------------------------------

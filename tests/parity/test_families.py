@@ -88,7 +88,9 @@ def make_pair(
     kernels: str = "auto",
     attention: str = "auto",
 ) -> Pair:
-    folder = save_tiny((FAMILIES | LIKE_OTHERS | RECURRENT)[family](), tmp_path_factory.mktemp("models") / family)
+    folder = save_tiny(
+        (FAMILIES | LIKE_OTHERS | RECURRENT)[family](), tmp_path_factory.mktemp("models") / family
+    )
     stock = "sdpa" if family.startswith("falcon") else "eager"
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=stock, dtype=getattr(torch, dtype)
@@ -285,7 +287,9 @@ def test_around_the_edge_of_the_window(
     pair = make_pair(family, tmp_path_factory)
     decoder = Decoder(pair.ours)
     decoder.feed(TEXT[: length - 1])
-    assert error(decoder.feed(TEXT[length - 1 : length]), pair.text_logits[length - 1 : length]) < pair.tolerance
+    assert (
+        error(decoder.feed(TEXT[length - 1 : length]), pair.text_logits[length - 1 : length]) < pair.tolerance
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "qwen3-moe", "gpt-oss", "falcon-new"])

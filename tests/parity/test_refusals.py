@@ -26,20 +26,6 @@ _SIZES: dict[str, Any] = sizes(32, 2, 4, vocab=64, inner=48)
 _GQA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
 
 
-def _jamba() -> Any:
-    return tf.JambaForCausalLM(
-        tf.JambaConfig(
-            **{key: value for key, value in _GQA.items() if key != "head_dim"},
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            num_experts=2,
-            mamba_d_state=4,
-            mamba_dt_rank=4,
-            use_mamba_kernels=False,
-        )
-    )
-
-
 def _llama4() -> Any:
     return tf.Llama4ForCausalLM(
         tf.Llama4TextConfig(**_GQA, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8)
@@ -53,13 +39,6 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "mamba": (
-        lambda: tf.MambaForCausalLM(
-            tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
-        ),
-        "linear_attention layers are not plain attention",
-    ),
-    "jamba": (_jamba, "linear_attention layers are not plain attention"),
     "recurrent-gemma": (
         lambda: tf.RecurrentGemmaForCausalLM(
             tf.RecurrentGemmaConfig(**{**_SIZES, "num_hidden_layers": 3}, lru_width=32)

@@ -12,4 +12,7 @@ hashes of 16-token blocks and then compared token by token, so a hash collision 
 `Sequence.entry_ids` are compared: with `fast_prompts` a token of a prompt makes another entry than the same token of an
 answer, and has another id. Segments with copies of the same entries know how many they share: no memory is saved, but
 the native kernels read them once a pass.
+
+A recurrent layer has no entries but a state (`state`), which the rows of a pass enter in the order of a `walk`.
+Prefixes are then reused only where a copy of it was kept (`checkpoints`).
 """

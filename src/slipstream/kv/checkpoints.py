@@ -25,7 +25,7 @@ _MOST_IN_PROMPT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StateCopy:
     """A copy of the states behind a text."""
 
     tenant: str
@@ -42,7 +42,7 @@ class _Prompt:
     token_ids: Sequence[int]
     wanted: set[int]
     """Lengths of the text at which a copy is wanted."""
-    made: list[Checkpoint] = field(default_factory=list)
+    made: list[StateCopy] = field(default_factory=list)
     """Copies of a pass that is not known to have succeeded."""
 
 
@@ -56,7 +56,7 @@ class StateAccounting(SlotAccounting):
         super().__init__(slots.num_slots, slots._move, prefix_caching)
         self._slots, self._states = slots, states
         self._prompts: dict[int, _Prompt] = {}
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._checkpoints: dict[int, StateCopy] = {}
         """By slot, the least recently used one first."""
         states.copy_slot = self._copy_slot
 
@@ -73,7 +73,7 @@ class StateAccounting(SlotAccounting):
         return self._slots.num_retained
 
     @property
-    def checkpoints(self) -> Sequence[Checkpoint]:
+    def checkpoints(self) -> Sequence[StateCopy]:
         """The copies that there are, the least recently used one first."""
         return list(self._checkpoints.values())
 
@@ -142,9 +142,9 @@ class StateAccounting(SlotAccounting):
         self._slots.truncate(owner, length)
         return length
 
-    def _longest(self, tenant: str, token_ids: list[int]) -> Checkpoint | None:
+    def _longest(self, tenant: str, token_ids: list[int]) -> StateCopy | None:
         """The copy that has seen most of the tokens, and no others."""
-        best: Checkpoint | None = None
+        best: StateCopy | None = None
         for each in self._checkpoints.values():
             length = len(each.token_ids)
             if length > len(token_ids) or each.tenant != tenant or (best and length <= len(best.token_ids)):
@@ -170,7 +170,7 @@ class StateAccounting(SlotAccounting):
             self._checkpoints[same.slot] = self._checkpoints.pop(same.slot)
         elif self._make_room():
             self._states.free_slots.remove(slot)
-            self._checkpoints[slot] = Checkpoint(tenant, token_ids, slot)
+            self._checkpoints[slot] = StateCopy(tenant, token_ids, slot)
 
     def _make_room(self) -> bool:
         """Drop the least recently used copy where there are as many as there may be; False where there may be none."""
@@ -190,7 +190,7 @@ class StateAccounting(SlotAccounting):
         same = self._longest(prompt.tenant, token_ids)
         if (same is not None and len(same.token_ids) == length) or not self._make_room():
             return None
-        made = Checkpoint(prompt.tenant, token_ids, self._states.free_slots.pop())
+        made = StateCopy(prompt.tenant, token_ids, self._states.free_slots.pop())
         prompt.made.append(made)
         return made.slot
 

@@ -116,6 +116,8 @@ class KVPool:
         """Make every number of every entry this one. With NaN it shows who reads an entry that was not written."""
         for tensor in self.tensors:
             tensor.fill_(1 if tensor.dtype == torch.int8 else number)
+        if self.states is not None:
+            self.states.fill(number)
 
     def move(self, source: int, destination: int, count: int) -> None:
         """Copy `count` entries between slots; the ranges may overlap."""

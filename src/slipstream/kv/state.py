@@ -73,7 +73,7 @@ def input_bytes(shapes: Sequence[StateShape]) -> int:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldState:
     """The state of one sequence."""
 
     slot: int
@@ -110,7 +110,7 @@ class StatePool:
         self._log = torch.empty(num_owners, num_logged, self._num_inputs, device=device)
         self.free_slots = list(range(num_owners + num_copies))
         self._free_logs = list(range(num_owners))
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldState] = {}
         self.copy_slot: Callable[[int, int], int | None] = lambda owner, length: None
         """Asked for each length of an owner's text that the state arrives at in a pass: the slot that a copy of it is
         to go to, or None."""
@@ -138,7 +138,7 @@ class StatePool:
         places are taken."""
         if not self._free_logs or not self.free_slots:
             return False
-        self._held[owner] = _Held(self.free_slots.pop(), self._free_logs.pop())
+        self._held[owner] = _HeldState(self.free_slots.pop(), self._free_logs.pop())
         return True
 
     def restore(self, owner: int, slot: int, length: int) -> None:
@@ -185,6 +185,11 @@ class StatePool:
         held = self._held.pop(owner)
         self._free_logs.append(held.log_number)
         return held.slot, length
+
+    def fill(self, number: float) -> None:
+        """As `KVPool.fill`."""
+        self._states.fill_(number)
+        self._log.fill_(number)
 
     def memory_bytes(self) -> int:
         """Bytes of states and logs, used or not."""
@@ -259,7 +264,7 @@ class StatePool:
         held.length += num_final
         held.is_sound = False
 
-    def _log_rows(self, walk: Walk, held: _Held, kept: list[int], rows: range) -> None:
+    def _log_rows(self, walk: Walk, held: _HeldState, kept: list[int], rows: range) -> None:
         """Find places in the log for the rows that are not final, beside those of the entries that stay."""
         needed = len(kept) + len(rows)
         if needed > self._log.shape[1]:

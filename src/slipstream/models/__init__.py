@@ -3,7 +3,8 @@
 `load_model` loads any decoder-only Transformers model whose attention goes through Transformers' attention interface;
 no model code is copied. The adapter, `CausalLM`, runs it on one packed row of tokens, and each attention layer calls
 back with its queries, keys and values (`attention`). What cannot work is refused when it is loaded, with the reason:
-encoder-decoders, recurrent state, ALiBi, chunked attention. What the configuration cannot tell is tried out (`canary`).
+encoder-decoders, recurrences that are not known (`mixers`), ALiBi, chunked attention. What the configuration cannot
+tell is tried out (`canary`).
 
 A weight is held once. Layers are packed one after the other, and each one's unpacked weights are given back before the
 next. Matrices of a 16-bit checkpoint stay in their type (`matrices`), except experts of families that the kernels do

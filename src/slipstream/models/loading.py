@@ -82,7 +82,7 @@ def load_model(
     weights. Of a checkpoint that reads images, the language model is loaded.
 
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
-    `UnsupportedModelError` when its architecture cannot be decoded exactly: recurrent state, an encoder,
+    `UnsupportedModelError` when its architecture cannot be decoded exactly: a recurrence that is not known, an encoder,
     attention that is not causal or bypasses the attention interface, keys or values that the type of the cache does
     not hold.
     """

@@ -52,7 +52,7 @@ class Hashes:
     ) -> None:
         self.pool = KVPool([NO_ENTRIES], num_slots, torch.float32, torch.device("cpu"))
         self.pool.states = StatePool(SHAPES, StateRoom(num_owners, num_copies, logged), torch.device("cpu"))
-        self.pool.states._states.fill_(float("nan"))
+        self.pool.fill(float("nan"))
         self.cache = KVCache(self.pool, prefix_caching=num_copies > 0)
 
     @property

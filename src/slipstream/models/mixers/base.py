@@ -15,7 +15,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -56,9 +56,6 @@ class Recurrence(ABC):
     The methods take the arguments of that function, for one text [1, N, ...]; `others` are those that say nothing here.
     """
 
-    function: ClassVar[str]
-    """Its name in Transformers' modules."""
-
     @abstractmethod
     def shape(self, *given: Any, **others: Any) -> StateShape:
         """What it keeps of a sequence."""
@@ -68,12 +65,12 @@ class Recurrence(ABC):
         """What the function returns, with each row computed from the state behind its parent."""
 
 
-class Cell:
+class RecurrentCell:
     """A recurrence in one layer of a model."""
 
-    def __init__(self, mixers: Mixers, layer: int, recurrence: Recurrence, stock: Any) -> None:
-        """`stock` is Transformers' function."""
-        self.layer, self.recurrence, self.stock = layer, recurrence, stock
+    def __init__(self, mixers: Mixers, layer: int, name: str, recurrence: Recurrence, stock: Any) -> None:
+        """`stock` is Transformers' function, which bears this name."""
+        self.layer, self.name, self.recurrence, self.stock = layer, name, recurrence, stock
         self._mixers = mixers
 
     def __call__(self, *given: Any, **others: Any) -> Any:
@@ -93,7 +90,7 @@ class Mixers:
         self.config = model.config
         self.shapes: list[StateShape] = []
         """What each cell keeps of a sequence."""
-        self.numbers: dict[Cell, int] = {}
+        self.numbers: dict[RecurrentCell, int] = {}
         """Where each cell's shape is."""
         self.states: StatePass | None = None
         """The pass that runs now."""
@@ -106,11 +103,12 @@ class Mixers:
         """The layers that keep states."""
         return {cell.layer for cell in self.numbers}
 
-    def add(self, cell: Cell, shape: StateShape) -> None:
+    def add(self, cell: RecurrentCell, shape: StateShape) -> None:
         """A cell was called while the model was tried out."""
         if cell in self.numbers:
-            name = cell.recurrence.function
-            raise unsupported(self.config, f"its layer {cell.layer} calls {name} more than once in a pass")
+            raise unsupported(
+                self.config, f"its layer {cell.layer} calls {cell.name} more than once in a pass"
+            )
         self.numbers[cell] = len(self.shapes)
         self.shapes.append(shape)
 
@@ -143,7 +141,9 @@ def _lead_here(module: nn.Module, mixers: Mixers, recurrences: dict[str, Recurre
     names = [name for name in stock.__code__.co_names if name in recurrences and name in stock.__globals__]
     if not names:
         return
-    cells = {name: Cell(mixers, layer, recurrences[name], stock.__globals__[name]) for name in names}
+    cells = {
+        name: RecurrentCell(mixers, layer, name, recurrences[name], stock.__globals__[name]) for name in names
+    }
     own = FunctionType(
         stock.__code__, {**stock.__globals__, **cells}, stock.__name__, stock.__defaults__, stock.__closure__
     )

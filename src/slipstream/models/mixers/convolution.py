@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -13,8 +13,6 @@ from slipstream.models.mixers.base import CellPass, Recurrence
 
 class Convolution(Recurrence):
     """Its state is the window of the last inputs."""
-
-    function: ClassVar[str] = "causal_conv1d_fn"
 
     def shape(self, hidden_states: Tensor, weight: Tensor, *_: Any, **__: Any) -> StateShape:
         """hidden_states [1, channels, N], weight [channels, taps]"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from slipstream.models.mixers.outer_products import OuterProducts
 
 class GatedDelta(Recurrence):
     """Its state is a matrix for each value head; the decay is one number a head."""
-
-    function: ClassVar[str] = "torch_chunk_gated_delta_rule"
 
     def shape(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, *_: Any, **__: Any) -> StateShape:
         """query/key [1, N, key_heads, key_dim], value [1, N, heads, value_dim], g [1, N, heads] or [.., key_dim]"""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from slipstream.models.mixers.gated_delta import GatedDelta
 
 
 class KimiDelta(GatedDelta):
     """The same arguments, `g` [1, N, heads, key_dim]."""
-
-    function: ClassVar[str] = "chunk_kimi_delta_attention"

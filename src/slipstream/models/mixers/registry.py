@@ -1,27 +1,32 @@
-"""Recurrences by the names of Transformers' functions."""
+"""Recurrences by the names of Transformers' functions.
+
+A package adds one with one line of its own `pyproject.toml`:
+
+    [project.entry-points."slipstream.recurrences"]
+    its_function = "my_package.module:MyRecurrence"
+
+and code with `RECURRENCES.register("its_function", MyRecurrence)`.
+"""
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-
 from slipstream.models.mixers.base import Recurrence
+from slipstream.registry import Registry
 
-_RECURRENCES = {
-    "causal_conv1d_fn": "convolution:Convolution",
-    "torch_chunk_gated_delta_rule": "gated_delta:GatedDelta",
-    "chunk_kimi_delta_attention": "kimi_delta:KimiDelta",
-    "mamba2_chunk_scan": "state_space:StateSpace",
-    "mamba_selective_scan": "selective_scan:SelectiveScan",
-}
-"""The classes' places in this package."""
+RECURRENCES: Registry[Recurrence] = Registry(
+    "recurrence",
+    Recurrence,  # type: ignore[type-abstract]
+    "slipstream.recurrences",
+    {
+        "causal_conv1d_fn": "slipstream.models.mixers.convolution:Convolution",
+        "chunk_kimi_delta_attention": "slipstream.models.mixers.kimi_delta:KimiDelta",
+        "mamba2_chunk_scan": "slipstream.models.mixers.state_space:StateSpace",
+        "mamba_selective_scan": "slipstream.models.mixers.selective_scan:SelectiveScan",
+        "torch_chunk_gated_delta_rule": "slipstream.models.mixers.gated_delta:GatedDelta",
+    },
+)
 
 
-@cache
 def recurrences() -> dict[str, Recurrence]:
     """All of them, by the function that each takes the place of."""
-    found: dict[str, Recurrence] = {}
-    for name, place in _RECURRENCES.items():
-        file, _, kind = place.partition(":")
-        found[name] = getattr(importlib.import_module(f"slipstream.models.mixers.{file}"), kind)()
-    return found
+    return {name: RECURRENCES.load(name)() for name in RECURRENCES.names()}

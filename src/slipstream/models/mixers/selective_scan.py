@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,6 @@ from slipstream.models.mixers.steps import states_behind
 
 class SelectiveScan(Recurrence):
     """Its state is [state_size, channels], of which each number has a decay of its own."""
-
-    function: ClassVar[str] = "mamba_selective_scan"
 
     def shape(self, hidden_states: Tensor, dt: Tensor, A: Tensor, *_: Any, **__: Any) -> StateShape:
         """hidden_states and dt [1, channels, N], A [channels, state_size], B and C [1, state_size, N]"""

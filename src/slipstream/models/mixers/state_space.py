@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,6 @@ from slipstream.models.mixers.outer_products import OuterProducts
 
 class StateSpace(Recurrence):
     """Its state is a matrix for each head, [state_size, head_dim], which B writes to and C reads."""
-
-    function: ClassVar[str] = "mamba2_chunk_scan"
 
     def shape(
         self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, **__: Any
