@@ -194,7 +194,9 @@ def score(lm: CausalLM, exact: CausalLM, texts: Sequence[list[int]]) -> Score:
 
     def log_probs(side: CausalLM, text: list[int]) -> torch.Tensor:
         pool, slots = caches[id(side)]
-        logits = side.forward([RowGroup(slots, 0, text, range(len(text) - 1))], pool).logits  # [n - 1, vocab]
+        logits = side.forward(
+            [RowGroup(slots, 0, text, range(len(text) - 1), owner=0)], pool
+        ).logits  # [n - 1, vocab]
         return logits.log_softmax(-1)
 
     total = Score()

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.request import RequestOptions
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.kv.checkpoints import StateAccounting
-from slipstream.kv.state import state_bytes
+from slipstream.kv.state import input_bytes, state_bytes
+from slipstream.plan.planner import Planner
+from slipstream.plan.process import USUAL
 from tests.kit.recurrent_models import recurrent_model
 
 KINDS = ["qwen3.5", "mamba2", "lfm2", "falcon-h1"]
@@ -214,6 +217,18 @@ def test_drafters_may_not_use_the_targets_own_states(spec: dict[str, Any]) -> No
 def test_too_little_memory_for_states_is_refused() -> None:
     with pytest.raises(CapacityError, match="lower max_num_seqs or raise kv_cache_bytes"):
         engine("qwen3.5", kv_cache_bytes=30_000)
+
+
+def test_a_plan_counts_states() -> None:
+    config = EngineConfig(model=recurrent_model("qwen3.5"), num_threads=1)
+    chain = SpeculativeConfig.from_mapping(drafted("qwen3.5", num_speculative_tokens=4))
+    parts = {
+        part.name: part.num_bytes for part in Planner(config, chain, USUAL).at(batch=3, context=100).parts
+    }
+    one = state_bytes(engine("qwen3.5").engine.model.states)
+    logs = 3 * 6 * input_bytes(engine("qwen3.5").engine.model.states)
+    assert one > 0
+    assert (parts["states"], parts["draft states"]) == (9 * one + logs, 6 * one + logs)
 
 
 def test_without_prefix_caching_no_copies_are_kept() -> None:

@@ -102,7 +102,7 @@ def computed(
     cache.accounting.open(number, token_ids, "")
     cache.accounting.reserve(number, len(token_ids) + 8)
     slots = cache.accounting.slots(number)
-    output = lm.forward([RowGroup(slots, 0, token_ids[:-1], [])], cache.pool, layers)
+    output = lm.forward([RowGroup(slots, 0, token_ids[:-1], [], owner=0)], cache.pool, layers)
     states = torch.cat([output.hidden[layer] for layer in layers], dim=-1)
     cache.keep_features(slots[: len(states)], states)
     cache.accounting.commit(number, token_ids[:-1])

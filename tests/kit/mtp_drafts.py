@@ -46,8 +46,9 @@ def make(family: str, verifier: str = "coupled", **options: Any) -> MtpDrafter:
 def states_of(family: str, text: list[int]) -> Tensor:
     """[tokens, hidden]: what the target's final norm puts out."""
     lm = target(family)
-    pool = KVPool(lm.shapes, len(text), lm.dtype, lm.device)
-    return lm.forward([RowGroup(pool.slots, 0, text, [])], pool, [lm.num_layers]).hidden[lm.num_layers]
+    pool, slots = lm.trial_cache(len(text))
+    group = RowGroup(slots, 0, text, [], owner=0)
+    return lm.forward([group], pool, [lm.num_layers]).hidden[lm.num_layers]
 
 
 def flags(made: MtpTarget) -> dict[str, bool]:
@@ -81,7 +82,7 @@ def drafted(drafter: MtpDrafter, text: list[int], depth: int) -> list[int]:
     cache.accounting.open(0, text, "")
     cache.accounting.reserve(0, len(text) + 8)
     slots = cache.accounting.slots(0)
-    states = lm.forward([RowGroup(slots, 0, text[:-1], [])], cache.pool, [lm.num_layers]).hidden[
+    states = lm.forward([RowGroup(slots, 0, text[:-1], [], owner=0)], cache.pool, [lm.num_layers]).hidden[
         lm.num_layers
     ]
     cache.keep_features(slots[: len(states)], states)

@@ -37,14 +37,19 @@ _QWEN_EXPERTS: dict[str, Any] = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "shared_expert_intermediate_size": 16,
 }
-_FULL = {"layer_types": ["full_attention"] * (LAYERS + 1)}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 10},
+}
+"""A trunk with recurrent layers; the prediction layer attends."""
 _SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("deepseek", "llama", {}),
     "deepseek": ("deepseek", "deepseek_v3", {**_EXPERTS, **_LATENT, "num_key_value_heads": 4}),
     "glm": ("deepseek", "glm4_moe", {**_EXPERTS, "use_qk_norm": True}),
-    "qwen3-next": ("qwen", "qwen3_next", {**_FULL, **_QWEN_EXPERTS, "partial_rotary_factor": 0.5}),
-    "qwen3.5": ("qwen", "qwen3_5_text", _FULL),
+    "qwen3-next": ("qwen", "qwen3_next", {**_HYBRID, **_QWEN_EXPERTS, "partial_rotary_factor": 0.5}),
+    "qwen3.5": ("qwen", "qwen3_5_text", _HYBRID),
     "mimo": ("mimo", "qwen2", {}),
     "mimo-v2": (
         "mimo_v2",

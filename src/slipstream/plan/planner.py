@@ -12,6 +12,7 @@ from slipstream.draft.base import DraftContext
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.registry import validate
 from slipstream.errors import ConfigError
+from slipstream.kv.state import SPARE_ROWS, StateRoom
 from slipstream.models.linear.sixteen_bits import WIDENED_BYTES
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import ModelOutline, outline_model
@@ -121,6 +122,7 @@ class Planner:
     def _parts(self, batch: int, context: int, num_slots: int) -> Iterator[PlannedPart]:
         yield from self._weights()
         yield from self._cache(num_slots)
+        yield from self._states(batch)
         yield from self._passes(batch, context)
         yield PlannedPart(
             "texts",
@@ -173,6 +175,18 @@ class Planner:
         ):
             detail = f"{num_slots:,} tokens of {per_token:,} bytes"
             yield PlannedPart(name, PartKind.CACHE, num_slots * per_token, detail)
+
+    def _states(self, batch: int) -> Iterator[PlannedPart]:
+        copies = batch if self.config.enable_prefix_caching else 0
+        num_logged = self.draft.traits.max_nodes + SPARE_ROWS
+        for name, models, most in (
+            ("states", [self.target], 2 * copies),
+            ("draft states", self.draft.models, copies),
+        ):
+            room = StateRoom(batch, most, num_logged)
+            held = sum(room.num_bytes(model.states) for model in models)
+            detail = f"of recurrent layers: {batch:,} requests and {most:,} copies for prefixes"
+            yield PlannedPart(name, PartKind.CACHE, held, detail)
 
     def _passes(self, batch: int, context: int) -> Iterator[PlannedPart]:
         limits = PassLimits.of(self.config, batch, context, self.draft.traits.max_nodes)

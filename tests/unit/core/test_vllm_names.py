@@ -112,6 +112,7 @@ class Model:
 
     context_length = 10_000
     kv_bytes_per_token = 1_000
+    states = ()
     kv_unit = 64
     weight_bytes = 40_000_000
     device = torch.device("cpu")

@@ -97,7 +97,11 @@ class EagerExecutor(Executor):
     ) -> PassOutput:
         with self._lock, threads.operators(self.num_threads):
             attention = self.backend.prepare(rows, pool)
-            if self.mixers is not None and pool.states is not None:
+            if self.mixers is not None:
+                if pool.states is None:
+                    raise ValueError(
+                        "a pool for recurrent layers needs states: make it with CausalLM.new_cache"
+                    )
                 with self.mixers.over(pool.states.begin(rows.groups)):
                     return self.run(rows, attention, hidden_layers)
             if layers is None:
