@@ -112,6 +112,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_GQA)),
         "does not pass the arguments of a call on to its attention",
     ),
+    "doge": (  # it makes a mask of its values
+        lambda: tf.DogeForCausalLM(tf.DogeConfig(**_GQA)),
+        "model.layers.0.self_attn (DogeAttention) cannot compute a pass whose masks it does not make",
+    ),
+    "gemma4-assistant": (
+        lambda: tf.Gemma4UnifiedAssistantForCausalLM(
+            tf.Gemma4UnifiedAssistantConfig(
+                text_config={
+                    **_GQA,
+                    "num_hidden_layers": 4,
+                    "num_kv_shared_layers": 2,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2,
+                },
+                backbone_hidden_size=32,
+            )
+        ),
+        "it drafts for a Gemma 4 over that model's keys and values",
+    ),
     "phimoe-window": (  # its layers do not say that they have a window, only its mask does
         lambda: tf.PhimoeForCausalLM(
             tf.PhimoeConfig(**_SIZES, num_key_value_heads=2, sliding_window=20, num_local_experts=2)

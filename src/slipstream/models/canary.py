@@ -31,6 +31,7 @@ from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import unread
+from slipstream.models.refusing import refusing
 from slipstream.models.rows import RowGroup
 from slipstream.models.support import context_length, text_config, unsupported
 from slipstream.models.trial import NUM_TRIAL_ROWS, far_position, num_trial_slots, trial_passes
@@ -58,19 +59,20 @@ def probe_layers(model: Any, backend: AttentionBackend) -> Probed:
     """Try the model out on two rows; every layer must go through the backend."""
     num_layers = text_config(model.config).num_hidden_layers
     probe = LayerProbe()
-    with unread(model) as called:
+    with unread(model) as used:
         logits = _run_probe(model, backend, probe)
     if sorted(probe.shapes) != list(range(num_layers)):
+        other = next((layer for layer in range(num_layers) if layer not in probe.shapes), num_layers)
         raise unsupported(
             model.config,
-            f"{len(probe.shapes)} of its {num_layers} layers attend through the attention interface; the "
-            "others have an attention of their own or keep state that cannot be rolled back",
+            f"{len(probe.shapes)} of its {num_layers} layers attend through the attention interface; layer {other} "
+            "has an attention of its own or keeps state that cannot be rolled back",
         )
     if logits.shape[1] != 1:
         raise unsupported(model.config, "it ignores logits_to_keep")
     variants = [probe.masks[layer][0] for layer in range(num_layers) if layer in probe.masks]
     shapes = [probe.shapes[layer] for layer in range(num_layers)]
-    return Probed(shapes, variants, int(logits.shape[-1]), frozenset(called))
+    return Probed(shapes, variants, int(logits.shape[-1]), used.only_called)
 
 
 def check_masks(lm: CausalLM) -> None:
@@ -83,7 +85,7 @@ def check_masks(lm: CausalLM) -> None:
             return
         probe = LayerProbe()
         with unread(lm.model):
-            _run_probe(lm.model, lm.backend, probe)
+            _run_probe(lm.model, lm.backend, probe, "a pass whose masks it does not make")
     positions = boundary_positions(lm.config)
     distance = positions[:, None] - positions[None, :]
     for layer, (variant, intended) in sorted(probe.masks.items()):
@@ -121,7 +123,10 @@ class StockPass:
             positions.append(range(self._far, self._far + NUM_TRIAL_ROWS))
         ids = torch.tensor([lm.trial_tokens()] * len(positions), device=lm.device)
         places = torch.tensor([list(each) for each in positions], device=lm.device)
-        with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
+        with (
+            attention_implementation(lm.model, "eager") as switched,
+            refusing(lm.model, "a pass with its own attention"),
+        ):
             if hooked and not switched:
                 log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
                 return False
@@ -187,7 +192,7 @@ class StockPass:
 
 def check_logits(lm: CausalLM, expected: Tensor, far: int | None = None) -> None:
     """Compare the rows of `packed_logits` with `expected` [tokens, vocab], as Transformers computes them."""
-    with _refusing(lm.config):
+    with refusing(lm.model, "packed rows of several sequences"):
         ours, places = packed_logits(lm, far=far)
     errors = _errors(ours, expected[places])
     # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention. Far
@@ -221,7 +226,7 @@ def check_cache(lm: CausalLM) -> None:
     """
     if lm.cache_dtype == lm.dtype:
         return
-    with _refusing(lm.config):
+    with refusing(lm.model, "packed rows of several sequences"):
         expected, _ = packed_logits(lm, lm.dtype)
         error = _cache_error(lm, lm.cache_dtype, expected)
         if _is_held(lm, lm.cache_dtype, error):
@@ -297,9 +302,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _run_probe(model: Any, backend: AttentionBackend, probe: LayerProbe) -> Tensor:
+def _run_probe(
+    model: Any, backend: AttentionBackend, probe: LayerProbe, passes: str = "a pass without a cache"
+) -> Tensor:
     """Logits of the second of two rows."""
-    with _refusing(model.config), torch.inference_mode():
+    with refusing(model, passes), torch.inference_mode():
         output = model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],
@@ -309,18 +316,6 @@ def _run_probe(model: Any, backend: AttentionBackend, probe: LayerProbe) -> Tens
         )
     logits: Tensor = output.logits
     return logits
-
-
-@contextlib.contextmanager
-def _refusing(config: Any) -> Iterator[None]:
-    """Turn any exception of a model's own code into an `UnsupportedModelError`."""
-    try:
-        yield
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise unsupported(config, lines[0] if lines else type(error).__name__) from None
 
 
 def _visibility(*, mask_function: Any, config: Any, **_: Any) -> Tensor:

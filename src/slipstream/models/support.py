@@ -9,8 +9,12 @@ from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
 
+_DRAFTS = "it drafts for a Gemma 4 over that model's keys and values, and is no model of its own"
+
 _REFUSED = {
     "bloom": _ALIBI,
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
     "mpt": _ALIBI,
     "reformer": "its hashed attention does not see all earlier positions",
     "xlnet": "it does not decode from left to right",

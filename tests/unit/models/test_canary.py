@@ -234,28 +234,31 @@ def test_what_is_wrong_at_far_positions_alone_is_refused(monkeypatch: pytest.Mon
 
 
 class Router(nn.Module):
-    """As LongCat-Flash and Hunyuan MoE route: the layer's weight is read, and the layer never called."""
+    """As LongCat-Flash routes: the layer's weight is read, and the layer never called. Hunyuan MoE calls it too."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: bool) -> None:
         super().__init__()
+        self.calls = calls
         self.classifier = nn.Linear(32, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
 
     def forward(self, rows: Tensor) -> Tensor:
-        chosen = int(nn.functional.linear(rows, self.classifier.weight).sum(0).argmax())
+        weight = self.classifier.weight
+        scores = self.classifier(rows) if self.calls else nn.functional.linear(rows, weight)
+        chosen = int(scores.to(weight.dtype).sum(0).argmax())
         made: Tensor = self.experts[chosen](rows)
         return made
 
 
-def test_layers_that_are_read_and_never_called_stay_plain() -> None:
+@pytest.mark.parametrize("calls", [False, True])
+def test_layers_whose_weight_other_code_reads_stay_plain(calls: bool) -> None:
     torch.manual_seed(0)
-    model, rows = Router().requires_grad_(False), torch.randn(3, 32)
+    model, rows = Router(calls).requires_grad_(False), torch.randn(3, 32)
     expected = model(rows)
-    with unread(model) as called:
+    with unread(model) as used:
         model(rows)
-    assert len(called) == 1
-    assert (
-        pack_linears(model, weight_format("float32"), called=called) == 4
-    )  # experts without a row among them
+    assert len(used.only_called) == 1
+    packed = pack_linears(model, weight_format("float32"), called=used.only_called)
+    assert packed == 4  # experts without a row among them
     assert type(model.classifier) is nn.Linear
     assert torch.allclose(model(rows), expected, atol=1e-5)

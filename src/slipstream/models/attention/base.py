@@ -80,7 +80,7 @@ class Probed:
     """How each layer attends; empty for a model that does not attend through the hook."""
     vocab_size: int
     called: frozenset[str]
-    """The names of the linear layers that it called. A weight that is read by other code is not among them."""
+    """The names of the linear layers that it called, but for those whose weight other code reads."""
 
 
 class AttentionPass(ABC):

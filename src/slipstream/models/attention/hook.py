@@ -30,6 +30,10 @@ _IGNORED = frozenset(
 """Arguments of the interface that say nothing about the arithmetic of packed, causal rows."""
 
 
+class UnsupportedAttention(ValueError):
+    """A layer attends in a way that the hook does not know. The text continues "cannot be decoded: "."""
+
+
 def slipstream_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -47,18 +51,20 @@ def slipstream_attention(
     slipstream_pass: AttentionPass | LayerProbe | None = others.pop("slipstream_pass", None)
     shape = [others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")]
     if slipstream_pass is None:
-        raise ValueError("it does not pass the arguments of a call on to its attention")
+        raise UnsupportedAttention("it does not pass the arguments of a call on to its attention")
     odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
     if odd or dropout:
-        raise ValueError(f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported")
+        raise UnsupportedAttention(
+            f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported"
+        )
     if getattr(module, "is_causal", True) is False:
-        raise ValueError("its attention is not causal")
+        raise UnsupportedAttention("its attention is not causal")
     variant = Variant(scaling if scaling is not None else float(query.shape[-1]) ** -0.5, *shape)
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(slipstream_pass, LayerProbe):
         return slipstream_pass.attend(layer, query, key, value, variant, attention_mask), None
     if attention_mask is not None:
-        raise ValueError("its attention layers mask on their own, which packed rows cannot follow")
+        raise UnsupportedAttention("its attention layers mask on their own, which packed rows cannot follow")
     return slipstream_pass.attend(layer, query, key, value, variant), None
 
 
