@@ -261,7 +261,7 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
             reason = "its attention does not go through the attention interface"
             raise unsupported(source.config, reason) from None
     if tower is not None:
-        loaded = {**loaded, "unexpected_keys": tower.without_image_weights(loaded["unexpected_keys"])}
+        loaded = {**loaded, "unexpected_keys": tower.of_language_model(loaded["unexpected_keys"], model)}
         log.info("%s reads images; its language model alone was loaded", tower.family)
     return model, loaded
 
