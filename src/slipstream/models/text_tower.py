@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.models.huggingface import CONFIG_MAPPING
+
+T = TypeVar("T")
 
 _KNOWN = frozenset(
     {
@@ -80,17 +82,23 @@ class TextTower:
     """`model_type` of the whole checkpoint."""
 
     @staticmethod
-    def of_language_model(names: Iterable[str], model: Any) -> set[str]:
-        """Those of `names` that are in a part which the language model `model` has; all others are of encoders."""
+    def of_language_model(named: Mapping[str, T], model: Any) -> dict[str, T]:
+        """What `named` has for weights or layers of the language model, which `model` is (it may be without numbers).
+
+        `named` has the checkpoint's names or the language model's, and the result has the language model's. All else
+        is of encoders, of which the language model has no part.
+        """
         parts = {_part(name) for name in model.state_dict()}
-        return {name for name in names if _part(name) in parts}
+        own = {_renamed(name): value for name, value in named.items()}
+        return {name: value for name, value in own.items() if _part(name) in parts}
 
 
-def renamed(name: str) -> str:
-    """What a weight of such a checkpoint is called in the language model alone."""
+def _renamed(name: str) -> str:
+    """What a weight or a layer of such a checkpoint is called in the language model alone."""
+    whole = f"{name}."
     for pattern, replacement in KEY_MAPPING.items():
-        name = re.sub(pattern, replacement, name)
-    return name
+        whole = re.sub(pattern, replacement, whole)
+    return whole.removesuffix(".")
 
 
 def _part(name: str) -> str:
