@@ -40,12 +40,6 @@ def _jamba() -> Any:
     )
 
 
-def _llama4() -> Any:
-    return tf.Llama4ForCausalLM(
-        tf.Llama4TextConfig(**_GQA, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8)
-    )
-
-
 @pytest.fixture(autouse=True)
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that has passed is compared again."""
@@ -70,7 +64,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
         "0 of its 2 layers attend through the attention interface",
     ),
-    "llama4": (_llama4, "chunked_attention layers are not plain attention"),
     "t5": (
         lambda: tf.T5ForConditionalGeneration(
             tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)

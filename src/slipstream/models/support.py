@@ -20,8 +20,8 @@ _REFUSED = {
     "xlnet": "it does not decode from left to right",
 }
 
-_ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layer types whose masks the attention hook can make. `chunked_attention` has another mask."""
+_ATTENDING_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+"""Layer types whose masks the attention hook can make."""
 
 
 def check_config(config: Any) -> None:

@@ -22,7 +22,7 @@ _KNOWN = frozenset(
         *("fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
         *("glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision", "granite_docling"),
         *("granite_speech", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
-        *("janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
+        *("janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video"),
         *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3"),
         *("moss_transcribe_diarize", "ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table"),
         *("qianfan_ocr", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"),

@@ -102,8 +102,8 @@ def test_where_rows_and_entries_are() -> None:
 
 def test_views_are_made_once_for_all_layers() -> None:
     masks = Masks(ForwardBatch([RowGroup(SLOTS, 0, [7] * 3, [])]), CPU)
-    mask = masks.of_group(0, None, 2)[1]
-    assert mask is masks.of_group(0, None, 2)[1] is masks.of_group(0, 9, 2)[1]
+    mask = masks.of_group(0, 0, 2)[1]
+    assert mask is masks.of_group(0, 0, 2)[1] is masks.of_group(0, -3, 2)[1] is masks.of_group(0, 9, 2)[1]
     assert mask is not None
     assert mask.shape == (6, 3)
 
