@@ -64,7 +64,7 @@ def slipstream_attention(
         raise UnsupportedAttention("its attention is not causal")
     layer: int = module.layer_idx  # type: ignore[assignment]
     factor = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    variant = Variant(factor, window, _chunk(module, layer), softcap, sinks)
+    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks)
     if isinstance(slipstream_pass, LayerProbe):
         return slipstream_pass.attend(layer, query, key, value, variant, attention_mask), None
     if attention_mask is not None:
@@ -72,7 +72,7 @@ def slipstream_attention(
     return slipstream_pass.attend(layer, query, key, value, variant), None
 
 
-def _chunk(module: torch.nn.Module, layer: int) -> int | None:
+def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
     """The chunk of a layer that sees no others; only its configuration says so."""
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
