@@ -90,9 +90,9 @@ def kernels() -> Iterator[tuple[Any, ...]]:
         sizes = {"KEY_DIM": dim, "VALUE_DIM": dim, "KEY_BLOCK": block, "VALUE_BLOCK": block}
         for is_int8 in (False, True):
             cut = Cut.of(dim, is_int8)
-            for window, softcap in ((0, False), (4096, True)):
+            for reach, softcap in ((0, False), (4096, True), (-8192, False)):
                 constants = sizes | {"GROUP": 4, "TILE": cut.tile, "BLOCK": cut.block, "SPLIT": SPLIT}
-                constants |= {"WINDOW": window, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
+                constants |= {"REACH": reach, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
                 yield attention_kernels.attend_splits, constants, cut.num_warps
             yield attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4
         for has_sinks in (False, True):
