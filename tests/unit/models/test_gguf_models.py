@@ -253,6 +253,29 @@ def test_packed_numbers_are_the_files(kind: str, tmp_path: Path) -> None:
         assert float((ours - theirs).norm() / theirs.norm()) < 5e-4
 
 
+@needs_kernels
+def test_a_file_in_parts_is_the_whole_one(tmp_path: Path) -> None:
+    file, model = quantised({"": "Q4_0"}, tmp_path)
+    whole = open_gguf(str(file))
+    names, keys = list(whole.tensors), {k: v for k, v in whole.fields.items() if k.startswith("llama.")}
+    (tmp_path / "folder").mkdir()
+    parts = [tmp_path / f"folder/x-{number}-of-00002.gguf" for number in ("00001", "00002")]
+    for number, (part, own) in enumerate(zip(parts, (names[:7], names[7:]), strict=True)):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        tensors: dict[str, Any] = {}
+        for name in own:
+            entry, is_coded = whole.tensors[name], whole.tensors[name].format.dtype is None
+            tensors[name] = ("Q4_0", entry.raw.numpy()) if is_coded else entry.numbers().numpy()
+        write(part, "llama", split | ({} if number else keys), tensors)
+    for path in (parts[1], tmp_path / "folder"):
+        lm = load_model(str(path))
+        assert torch.equal(packed_logits(lm), packed_logits(load_model(str(file))))
+        assert outline_model(str(path)).held.total_bytes == lm.weight_bytes
+    parts[1].unlink()
+    with pytest.raises(ModelError, match="there is no file .*00002-of-00002.gguf': it is part 2 of the 2"):
+        outline_model(str(tmp_path / "folder"))
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded target as a GGUF file in float16."""

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
-from slipstream.core.model_path import HUB_FILE, check_model_path, names_gguf
+from slipstream.core.model_path import HUB_FILE, check_model_path, gguf_parts, names_gguf
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import release
 from slipstream.models.files.gguf import Gguf, GgufTensor
@@ -27,23 +27,34 @@ from slipstream.models.linear.grouped import BlockedWeight
 
 
 def find_gguf(path: str, revision: str | None = None) -> str | None:
-    """The GGUF file that a model's name means: a file, or `REPO:FILE.gguf` of the hub, which is downloaded.
+    """The GGUF file that a model's name means: a file, a folder that holds one in parts and no other model, or
+    `REPO:FILE.gguf` of the hub, which is downloaded with all of its parts.
 
     None for the name of anything else. Raises `ModelError` where there is no such file.
     """
     if not names_gguf(path):
-        return None
+        return _in_parts(Path(path))
     check_model_path(path)
     named = HUB_FILE.fullmatch(path)
     if named is None or Path(path).is_file():
         return path
     try:
-        return str(hf_hub_download(named[1], named[2], revision=revision))
+        parts = [hf_hub_download(named[1], part, revision=revision) for part in gguf_parts(named[2])]
     except Exception as error:  # of the network, the hub or the disk
         lines = str(error).strip().splitlines()
         raise ModelError(
             f"cannot download {named[2]!r} of {named[1]!r}: {lines[0] if lines else type(error).__name__}"
         ) from None
+    return str(parts[0])
+
+
+def _in_parts(folder: Path) -> str | None:
+    """The first part of the model in a folder; None where it holds another, or several."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    files = sorted(map(str, folder.glob("*.gguf")))
+    parts = gguf_parts(files[0]) if files else []
+    return files[0] if len(parts) > 1 and set(files) <= set(parts) else None
 
 
 def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
