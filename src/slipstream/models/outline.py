@@ -35,7 +35,7 @@ from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
-from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.linear.grouped import GroupedLinear, plain_bits
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
 from slipstream.models.resolve import (
@@ -262,7 +262,7 @@ class ModelOutline(ModelIdentity):
         if grouped and self.executor_type.decodes:
             (layer,) = grouped
             groups = outputs * -(-inputs // layer.group) * (1 + layer.has_zeros)
-            return inputs * outputs * layer.bits // 8, groups * torch.float32.itemsize, 0  # at most
+            return inputs * outputs * plain_bits(grouped) // 8, groups * torch.float32.itemsize, 0  # at most
         if grouped and not self.is_native:
             return 0, 0, 0  # they stay in the file, and their pages come and go
         if not self.is_native or kernel is None:

@@ -158,7 +158,8 @@ class StoredLinear(GroupedLinear):
     def __init__(self, matrix: GroupedMatrix, bias: Tensor | None) -> None:
         """Raises `ModelError` for groups that the kernels cannot hold."""
         bits, group = _kernel_groups(matrix)
-        super().__init__(matrix.in_features, matrix.out_features, bits, group, not matrix.is_symmetric)
+        has_zeros = not matrix.is_symmetric and matrix.table is None
+        super().__init__(matrix.in_features, matrix.out_features, bits, group, has_zeros, matrix.table)
         self._matrix = matrix
         self.bias = bias
         self.order = None if matrix.order is None else matrix.order.to(torch.int32)
@@ -168,11 +169,13 @@ class StoredLinear(GroupedLinear):
         found = self._matrix.part(begin, end)
         count = -(-self.in_features // self.group)
         repeats = -(-found.group_size // self.group)
-        scales, minimums = (
-            each.repeat_interleave(repeats, 1)[:, :count] for each in (found.scales, found.minimums)
-        )
+        scales = found.scales.repeat_interleave(repeats, 1)[:, :count]
         if self.has_zeros:
+            assert found.minimums is not None
+            minimums = found.minimums.repeat_interleave(repeats, 1)[:, :count]
             return GroupedWeight.from_minimums(found.codes, scales, minimums, self.group, self.bits)
+        if self.table is not None:
+            return GroupedWeight(found.codes, scales, None, self.group, self.bits, self.table)
         codes = found.codes + (2 ** (self.bits - 1) - 2 ** (found.bits - 1))
         return GroupedWeight(codes, scales, None, self.group, self.bits)
 
@@ -248,8 +251,6 @@ def _kernel_groups(matrix: GroupedMatrix) -> tuple[int, int]:
     bits = 4 if matrix.bits <= 4 else 8
     whole = matrix.group_size == matrix.in_features
     group = LARGEST_GROUP if whole else math.gcd(matrix.group_size, LARGEST_GROUP)
-    if bits == 4 and group == 16:
-        bits = 8
     if group < 16:
         raise ModelError(
             f"{matrix.name}: groups of {matrix.group_size} inputs cannot be kept as they are; {WIDENS}"
