@@ -19,7 +19,7 @@ from slipstream.models.files.block_formats import FORMATS, BlockFormat
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
 from slipstream.models.files.gptq import GptqMatrix, GptqSettings
 from slipstream.models.files.grouped import Grouped, GroupedMatrix
-from slipstream.models.files.stored import StoredLinear
+from slipstream.models.files.stored_linear import StoredLinear
 from slipstream.models.linear.formats import WeightFormat, weight_format
 from slipstream.models.linear.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from slipstream.models.linear.layers import PackedLinear
