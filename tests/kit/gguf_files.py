@@ -149,7 +149,11 @@ def write_model(
     config, tensors = model.config, {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    state = {name: part for name, tensor in model.state_dict().items() for name, part in apart(name, tensor)}
+    state = {
+        name: part
+        for name, tensor in model.state_dict().items()
+        for name, part in apart(name, tensor, arch == "gpt-oss")
+    }
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -159,7 +163,10 @@ def write_model(
         )
         if heads is None or arch not in ("llama", "granite", "smollm3"):
             heads = 0
-        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs  # llama.cpp leaves routers as they are
+        theirs += ".weight" if theirs.endswith("sinks") else ""
+        is_bias = theirs.endswith(".bias")
+        # llama.cpp leaves routers as they are.
+        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs and not is_bias
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
             raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
@@ -186,9 +193,19 @@ def write_model(
     return write(file, arch, own, tensors | (more or {}))
 
 
-def apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def in_turns(both: Tensor) -> dict[str, Tensor]:
+    return {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2]}
+
+
+def apart(name: str, tensor: Tensor, is_transposed: bool) -> list[tuple[str, Tensor]]:
     """A model's tensor as llama.cpp has it: gate and up of experts are two, in the memory of the one."""
     stem, _, part = name.rpartition(".experts.")
+    if part.endswith("_bias"):  # GPT-OSS's, which has inputs before outputs, and gate and up in turns
+        biases = {"down_proj": tensor} if part == "down_proj_bias" else in_turns(tensor)
+        return [(f"{stem}.experts.{own}.bias", each) for own, each in biases.items()]
+    if tensor.ndim == 3 and is_transposed:
+        weights = {"down_proj": tensor} if part == "down_proj" else in_turns(tensor)
+        return [(f"{stem}.experts.{own}.weight", each.transpose(1, 2)) for own, each in weights.items()]
     if part == "gate_up_proj":
         halves = tensor.chunk(2, dim=1)
         return [

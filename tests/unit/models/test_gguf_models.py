@@ -64,6 +64,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "expert_feed_forward_length": 64,
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+        {
+            **WINDOW,
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "rope.freq_base": 150000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 3, "num_experts_per_tok": 2},
@@ -114,7 +140,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 ARCHS = {"mixtral": "llama"}
 """Names of families that llama.cpp has no name of their own for."""
-WITH_EXPERTS = ("mixtral", "qwen3moe")
+WITH_EXPERTS = ("mixtral", "qwen3moe", "gpt-oss")
 
 
 def tiny(model_type: str, changes: dict[str, Any]) -> Any:

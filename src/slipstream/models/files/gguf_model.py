@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
@@ -80,7 +81,22 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
             matrices[stem] = GgufMatrix(entry, stem, order)
             continue
         tensors[name] = _numbers(entry, architecture, order)
-    return StoredModel(tensors, matrices, quantised_kinds(file))
+    return StoredModel(_as_gpt_oss_has_them(tensors), matrices, quantised_kinds(file))
+
+
+def _as_gpt_oss_has_them(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with what only GPT-OSS has under its names: sinks, and biases of experts, of gate and up in turns."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        holder, _, part = name.partition(".experts.{}.")
+        if part == "gate_proj.bias":
+            pair = torch.stack([tensor, tensors[f"{holder}.experts.{{}}.up_proj.bias"]], dim=-1)
+            found[f"{holder}.experts.gate_up_proj_bias"] = pair.flatten(1)
+        elif part == "down_proj.bias":
+            found[f"{holder}.experts.down_proj_bias"] = tensor
+        elif part != "up_proj.bias":
+            found[name.replace(".sinks.weight", ".sinks")] = tensor
+    return found
 
 
 def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | None) -> Tensor:

@@ -63,8 +63,12 @@ class StoredModel:
 
         Experts that only we can put together for `model` (it may be without numbers) get the type `experts`.
         """
-        found = dict(self.tensors)
-        taken = take_stacks(self.matrices, model)
+        taken = take_stacks(self.matrices, self.tensors, model)
+        found = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if name.removesuffix(".weight") not in taken.names
+        }
         found |= {name: stack.widened(experts) for name, stack in taken.stacks.items()}
         for name, matrix in self.matrices.items():
             if name in taken.names:

@@ -121,15 +121,7 @@ def take_experts(
             f"{WIDENS_EXPERTS}"
         )
     known = _known(model)
-    plain = {
-        name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if name.endswith(".weight")
-    }
-    held: dict[str, dict[tuple[str, int, int], tuple[str, _Held]]] = defaultdict(dict)
-    every: dict[str, _Held] = {**plain, **{name: matrices[name] for name in found}}
-    for name, weight in every.items():
-        seen = _place(name)
-        if seen is not None:
-            held[seen[0]][seen[1:]] = (name, weight)
+    held = _by_holder({**_plain(tensors), **{name: matrices[name] for name in found}})
     stacks: dict[str, StoredStack] = {}
     names: set[str] = set()
     for holder in dict.fromkeys(_holder(name) for name in found):
@@ -153,18 +145,37 @@ def take_experts(
     return TakenExperts(stacks, frozenset(names))
 
 
-def take_stacks(matrices: Mapping[str, GroupedMatrix], model: Any) -> TakenExperts:
+def take_stacks(
+    matrices: Mapping[str, GroupedMatrix], tensors: Mapping[str, Tensor], model: Any
+) -> TakenExperts:
     """Find the experts that `model` has in a form which Transformers does not make of single ones; it may be without
     numbers."""
+    held = _by_holder({**_plain(tensors), **matrices})
     stacks: dict[str, StoredStack] = {}
     names: set[str] = set()
     for holder, parts in _known(model).items():
-        own = {name: _place(name) for name in matrices if name.startswith(f"{holder}.")}
-        if own and (parts.is_transposed or parts.alternates):
-            held = {seen[1:]: (name, matrices[name]) for name, seen in own.items() if seen is not None}
-            stacks |= {f"{holder}.{name}": stack for name, stack in _stacks(holder, parts, held)}
-            names |= own.keys()
+        if holder in held and (parts.is_transposed or parts.alternates):
+            own = _stacks(holder, parts, held[holder])
+            stacks |= {f"{holder}.{name}": stack for name, stack in own}
+            names |= {name for name, _ in held[holder].values()}
     return TakenExperts(stacks, frozenset(names))
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
+    """Weights of plain numbers, by the names of their layers."""
+    return {
+        name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if name.endswith(".weight")
+    }
+
+
+def _by_holder(weights: Mapping[str, _Held]) -> dict[str, dict[tuple[str, int, int], tuple[str, _Held]]]:
+    """The experts among weights: by the module that has them, and their parameter, expert and place there."""
+    held: dict[str, dict[tuple[str, int, int], tuple[str, _Held]]] = defaultdict(dict)
+    for name, weight in weights.items():
+        seen = _place(name)
+        if seen is not None:
+            held[seen[0]][seen[1:]] = (name, weight)
+    return held
 
 
 def _known(model: Any) -> dict[str, ExpertParts]:
