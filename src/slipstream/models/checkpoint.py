@@ -219,7 +219,7 @@ def _read_stored(
             state = stored.state(dtype)
         else:
             meta = meta_model(source.config, "eager", source.trust_remote_code)
-            state = stored.widened(dtype, meta, narrow)
+            state = stored.stacked(meta).widened(dtype, narrow)
         model, loaded = make.from_pretrained(
             None,
             config=source.config,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,21 +58,22 @@ class StoredModel:
         stand_ins |= {name: nothing.expand(stack.shape) for name, stack in self.stacks.items()}
         return {**self.tensors, **stand_ins}
 
-    def widened(self, dtype: torch.dtype, model: Any, experts: torch.dtype) -> dict[str, Tensor]:
-        """For Transformers: as `state`, with the quantised ones as plain numbers of this type.
-
-        Experts that only we can put together for `model` (it may be without numbers) get the type `experts`.
-        """
+    def stacked(self, model: Any) -> StoredModel:
+        """The same with those experts as `stacks` that only we can put together for `model`, which may be without
+        numbers."""
         taken = take_stacks(self.matrices, self.tensors, model)
-        found = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if name.removesuffix(".weight") not in taken.names
-        }
-        found |= {name: stack.widened(experts) for name, stack in taken.stacks.items()}
+        return replace(
+            self,
+            tensors=_without(self.tensors, taken.names),
+            matrices=_without(self.matrices, taken.names),
+            stacks=taken.stacks,
+        )
+
+    def widened(self, dtype: torch.dtype, experts: torch.dtype | None = None) -> dict[str, Tensor]:
+        """For Transformers: as `state`, with the quantised ones as plain numbers of this type, stacks as `experts`."""
+        found = dict(self.tensors)
+        found |= {name: stack.widened(experts or dtype) for name, stack in self.stacks.items()}
         for name, matrix in self.matrices.items():
-            if name in taken.names:
-                continue
             weight = torch.empty(matrix.out_features, matrix.in_features, dtype=dtype)
             for begin, end in bounds(matrix):
                 weight[begin:end] = matrix.widened(begin, end)
@@ -110,7 +111,7 @@ class StoredModel:
         """
         modules = dict(model.named_modules())
         taken = take_experts(self.matrices, self.tensors, model, self.kind, experts_in)
-        matrices = {name: matrix for name, matrix in self.matrices.items() if name not in taken.names}
+        matrices = _without(self.matrices, taken.names)
         for name, matrix in matrices.items():
             plain = modules.get(name)
             if not isinstance(plain, nn.Embedding) and type(plain) is not nn.Linear:
@@ -127,9 +128,8 @@ class StoredModel:
         names = {name for name, _ in model.named_parameters()}
         tensors = {
             name: tensor
-            for name, tensor in self.tensors.items()
-            if name.removesuffix(".weight") not in taken.names
-            and (name in names or not name.endswith(".bias") or bool(tensor.any()))
+            for name, tensor in _without(self.tensors, taken.names).items()
+            if name in names or not name.endswith(".bias") or bool(tensor.any())
         }
         kind = f"{self.kind}, experts in {experts_in}" if taken.stacks and experts_in != KEPT else self.kind
         return replace(self, tensors=tensors, matrices=matrices, kind=kind, stacks=taken.stacks)
@@ -169,6 +169,14 @@ class StoredModel:
         for name, change in (changes or {}).items():
             layer: StoredLinear = model.get_submodule(name)
             layer.change = change
+
+
+Weight = TypeVar("Weight")
+
+
+def _without(weights: Mapping[str, Weight], layers: Collection[str]) -> dict[str, Weight]:
+    """Weights but for those of some layers."""
+    return {name: weight for name, weight in weights.items() if name.removesuffix(".weight") not in layers}
 
 
 class StoredEmbedding(nn.Module):
