@@ -183,7 +183,7 @@ class GgufMatrix(GroupedMatrix):
         self.out_features, self.in_features = entry.shape
         fmt = entry.format
         self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
-        self.table = fmt.table
+        self.table, self.has_blocks = fmt.table, fmt.unpack_blocks is not None
 
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""
