@@ -19,7 +19,7 @@ from slipstream.models.files.block_formats import FORMATS, BlockFormat
 from slipstream.models.files.compressed import CompressedMatrix, CompressedSettings
 from slipstream.models.files.gptq import GptqMatrix, GptqSettings
 from slipstream.models.files.grouped import Grouped, GroupedMatrix
-from slipstream.models.files.stored import StoredLinear
+from slipstream.models.files.stored_linear import StoredLinear
 from slipstream.models.linear.formats import WeightFormat, weight_format
 from slipstream.models.linear.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from slipstream.models.linear.layers import PackedLinear
@@ -63,7 +63,7 @@ class Blocks(GroupedMatrix):
         self._format: BlockFormat = next(found for found in FORMATS.values() if found.name == kind)
         self._raw = torch.from_numpy(np.ascontiguousarray(random_blocks(kind, outputs, inputs)))
         self.bits, self.group_size = self._format.bits, self._format.group_size
-        self.is_symmetric = self._format.is_symmetric
+        self.is_symmetric, self.table = self._format.is_symmetric, self._format.table
 
     def part(self, begin: int, end: int) -> Grouped:
         return self._format.read(self._raw[begin:end])
@@ -107,7 +107,14 @@ def test_the_numbers_are_those_of_the_file(name: str) -> None:
 
 
 def test_what_files_hold_takes_the_files_bytes() -> None:
-    for name, most in (("Q4_0", 4.6), ("GPTQ", 5.1), ("AWQ", 4.6), ("Q8_0", 8.6), ("Q4_K", 6.1)):
+    for name, most in (
+        ("Q4_0", 4.6),
+        ("GPTQ", 5.1),
+        ("AWQ", 4.6),
+        ("Q8_0", 8.6),
+        ("Q4_K", 6.1),
+        ("MXFP4", 8.6),
+    ):
         layer = StoredLinear(matrix(name), None)
         weight = DeviceWeight.of([layer, layer, layer, layer, layer, layer, layer, layer], torch.bfloat16)
         assert weight.nbytes * 8 / weight.num_weights < most, name
@@ -124,9 +131,12 @@ def test_weights_are_rounded_as_on_a_cpu(name: str) -> None:
     assert torch.equal(weight.numbers(torch.arange(130)), torch.cat(expected))
 
 
-def test_layers_of_different_bits_are_held_in_the_most() -> None:
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q4_0", "IQ4_NL"), ("MXFP4", "IQ4_XS"), ("Q2_K", "Q3_K")]
+)
+def test_layers_of_different_bits_are_held_in_the_most(kinds: tuple[str, str]) -> None:
     """As llama.cpp mixes types within one layer."""
-    layers = [StoredLinear(Blocks(kind, 72, 512), None) for kind in ("Q4_K", "Q6_K")]
+    layers = [StoredLinear(Blocks(kind, 72, 512), None) for kind in kinds]
     weight = DeviceWeight.of(layers, torch.bfloat16)
     expected = torch.cat([layer.numbers(0, 72) for layer in layers])
     assert float((weight.numbers(torch.arange(144)) - expected).abs().max()) <= 2e-6 * float(

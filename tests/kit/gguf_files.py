@@ -10,17 +10,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+QUANTISED = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+)
 HALVES = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
     "Q5_0": [0],
     "Q5_1": [0, 2],
     "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "MXFP4": [],
 }
-"""Where blocks have float16 numbers; Q6_K's is its last."""
+"""Where blocks have float16 numbers."""
+SPANS = {
+    **{"Q4_0": 8, "Q8_0": 128, "Q2_K": 24, "Q3_K": 128, "Q4_K": 480, "Q5_K": 960, "Q6_K": 4096},
+    **{"IQ4_NL": 128, "IQ4_XS": 4096},
+}
+"""The largest number of a block without its float16; 16 of those that are not here."""
 
 
 def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -30,10 +44,12 @@ def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> npt.ND
     size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (outputs, inputs // size, block_bytes), dtype=np.uint8)
-    span = {"Q4_0": 8, "Q8_0": 128, "Q4_K": 480, "Q5_K": 960, "Q6_K": 4096}.get(kind, 16)
-    for place in HALVES.get(kind, [208]):
-        numbers = generator.uniform(0.5, 1, blocks.shape[:2]).astype(np.float16) * np.float16(0.1 / span)
-        blocks[..., place : place + 2] = numbers.astype(np.float16)[..., None].view(np.uint8)
+    for place in HALVES[kind]:
+        numbers = generator.uniform(0.5, 1, blocks.shape[:2]).astype(np.float16)
+        numbers *= np.float16(0.1 / SPANS.get(kind, 16))
+        blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(118, 123, blocks.shape[:2])
     return blocks.reshape(outputs, -1)
 
 
@@ -41,13 +57,16 @@ def centre(kind: str, blocks: npt.NDArray[np.uint8]) -> None:
     """Give the groups of blocks [outputs, bytes] a mean of nothing, as those of weights have about."""
     import gguf
 
-    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(kind)
+    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(kind)
     if middle is None:
         return
     each = blocks.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
-    scales = np.ascontiguousarray(each[:, :2]).view(np.float16)
-    each[:, 2:4] = (scales * np.float16(middle)).view(np.uint8)
-    if kind.endswith("K"):  # minimums are so many times their scales
+    first, second = HALVES[kind]
+    scales = np.ascontiguousarray(each[:, first : first + 2]).view(np.float16)
+    each[:, second : second + 2] = (scales * np.float16(middle)).view(np.uint8)
+    if kind == "Q2_K":  # minimums are so many times their scales
+        each[:, :16] = each[:, :16] & 15 | each[:, :16] << 4
+    elif kind.endswith("K"):
         each[:, 8:12] = each[:, 4:8]
         each[:, 12:16] = each[:, 12:16] & 15 | each[:, 12:16] << 4
 
@@ -130,7 +149,11 @@ def write_model(
     config, tensors = model.config, {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    state = {name: part for name, tensor in model.state_dict().items() for name, part in apart(name, tensor)}
+    state = {
+        name: part
+        for name, tensor in model.state_dict().items()
+        for name, part in apart(name, tensor, arch == "gpt-oss")
+    }
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -140,7 +163,10 @@ def write_model(
         )
         if heads is None or arch not in ("llama", "granite", "smollm3"):
             heads = 0
-        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs  # llama.cpp leaves routers as they are
+        theirs += ".weight" if theirs.endswith("sinks") else ""
+        is_bias = theirs.endswith(".bias")
+        # llama.cpp leaves routers as they are.
+        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs and not is_bias
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
             raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
@@ -167,9 +193,19 @@ def write_model(
     return write(file, arch, own, tensors | (more or {}))
 
 
-def apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def in_turns(both: Tensor) -> dict[str, Tensor]:
+    return {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2]}
+
+
+def apart(name: str, tensor: Tensor, is_transposed: bool) -> list[tuple[str, Tensor]]:
     """A model's tensor as llama.cpp has it: gate and up of experts are two, in the memory of the one."""
     stem, _, part = name.rpartition(".experts.")
+    if part.endswith("_bias"):  # GPT-OSS's, which has inputs before outputs, and gate and up in turns
+        biases = {"down_proj": tensor} if part == "down_proj_bias" else in_turns(tensor)
+        return [(f"{stem}.experts.{own}.bias", each) for own, each in biases.items()]
+    if tensor.ndim == 3 and is_transposed:
+        weights = {"down_proj": tensor} if part == "down_proj" else in_turns(tensor)
+        return [(f"{stem}.experts.{own}.weight", each.transpose(1, 2)) for own, each in weights.items()]
     if part == "gate_up_proj":
         halves = tensor.chunk(2, dim=1)
         return [

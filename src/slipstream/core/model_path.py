@@ -17,12 +17,23 @@ _BARE_IDS = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|openai-gpt")
 """The decoders among the hub's ids of its first years, which have no owner; it gives out no more of these."""
 _RIGHT = "a checkpoint folder, a .gguf file or a hub id (owner/name)"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[^/]+$")
 
 
 def names_gguf(path: str) -> bool:
     """Whether the name is that of a GGUF file, on disk or of the hub."""
     return path.lower().endswith(".gguf")
+
+
+def gguf_parts(path: str) -> list[str]:
+    """The names of all parts of the model that a GGUF file is one part of, as llama.cpp names them; of any other file
+    its own name."""
+    found = _PART.search(path)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        return [path]
+    begin, count, ending = path[: found.start()], found[2], found[3]
+    return [f"{begin}-{number:05}-of-{count}{ending}" for number in range(1, int(count) + 1)]
 
 
 def check_model_path(path: str) -> None:
@@ -87,7 +98,10 @@ def describe(path: str) -> str:
     place = Path(path)
     if not place.exists():
         return f"{path} (no file or folder here, so looked for on the hub)"
-    files: list[Any] = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("*.bin")]
+    endings = ("*.safetensors", "*.bin", "*.gguf")
+    files: list[Any] = [each for ending in endings for each in place.glob(ending)]
+    if place.is_file():
+        files = [each for each in map(Path, gguf_parts(path)) if each.is_file()]
     num_bytes = sum(file.stat().st_size for file in files)
     return f"{path} ({num_bytes / 2**20:,.0f} MiB)" if num_bytes else path
 

@@ -72,7 +72,7 @@ class CausalLM(ModelIdentity):
         self._num_parameters: int = (
             sum(parameter.numel() for parameter in self.model.parameters())
             + self.kept.num_weights
-            + sum(stack.numel() for stack in file_stacks(self.model))
+            + sum(stack.numel() for stack in file_stacks(self.model) if not stack.is_kept)
         )
         self.unpacked_bytes = sum(int(parameter.nbytes) for parameter in self.model.parameters())
         """Bytes of the weights as they were read, but for those that files hold quantised."""

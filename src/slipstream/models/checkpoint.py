@@ -105,10 +105,8 @@ def read_weights(
     )
 
 
-def open_checkpoint(
-    path: str, revision: str | None, trust_remote_code: bool, lora: str | None, widens: bool = True
-) -> Checkpoint:
-    """What a name leads to; `widens` says whether weights that nothing can keep packed may be widened."""
+def open_checkpoint(path: str, revision: str | None, trust_remote_code: bool, lora: str | None) -> Checkpoint:
+    """What a name leads to."""
     file = find_gguf(path, revision)
     if file is not None:
         return _open_gguf(file, trust_remote_code, lora)
@@ -118,7 +116,7 @@ def open_checkpoint(
     tower = text_tower(config)
     config = config if tower is None else tower.config
     check_config(config)
-    quantised = resolve_quantized(path, config, read_by_transformers(config), widens)
+    quantised = resolve_quantized(path, config, read_by_transformers(config))
     check_weight_files(path)
     return Checkpoint(path, revision, trust_remote_code, config, tower, adapter, quantised=quantised)
 
@@ -149,9 +147,10 @@ def load_weights(
     quantised layers, besides them.
 
     Where they are quantised they are converted to `dtype`, or, with `keeps`, kept as they are, if what is to compute
-    them can (`can_keep`); then the second result says how (it is empty where all of them are experts). Those that
-    nothing can keep are converted to `narrow`, if that is given, and experts among them stay in the file until they are
-    packed in the format `experts_in`. With `keeps_fp8` those of plain layers in FP8 stay so, without an adapter.
+    them can (`can_keep`); then the second result says how (it is empty where none stay so). Those that
+    nothing can keep are converted to `narrow`, if that is given, and experts stay in the file until they are packed in
+    the format `experts_in`, or as they are (`KEPT`). With `keeps_fp8` those of plain layers in FP8 stay so, without an
+    adapter.
     """
     with one_line(f"cannot read the weights of {source.path!r}"), silenced():
         stored = source.stored()
@@ -178,7 +177,7 @@ def load_weights(
     if stored is not None and (kept or stored.narrow):
         with one_line(f"cannot load the weights of {source.path!r}"):
             stored.install(model, changes, dtype)
-        kept = stored.kind if stored.matrices or stored.narrow else ""
+        kept = stored.kind if stored.stay else ""
     return model, kept
 
 
@@ -229,11 +228,15 @@ def _read_stored(
             str(narrow).removeprefix("torch."),
         )
     with one_line(f"cannot load the weights of {source.path!r}"), silenced(), creating_models(source.config):
+        if keeps:
+            state = stored.state(dtype)
+        else:
+            meta = meta_model(source.config, "eager", source.trust_remote_code)
+            state = stored.stacked(meta).widened(dtype, narrow)
         model, loaded = make.from_pretrained(
             None,
             config=source.config,
-            state_dict=(stored.state(dtype) if keeps else stored.widened(dtype))
-            | stored.converted_to(narrow),
+            state_dict=state | stored.converted_to(narrow),
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,

@@ -35,6 +35,7 @@ from slipstream.models.families.registry import FAMILIES
 from slipstream.models.fast_prompts import check_fast_prompts, check_format, turn_on_fast_prompts
 from slipstream.models.files.folder import all_float32
 from slipstream.models.files.stored import KEPT_AS_STORED
+from slipstream.models.files.stored_experts import KEPT
 from slipstream.models.huggingface import model_class
 from slipstream.models.linear.formats import (
     OF_DTYPE,
@@ -150,8 +151,7 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
     """Raises for what `options` request and the checkpoint, the machine or the kernels cannot give."""
     where = resolve_device(options.device)
     dtype, quantization, trusts = options.dtype, options.quantization, options.trust_remote_code
-    says_how = dtype != "auto" or quantization is not None
-    source = open_checkpoint(path, options.revision, trusts, options.lora, widens=says_how)
+    source = open_checkpoint(path, options.revision, trusts, options.lora)
     stored = getattr(source.config, "dtype", None)  # Transformers overwrites it
     native = where.type == "cpu" and pack and resolve_kernels(options.cpu_kernels) == "native"
     computes = resolve_dtype(dtype, where, source.config)
@@ -198,7 +198,7 @@ def _read(choice: _Choice, options: LoadOptions, pack: bool) -> tuple[Any, str, 
             can_keep=choice.device.type == "cpu" or choice.decodes,
             narrow=narrow,
             keeps_fp8=options.dtype == "auto" and pack and choice.decodes,
-            experts_in=options.quantization if native and choice.dtype == torch.float32 else None,
+            experts_in=(options.quantization or KEPT) if native and choice.dtype == torch.float32 else None,
         )
     if stored_as and options.quantization is not None:
         log.warning(KEPT_AS_STORED, source.path, stored_as, options.quantization)

@@ -142,7 +142,7 @@ def widen_experts(model: nn.Module) -> None:
     for _, parts in known_experts(model):
         if parts.are_in_a_file:
             raise UnsupportedModelError(
-                "its quantised experts are rounded for the fused decoder alone, which does not run this model; --dtype "
+                "its quantised experts are held for the fused decoder alone, which does not run this model; --dtype "
                 "bfloat16 or float16 widens the whole model"
             )
         for stack in parts.stacks:

@@ -35,7 +35,7 @@ from slipstream.models.fast_prompts import check_fast_prompts, check_model
 from slipstream.models.files.stored import KeptWeights, StoredEmbedding
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
-from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.linear.grouped import GroupedLinear, plain_bits
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
 from slipstream.models.resolve import (
@@ -128,7 +128,8 @@ class ModelOutline(ModelIdentity):
     @cached_property
     def num_parameters(self) -> int:
         plain = sum(parameter.numel() for parameter in self.model.parameters())
-        return int(plain) + self.kept.num_weights + sum(stack.numel() for stack in file_stacks(self.model))
+        rounded = (stack.numel() for stack in file_stacks(self.model) if not stack.is_kept)
+        return int(plain) + self.kept.num_weights + sum(rounded)
 
     @cached_property
     def kept(self) -> KeptWeights:
@@ -216,10 +217,11 @@ class ModelOutline(ModelIdentity):
             return round(widest * (torch.float32.itemsize + fmt.bytes_per_weight))
         most = max(sum(int(part.in_features * part.out_features) for part in group) for group in groups)
         most = max(most, *(parts.gate_up.numel() // parts.num_experts for parts in self._experts), 0)
-        has_codes = fmt.kernel.group or any(isinstance(group[0], GroupedLinear) for group in groups)
+        has_codes = fmt.kernel.group or bool(self.kept.num_weights)
         each = self.matrix_dtype.itemsize + torch.float32.itemsize + (_CODE_BYTES if has_codes else 0)
-        # An expert that stays in its file is widened whole.
-        whole = max((math.prod(stack.shape[1:]) for stack in file_stacks(self.model)), default=0)
+        # An expert that is rounded out of its file is widened whole.
+        rounded = (stack for stack in file_stacks(self.model) if not stack.is_kept)
+        whole = max((math.prod(stack.shape[1:]) for stack in rounded), default=0)
         return min(most, SLICE_WEIGHTS) * each + whole * torch.float32.itemsize
 
     def _itemsize(self, weight: Tensor) -> int:
@@ -262,7 +264,7 @@ class ModelOutline(ModelIdentity):
         if grouped and self.executor_type.decodes:
             (layer,) = grouped
             groups = outputs * -(-inputs // layer.group) * (1 + layer.has_zeros)
-            return inputs * outputs * layer.bits // 8, groups * torch.float32.itemsize, 0  # at most
+            return inputs * outputs * plain_bits(grouped) // 8, groups * torch.float32.itemsize, 0  # at most
         if grouped and not self.is_native:
             return 0, 0, 0  # they stay in the file, and their pages come and go
         if not self.is_native or kernel is None:

@@ -25,6 +25,7 @@ from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
 from slipstream.models.files.lora import chosen_adapter, outlined_changes
 from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
+from slipstream.models.files.stored_experts import KEPT
 from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.load_options import LoadOptions
@@ -132,12 +133,13 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     probed = probed_outline(model, backend)
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and (where.type == "cpu" or decodes):
-        fitted = stored_weights.fit(model, quantization if native and kind == torch.float32 else None)
+        experts_in = (quantization or KEPT) if native and kind == torch.float32 else None
+        fitted = stored_weights.fit(model, experts_in)
         changes = (
             None if adapter is None else outlined_changes(model, adapter, fitted.matrices, fitted.stacks)
         )
         fitted.install(model, changes)
-        stored_as = fitted.kind if fitted.matrices else ""
+        stored_as = fitted.kind if fitted.stay else ""
         if fitted.stacks:
             key = (*key, quantization)
     found = UnloadedModel(

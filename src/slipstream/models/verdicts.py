@@ -27,7 +27,7 @@ from huggingface_hub import try_to_load_from_cache
 from slipstream.config import cache_folder
 from slipstream.core.version import __version__
 from slipstream.core.whole_files import write_whole
-from slipstream.models.files.digest import digest_of_files
+from slipstream.models.files.digest import digest_of_files, files_of
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,7 @@ def _place(path: str, revision: str | None) -> Path | None:
 
 def _state(place: Path) -> list[Any]:
     """Return the state of a file, or of a folder's files: see this module's description."""
-    files = [place] if place.is_file() else sorted(each for each in place.iterdir() if each.is_file())
-    times = [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files]
+    times = [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files_of(place)]
     return [digest_of_files(str(place)), times]
 
 

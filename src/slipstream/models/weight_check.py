@@ -70,17 +70,21 @@ class WeightCheck:
             gate_up = self._stack(parts.ordered_gate_up, parts.gate_up, was_grouped, parts.is_gated)
             found |= {"gate_up": [gate_up], "down": [self._stack([parts.down], [parts.down], was_grouped)]}
         else:
-            bound = self._bound(self._format)
-            if experts.are_in_a_file:
-                bound = max(
-                    bound, _STORED
-                )  # 16 bits round them, which rounds nothing in checkpoints of 16 bits
+            bound = _STORED if experts.kept_in is not None else self._bound(self._format)
+            if experts.are_in_a_file:  # 16 bits round them, which rounds nothing in checkpoints of 16 bits
+                bound = max(bound, _STORED)
             numbers = range(experts.num_experts)
             found["router"] = [Expected(_product(experts.router, experts.router_bias), _EXACT)]
             found["expert_gate_up"] = [
-                Expected(_interleaved(_products(*experts.gate_and_up(each))), bound) for each in numbers
+                Expected(
+                    _interleaved(_products(experts.gate_and_up(each), experts.gate_and_up_biases(each))),
+                    bound,
+                )
+                for each in numbers
             ]
-            found["expert_down"] = [Expected(_product(*experts.last(each)), bound) for each in numbers]
+            found["expert_down"] = [
+                Expected(_product(experts.last(each), experts.last_bias(each)), bound) for each in numbers
+            ]
         self._of_layers.append(found)
 
     def check_layers(self, layers: Sequence[LayerStruct]) -> None:

@@ -118,6 +118,9 @@ Grouping grouping;
 
 void draw_grouping() { grouping = {between(1, 4), between(0, 1) == 1}; }
 
+// The least and the largest numbers that there are among them.
+const int8_t TABLE[16] = {-128, -104, -83, -65, -49, -35, -22, -10, 0, 13, 25, 38, 53, 69, 89, 127};
+
 struct Packed {
   const int group;
   Exact<uint8_t> panels;
@@ -153,18 +156,18 @@ struct Packed {
     for (int i = 0; biased && i < out; ++i) bias[i] = number();
     for (int i = 0; i < int(order.size); ++i) order[i] = in - 1 - i;
     linear = {kind,       in, out, group, panels.get(), scales.get(), sums.get(), biased ? bias.get() : nullptr,
-              order.size ? order.get() : nullptr};
+              order.size ? order.get() : nullptr, nullptr, TABLE};
   }
 
   void pack_in_groups(int kind, const Exact<float>& weight, int in, int out, int threads) {
     const int groups = num_groups(in, group);
-    const bool zeros = kind == FOUR_BITS_ZEROS || kind == EIGHT_BITS_ZEROS;
+    const bool zeros = kind == FOUR_BITS_ZEROS || kind == EIGHT_BITS_ZEROS || kind == FOUR_BITS_TABLE_ZEROS;
     Exact<uint8_t> codes(weight.size);
     Exact<float> of_groups(size_t(out) * groups), zeros_of(of_groups.size);
     in_scarcity([&] {
       return slipstream_fit_groups(weight.get(), in, out, group, zeros, codes.get(), of_groups.get(), zeros_of.get(), threads);
     });
-    if (kind >= EIGHT_BITS)
+    if (kind == EIGHT_BITS || kind == EIGHT_BITS_ZEROS)
       for (size_t i = 0; i < codes.size; ++i) codes[i] = uint8_t(int(weight[i] * 4096.0f));  // padding differs by build
     in_scarcity([&] {
       return slipstream_pack_groups(kind, group, codes.get(), of_groups.get(), zeros ? zeros_of.get() : nullptr, in, out,
@@ -195,7 +198,7 @@ void check_widened(const Packed& packed, const Exact<float>& rows, int n, const 
 }
 
 void check_products(int number_of_case) {
-  const int kind = between(0, 8), in = between(1, kind == FOUR_BITS_BLOCKS ? 600 : 150), out = between(1, 200);
+  const int kind = between(0, 10), in = between(1, kind == FOUR_BITS_BLOCKS ? 600 : 150), out = between(1, 200);
   const int n = between(1, 40), threads = between(1, 3);
   draw_grouping();
   auto packed = random_linear(kind, in, out, between(0, 1), threads);
@@ -283,7 +286,7 @@ struct Network {
   }
 
   Network() {
-    const int kind = between(0, 8);
+    const int kind = between(0, 10);
     draw_grouping();
     model.num_layers = between(1, 3);
     model.hidden = between(1, 70);

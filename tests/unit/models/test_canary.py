@@ -22,7 +22,7 @@ from slipstream.models.families.known import Llama
 from slipstream.models.families.parts import NormParts
 from slipstream.models.families.registry import FAMILIES
 from slipstream.models.linear.formats import weight_format
-from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedRows, GroupedWeight
+from slipstream.models.linear.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from slipstream.models.linear.packing import pack_linears
 from slipstream.models.matrices import unread
 from slipstream.models.trial import NUM_TRIAL_ROWS, far_positions, sign_rows
@@ -45,13 +45,10 @@ class _Spoiled(GroupedRows):
 
     def __init__(self, whole: GroupedLinear, change: Callable[[GroupedWeight], GroupedWeight]) -> None:
         super().__init__(whole, 0, whole.out_features)
-        self._change = change
+        self._change, self.has_blocks = change, False
 
     def part(self, begin: int, end: int) -> GroupedWeight:
         return self._change(super().part(begin, end))
-
-    def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        return None
 
 
 def spoiled(linear: Any, fault: str, other: Any) -> Any:

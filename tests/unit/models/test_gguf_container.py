@@ -6,13 +6,16 @@ import random
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.models.files.digest import digest_of_files, files_of
 from slipstream.models.files.gguf import open_gguf
+from slipstream.models.files.gguf_model import find_gguf
 from tests.kit.gguf_files import QUANTISED, random_blocks, reference, write
 
 pytest.importorskip("gguf", reason="the extra `export` is not installed")
@@ -40,13 +43,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_blocks_have_the_numbers_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     raw = random_blocks(kind, 5, 768, seed=3)
+    if kind == "MXFP4":
+        raw[0, : 4 * 17 : 17] = range(4)  # the smallest scales are no normal numbers
     tensor = open_gguf(str(write(tmp_path / "x.gguf", "llama", {}, {"w": (kind, raw)}))).tensors["w"]
     assert (tensor.shape, tensor.format.name) == ((5, 768), kind)
     grouped = tensor.format.read(tensor.raw)
     assert torch.equal(grouped.widened(), reference(kind, raw))
-    assert grouped.group_size == (16 if kind == "Q6_K" else 32)
+    assert grouped.group_size == (16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32)
     assert int(grouped.codes.max()) == 2**grouped.bits - 1
-    exact = grouped.scales.double()[..., None] * grouped.codes.view(5, -1, grouped.group_size)
+    numbers = grouped.codes if grouped.table is None else torch.tensor(grouped.table)[grouped.codes.int()]
+    exact = grouped.scales.double()[..., None] * numbers.view(5, -1, grouped.group_size)
     assert torch.equal(exact.float().double(), exact)  # products do not round, so kernels may add in any form
 
 
@@ -92,7 +98,7 @@ def test_damaged_headers_are_named_for_what_is_wrong(small: Path, tmp_path: Path
     content, file = small.read_bytes(), tmp_path / "x.gguf"
     matrix = b"matrix" + struct.pack("<IQQI", 2, 256, 4, 12)
     for put, what in (
-        (b"matrix" + struct.pack("<IQQI", 2, 256, 4, 23), "IQ4_XS weights (matrix)"),
+        (b"matrix" + struct.pack("<IQQI", 2, 256, 4, 18), "IQ3_XXS weights (matrix)"),
         (b"matrix" + struct.pack("<IQQI", 2, 256, 4, 99), "number 99 weights"),
         (b"matrix" + struct.pack("<IQQI", 2, 255, 4, 12), "rows of 255, in Q4_K blocks of 256"),
         (b"matrix" + struct.pack("<IQQI", 2, 256, 2**60, 12), "beyond its end"),
@@ -105,8 +111,61 @@ def test_damaged_headers_are_named_for_what_is_wrong(small: Path, tmp_path: Path
     tokens = b"tokenizer.ggml.tokens" + struct.pack("<II", 9, 8)
     many = patched(content, tokens + struct.pack("<Q", 3), tokens + struct.pack("<Q", 2**62))
     assert f"a list of {2**62} values" in refusal(file, many)
-    part = write(tmp_path / "part.gguf", "llama", {"split.count": 3}, {})
-    assert "one of 3 parts of a model" in refusal(file, part.read_bytes())
+    part = write(tmp_path / "part.gguf", "llama", {"split.count": 3, "split.no": 1}, {})
+    assert "says that it is part 2 of 3, and its name says of none" in refusal(file, part.read_bytes())
+
+
+def in_parts(folder: Path, *changed: dict[str, Any]) -> list[Path]:
+    """A model in as many files, each with a tensor of its number."""
+    files = []
+    for number, changes in enumerate(changed):
+        keys = {"split.no": number, "split.count": len(changed), "split.tensors.count": len(changed)}
+        first = {"llama.block_count": 2} if number == 0 else {}
+        tensors = {changes.pop("tensor", f"w{number}"): np.full(8, number, dtype=np.float32)}
+        file = folder / f"x-{number + 1:05}-of-{len(changed):05}.gguf"
+        files.append(write(file, "llama", first | keys | changes, tensors))
+    return files
+
+
+def test_a_model_in_parts_is_read_from_any_of_them_and_from_its_folder(tmp_path: Path) -> None:
+    files = in_parts(tmp_path, {}, {}, {})
+    assert find_gguf(str(tmp_path)) == str(files[0])
+    for file in files:
+        found = open_gguf(str(file))
+        assert found.path == str(files[0])
+        assert found.fields["llama.block_count"] == 2
+        numbers = {name: float(each.numbers()[0]) for name, each in found.tensors.items()}
+        assert numbers == {"w0": 0, "w1": 1, "w2": 2}
+    assert files_of(files[1]) == files
+    before = digest_of_files(str(files[0]))
+    files[2].write_bytes(files[2].read_bytes()[:-4] + b"\0\0\0\1")
+    assert digest_of_files(str(files[0])) != before, "a check that was passed counts for all parts"
+    write(tmp_path / "y.gguf", "llama", {}, {})
+    assert find_gguf(str(tmp_path)) is None, "which of the two it means is not known"
+
+
+def test_parts_that_are_missing_or_not_one_model_are_refused(tmp_path: Path) -> None:
+    files = in_parts(tmp_path, {}, {}, {})
+    kept = files[1].read_bytes()
+    files[1].unlink()
+    for file in (files[0], files[2]):
+        with pytest.raises(
+            ModelError, match=r"there is no file '.*x-00002-of-00003.gguf': it is part 2 of the 3 of"
+        ):
+            open_gguf(str(file))
+    assert find_gguf(str(tmp_path)) == str(files[0])
+    files[1].write_bytes(kept)
+    for changed, what in (
+        (
+            ({}, {"split.no": 0}),
+            r"00002-of-00002.gguf' says that it is part 1 of 2, and by its name it is part 2 of 2",
+        ),
+        (({"split.count": 1}, {}), r"00001-of-00002.gguf' says that it is part 1 of 1"),
+        (({}, {"tensor": "w0"}), "in parts of which two hold a tensor 'w0'"),
+        (({"split.tensors.count": 3}, {}), "in parts that hold 2 tensors, and says 3"),
+    ):
+        with pytest.raises(ModelError, match=what):
+            open_gguf(str(in_parts(tmp_path, *changed)[0]))
 
 
 def header(keys: bytes = b"", tensors: bytes = b"", num_keys: int = 0, num_tensors: int = 0) -> bytes:
@@ -147,7 +206,7 @@ def test_hostile_headers_are_refused_in_a_short_line(tmp_path: Path) -> None:
         (header(key(b"general.alignment", 4, struct.pack("<I", 0)), num_keys=1), "an alignment of 0"),
         (header(key(b"general.alignment", 4, struct.pack("<I", 24)), num_keys=1), "an alignment of 24"),
         (header(key(b"general.alignment", 8, text(b"x" * 99)), num_keys=1), "an alignment of 'xxxx"),
-        (header(key(b"split.count", 8, text(b"x" * 99)), num_keys=1), "one of 'xxxx"),
+        (header(key(b"split.count", 8, text(b"x" * 99)), num_keys=1), "it is part 1 of 'xxxx"),
         (header(tensors=row(b"a", 8, 2**64 - 32), num_tensors=1) + pad, "lies beyond its end"),
         (header(tensors=row(b"a", 2**64 - 1, 0), num_tensors=1) + pad, "lies beyond its end"),
         (header(tensors=row(b"a", 8, 16), num_tensors=1) + pad, "begins at 16, between two places"),

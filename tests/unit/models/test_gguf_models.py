@@ -64,6 +64,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "expert_feed_forward_length": 64,
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+        {
+            **WINDOW,
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "rope.freq_base": 150000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 3, "num_experts_per_tok": 2},
@@ -114,7 +140,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 ARCHS = {"mixtral": "llama"}
 """Names of families that llama.cpp has no name of their own for."""
-WITH_EXPERTS = ("mixtral", "qwen3moe")
+WITH_EXPERTS = ("mixtral", "qwen3moe", "gpt-oss")
 
 
 def tiny(model_type: str, changes: dict[str, Any]) -> Any:
@@ -177,6 +203,12 @@ def test_quantised_files_have_the_logits_of_their_numbers(kind: str, tied: bool,
     assert torch.equal(logits(wide.model), expected)
 
 
+MOST_BYTES = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"), 0.7),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"), 1.25),
+    **{"Q2_K": 0.8, "mixed": 0.85},
+}
+"""A weight, its part of scales and padding included."""
 TOLERANCES = dict.fromkeys(QUANTISED, 0.03) | {"mixed": 0.03, "Q4_0": 0.01}
 """Errors of logits over their spread: rows are rounded to 8 bits before they are multiplied. Measured: 0.009 to 0.02,
 with Q4_0, whose codes have a mean, 0.005."""
@@ -191,7 +223,7 @@ def test_quantised_files_stay_packed(kind: str, tied: bool, tmp_path: Path) -> N
     assert lm.kernels == "decoder"
     assert relative_error(packed_logits(lm), logits(model)) < TOLERANCES[kind]
     assert outline_model(str(file)).held.total_bytes == lm.weight_bytes
-    assert lm.weight_bytes < {"4": 0.7, "m": 0.85}.get(kind.strip("Q")[0], 1.25) * lm.num_parameters
+    assert lm.weight_bytes < MOST_BYTES[kind] * lm.num_parameters
 
 
 @needs_kernels
@@ -247,10 +279,33 @@ def test_packed_numbers_are_the_files(kind: str, tmp_path: Path) -> None:
     assert isinstance(lm.executor, CpuKernels)
     theirs = model.lm_head.weight.detach()
     ours = lm.executor.head.unpack(torch.arange(len(theirs)))
-    if kind in ("Q4_0", "Q5_0", "Q8_0", "Q4_K"):
+    if kind in ("Q4_0", "Q5_0", "Q8_0", "Q4_K", "IQ4_NL", "MXFP4"):
         assert torch.equal(ours, theirs)
     else:  # a scale and a zero of 11 bits
         assert float((ours - theirs).norm() / theirs.norm()) < 5e-4
+
+
+@needs_kernels
+def test_a_file_in_parts_is_the_whole_one(tmp_path: Path) -> None:
+    file, _ = quantised({"": "Q4_0"}, tmp_path)
+    whole = open_gguf(str(file))
+    names, keys = list(whole.tensors), {k: v for k, v in whole.fields.items() if k.startswith("llama.")}
+    (tmp_path / "folder").mkdir()
+    parts = [tmp_path / f"folder/x-{number}-of-00002.gguf" for number in ("00001", "00002")]
+    for number, (part, own) in enumerate(zip(parts, (names[:7], names[7:]), strict=True)):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        tensors: dict[str, Any] = {}
+        for name in own:
+            entry, is_coded = whole.tensors[name], whole.tensors[name].format.dtype is None
+            tensors[name] = ("Q4_0", entry.raw.numpy()) if is_coded else entry.numbers().numpy()
+        write(part, "llama", split | ({} if number else keys), tensors)
+    for path in (parts[1], tmp_path / "folder"):
+        lm = load_model(str(path))
+        assert torch.equal(packed_logits(lm), packed_logits(load_model(str(file))))
+        assert outline_model(str(path)).held.total_bytes == lm.weight_bytes
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"there is no file .*00002-of-00002\.gguf': it is part 2 of the 2"):
+        outline_model(str(tmp_path / "folder"))
 
 
 @pytest.fixture(scope="module")

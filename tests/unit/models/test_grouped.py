@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,12 +11,13 @@ from torch import Tensor, nn
 from slipstream.errors import ModelError
 from slipstream.models.cpu.kernel import blocked_kernel, common_kernel, grouped_kernel
 from slipstream.models.cpu.packed_weight import PackedWeight, fitted
+from slipstream.models.linear.code_tables import FP4, IQ4, CodeTable
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedWeight, combined
 from slipstream.models.linear.int4 import fitted as fitted_by_torch
 
 FLOAT32 = weight_format("float32").kernel
-KINDS = [(4, 32), (4, 64), (4, 128), (8, 16), (8, 32), (8, 128)]
+KINDS = [(4, 16), (4, 32), (4, 48), (4, 64), (4, 128), (8, 16), (8, 32), (8, 128)]
 ROWS = (1, 2, 3, 5, 6, 11, 16, 17, 64)
 
 
@@ -22,8 +25,9 @@ class Saved(GroupedLinear):
     """A layer whose groups are held as a file might hold them."""
 
     def __init__(self, weight: GroupedWeight, order: Tensor | None = None) -> None:
+        has_zeros = weight.zeros is not None
         super().__init__(
-            weight.codes.shape[1], len(weight), weight.bits, weight.group, weight.zeros is not None
+            weight.codes.shape[1], len(weight), weight.bits, weight.group, has_zeros, weight.table
         )
         self.weight, self.order = weight, order
 
@@ -39,6 +43,11 @@ def saved(num_out: int, num_in: int, bits: int, group: int, has_zeros: bool, see
     scales = (torch.rand(shape, generator=generator) + 0.5).half().float() * 2.0**-9
     zeros = torch.randint(0, 2**bits, shape, generator=generator).float()
     return Saved(GroupedWeight(codes, scales, zeros if has_zeros else None, group, bits))
+
+
+def saved_in_table(num_out: int, num_in: int, group: int, table: CodeTable, seed: int = 0) -> Saved:
+    plain = saved(num_out, num_in, 4, group, False, seed).weight
+    return Saved(replace(plain, table=table))
 
 
 def rounded_rows(rows: Tensor, group: int) -> Tensor:
@@ -67,6 +76,45 @@ def test_products_are_those_of_the_codes_for_any_number_of_rows(
         for count in ROWS:
             assert torch.equal(packed.multiply(rows[:count]), ours[:count])
             assert torch.equal(packed.multiply(rows[64 - count :]), ours[64 - count :])
+
+
+EXTREME: CodeTable = (-128, 127, 0, *range(-90, 100, 15))
+
+
+@pytest.mark.parametrize("table", [FP4, IQ4, EXTREME], ids=["fp4", "iq4", "extreme"])
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_codes_are_places_in_a_table(group: int, table: CodeTable) -> None:
+    for num_out, num_in in [(70, 128), (33, 200), (1, 1)]:
+        layer = saved_in_table(num_out, num_in, group, table)
+        packed = PackedWeight([layer], [None], common_kernel([layer]))
+        codes, scales = layer.weight.codes.int(), layer.weight.scales.repeat_interleave(group, 1)[:, :num_in]
+        numbers = torch.tensor(table)[codes] * scales
+        assert torch.equal(packed.unpack(torch.arange(num_out)), numbers)
+        assert torch.equal(layer.weight.dequantised(), numbers)
+        rows = torch.randn(64, num_in, generator=torch.Generator().manual_seed(1))
+        ours, expected = packed.multiply(rows), rounded_rows(rows, group) @ numbers.double().T
+        assert (ours - expected).abs().max() <= 0.02 * expected.abs().max()
+        assert (ours - expected).abs().median() <= 1e-5 * expected.abs().max()
+        for count in ROWS:
+            assert torch.equal(packed.multiply(rows[:count]), ours[:count])
+
+
+def test_stacks_of_other_tables_have_the_numbers_in_eight_bits() -> None:
+    fp4, iq4 = saved_in_table(40, 96, 32, FP4, 1), saved_in_table(33, 96, 16, IQ4, 2)
+    others = [saved(20, 96, 4, 32, False, 3), saved(20, 96, 8, 16, False, 4), saved(20, 96, 4, 16, True, 5)]
+    assert common_kernel([fp4, fp4]).table == FP4
+    for stack in ([fp4, iq4], [fp4, others[0]], [iq4, others[1]], [fp4, iq4, others[2]], others):
+        kernel = common_kernel(stack)
+        assert (kernel.bits, kernel.table) == (8, None)
+        assert kernel.has_zeros == (others[2] in stack)
+        packed = PackedWeight(stack, [None] * len(stack), kernel)
+        weight = torch.cat([part.weight.dequantised() for part in stack])
+        assert torch.equal(packed.unpack(torch.arange(len(weight))), weight)
+    narrow = [others[0], others[2]]
+    assert common_kernel(narrow).bits == 4
+    packed = PackedWeight(narrow, [None, None], common_kernel(narrow))
+    weight = torch.cat([part.weight.dequantised() for part in narrow])
+    assert torch.equal(packed.unpack(torch.arange(40)), weight)
 
 
 def test_stacks_are_their_parts_whatever_their_bits_and_groups() -> None:
@@ -179,6 +227,8 @@ def test_blocks_are_multiplied_as_they_are_unpacked(num_in: int) -> None:
 class SavedInBlocks(Saved):
     """As GGUF's Q4_K."""
 
+    has_blocks = True
+
     def __init__(self, weight: BlockedWeight) -> None:
         super().__init__(weight.as_groups())
         self.blocked = weight
@@ -242,6 +292,6 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         GroupedWeight(codes, torch.ones(4, 3), None, 32)
     with pytest.raises(ModelError, match=r"zeros of shape \[4, 5\]"):
         GroupedWeight(codes, torch.ones(4, 4), torch.ones(4, 5), 32)
-    for bits, group in [(4, 16), (4, 256), (3, 32), (8, 8), (4, 0)]:
+    for bits, group in [(4, 24), (4, 256), (3, 32), (8, 8), (4, 0)]:
         with pytest.raises(ModelError, match="none that the kernels have"):
             GroupedWeight(codes, torch.ones(4, 4), None, group, bits)

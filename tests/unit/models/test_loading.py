@@ -220,13 +220,6 @@ def test_what_is_said_to_be_widened_is_widened_on_every_device(method: str) -> N
     assert config.quantization_config["weight_block_size"] == [128, 128]
 
 
-def test_what_cannot_be_kept_packed_is_widened_only_if_the_user_says_so(checkpoint: Path) -> None:
-    edit_config(checkpoint, quantization_config={"quant_method": "mxfp4"})
-    message = refusal(checkpoint)
-    assert "MXFP4 weights, which cannot be kept packed; --quantization int4 or int8 rounds them" in message
-    assert "--dtype bfloat16 widens them" in message
-
-
 def test_no_context_length(checkpoint: Path) -> None:
     edit_config(checkpoint, max_position_embeddings=0)
     with pytest.raises(UnsupportedModelError, match="how long its context is"):

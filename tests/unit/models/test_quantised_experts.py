@@ -106,16 +106,49 @@ def expert_weights(lm: Any) -> Tensor:
     return torch.cat([weight.unpack(torch.arange(weight.out_features)).flatten() for weight in linears])
 
 
+@needs_kernels
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", MODELS)
-def test_experts_are_neither_widened_nor_rounded_without_an_option(family: str, tmp_path: Path) -> None:
-    saved(tmp_path / "x", family, "awq")
+def test_experts_stay_packed(family: str, method: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "x", family, method)
+    lm = load_model(str(tmp_path / "x"))
+    assert lm.kernels == "decoder"
+    assert lm.stored_bits == {4}
+    assert lm.weight_type.endswith("4 bits")
+    assert relative_error(packed_logits(lm), logits(model)) < 0.03
+    wide = load_model(str(tmp_path / "x-plain"), dtype="float32")
+    assert torch.equal(expert_weights(lm), expert_weights(wide)), "the numbers are the file's"
+    planned = outline_model(str(tmp_path / "x"))
+    assert planned.held.total_bytes == lm.weight_bytes
+    assert planned.num_parameters == lm.num_parameters == wide.num_parameters
+    assert (planned.kernels, planned.weight_type) == (lm.kernels, lm.weight_type)
+
+
+@needs_kernels
+def test_experts_that_differ_in_what_the_kernels_share_are_not_kept(tmp_path: Path) -> None:
+    saved(tmp_path / "x", "mixtral", "act-order")
+    file = tmp_path / "x/model.safetensors"
+    state = load_file(file)
+    own = next(name for name in state if name.endswith("experts.1.w2.g_idx"))
+    save_file(state | {own: state[own].flip(0)}, file)
     what = refusal(tmp_path / "x")
-    assert f"the experts of this {family} model are AWQ, 4 bits weights" in what
-    assert ".experts.0." in what
-    assert "which cannot be kept packed; --quantization int8 or int4 rounds them to 8 or 4 bits" in what
+    assert (
+        "cannot be kept packed (model.layers.0.mlp.experts.down_proj: layers that are computed as one" in what
+    )
+    assert "their inputs in different orders); --quantization int8 or int4 rounds them" in what
+    assert load_model(str(tmp_path / "x"), quantization="int8").weight_type.endswith("experts in int8")
+    saved(tmp_path / "y", "qwen3_moe", "awq", ("up_proj", "down_proj"))
+    assert "gate_up_proj: some of them are not quantised); --quantization" in refusal(tmp_path / "y")
+
+
+def test_what_cannot_hold_experts_says_what_can(tmp_path: Path) -> None:
+    saved(tmp_path / "x", "qwen3_moe", "awq")
+    what = refusal(tmp_path / "x", cpu_kernels="torch")
+    assert (
+        "the experts of this qwen3_moe model are AWQ, 4 bits weights (model.layers.0.mlp.experts.0." in what
+    )
+    assert "which only our own kernels on a CPU hold as they are, or rounded (--quantization int8" in what
     assert "--dtype bfloat16 or float16 widens the whole model" in what
-    with pytest.raises(ModelError, match="which cannot be kept packed"):
-        outline_model(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -197,19 +230,18 @@ def test_plans_with_and_without_an_option_are_not_mixed_up(tmp_path: Path) -> No
         found = [outline_model(str(tmp_path / "x"), quantization=name) for name in ("int8", "int4", "int8")]
         assert [each.weight_type.rpartition(" ")[2] for each in found] == ["int8", "int4", "int8"]
         assert found[0].held.total_bytes > found[1].held.total_bytes
-        with pytest.raises(ModelError, match="which cannot be kept packed"):
-            outline_model(str(tmp_path / "x"))
+        assert outline_model(str(tmp_path / "x")).weight_type == "AWQ, 4 bits"
 
 
 def test_what_the_kernels_do_not_compute_is_not_rounded(tmp_path: Path) -> None:
     saved(tmp_path / "x", "qwen3_moe", "gptq")
     what = refusal(tmp_path / "x", quantization="int8", cpu_kernels="torch")
-    assert "rounds them to 8 or 4 bits for our own kernels" in what
+    assert "which only our own kernels on a CPU hold" in what
     config = tmp_path / "x/config.json"
     config.write_text(config.read_text().replace('"hidden_act": "silu"', '"hidden_act": "relu"'))
     if unavailable() is None:
         what = refusal(tmp_path / "x", quantization="int8")
-        assert "rounded for the fused decoder alone, which does not run this model; --dtype bfloat16" in what
+        assert "held for the fused decoder alone, which does not run this model; --dtype bfloat16" in what
 
 
 @needs_kernels
@@ -275,15 +307,19 @@ def gguf_file(tmp_path: Path, arch: str, more: dict[str, Any] | None = None) -> 
 
 
 @pytest.mark.parametrize("arch", WITH_EXPERTS)
-def test_experts_of_a_gguf_file_are_widened_or_rounded_by_option(arch: str, tmp_path: Path) -> None:
+def test_experts_of_a_gguf_file_stay_packed_or_are_widened_or_rounded_by_option(
+    arch: str, tmp_path: Path
+) -> None:
     file, model = gguf_file(tmp_path, arch)
     expected = logits(model)
-    assert "Q8_0" in refusal(file)
-    assert "which cannot be kept packed; --quantization int8 or int4" in refusal(file)
     wide = load_model(str(file), dtype="float32", pack=False)
     torch.testing.assert_close(logits(wide.model), expected, rtol=1e-4, atol=1e-4)
     if unavailable() is not None:
         return
+    lm = load_model(str(file))
+    assert (lm.weight_type, lm.stored_bits) == ("Q4_0, Q8_0, Q5_0", {4, 8})
+    assert relative_error(packed_logits(lm), expected) < 0.03
+    assert outline_model(str(file)).held.total_bytes == lm.weight_bytes
     for name, bound in (("int8", 0.06), ("int4", 0.3)):
         lm = load_model(str(file), quantization=name)
         assert lm.weight_type.endswith(f"experts in {name}")

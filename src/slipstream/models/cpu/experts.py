@@ -27,8 +27,9 @@ _ROUTER_KERNEL = Kernel(TABLE_KINDS[torch.float32], "slipstream_pack_float32", t
 class PackedExperts:
     """The experts of one layer in the kernels' layout. `struct` is passed to the kernels."""
 
-    def __init__(self, parts: ExpertParts, kernel: Kernel, give_back: bool) -> None:
-        """With `give_back` the pages of the model's own weights are returned to the system as they are packed.
+    def __init__(self, parts: ExpertParts, kernel: Kernel, give_back: bool, keeps: bool = True) -> None:
+        """With `give_back` the pages of the model's own weights are returned to the system as they are packed. `keeps`
+        says whether those that a file holds in groups stay so; else they are of the `kernel` too.
 
         The router keeps its own numbers, in 32 bits, whatever the kernel: it is small, and chooses.
         """
@@ -37,18 +38,23 @@ class PackedExperts:
         self.router = PackedWeight([parts.router], [bias], _ROUTER_KERNEL)
         hidden, inner, experts = parts.router.shape[1], parts.intermediate, range(parts.num_experts)
         panel = library().slipstream_panel()
-        room = _Room(kernel, hidden, 2 * -(-inner // panel) * panel, len(experts))
+        keeps = keeps and parts.kept_in is not None
+        wide, narrow = parts.kept_in if keeps and parts.kept_in is not None else (kernel, kernel)
+        room = _Room(wide, hidden, 2 * -(-inner // panel) * panel, len(experts))
         self.gate_up = []
         for expert in experts:
-            weights, biases = parts.gate_and_up(expert)
+            pair = parts.kept_layers(expert)[0] if keeps else parts.gate_and_up(expert)
             own = give_back and isinstance(parts.gate_up, nn.Parameter)
-            self.gate_up.append(PackedWeight(weights, biases, kernel, True, own, room.of(expert)))
-        room = _Room(kernel, inner, hidden, len(experts))
+            biases = parts.gate_and_up_biases(expert)
+            self.gate_up.append(PackedWeight(pair, biases, wide, True, own, room.of(expert)))
+        room = _Room(narrow, inner, hidden, len(experts))
         self.down = []
         for expert in experts:
-            weight, of_weight = parts.last(expert)
+            last = parts.kept_layers(expert)[1] if keeps else [parts.last(expert)]
             own = give_back and isinstance(parts.down, nn.Parameter)
-            self.down.append(PackedWeight([weight], [of_weight], kernel, False, own, room.of(expert)))
+            self.down.append(
+                PackedWeight(last, [parts.last_bias(expert)], narrow, False, own, room.of(expert))
+            )
         for stack in parts.stacks if give_back else ():
             release(stack)
         self._gate_up, self._down = _structs(self.gate_up), _structs(self.down)
@@ -79,16 +85,19 @@ class PackedExperts:
 
 
 def packed_expert_bytes(parts: ExpertParts, kernel: Kernel) -> tuple[int, int, int]:
-    """What `PackedExperts` holds, padding included: (panels, scales and sums, biases)."""
+    """What `PackedExperts` holds, padding included: (panels, scales, sums and inputs' orders, biases)."""
     number, hidden = parts.num_experts, parts.router.shape[1]
+    wide, narrow = parts.kept_in or (kernel, kernel)
     of_all = (
         (1, packed_bytes(_ROUTER_KERNEL, hidden, number), parts.router_bias),
-        (number, packed_bytes(kernel, hidden, 2 * parts.intermediate), parts.gate_up_bias),
-        (number, packed_bytes(kernel, parts.intermediate, hidden), parts.down_bias),
+        (number, packed_bytes(wide, hidden, 2 * parts.intermediate), parts.gate_up_bias),
+        (number, packed_bytes(narrow, parts.intermediate, hidden), parts.down_bias),
     )
+    kept = () if parts.kept_in is None else parts.kept_layers(0)
+    orders = number * sum(int(own[0].order.nbytes) for own in kept if own[0].order is not None)
     return (
         sum(count * panels for count, (panels, _, _), _ in of_all),
-        sum(count * scales for count, (_, scales, _), _ in of_all),
+        sum(count * scales for count, (_, scales, _), _ in of_all) + orders,
         sum(count * biases for count, (_, _, biases), bias in of_all if bias is not None),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.models.linear.code_tables import CENTRED, RISING, CodeTable
 from slipstream.models.linear.grouped import GroupedLinear
 
 
@@ -34,6 +35,8 @@ class Kernel:
     """Whether groups have zeros of their own."""
     bits: int = 0
     """Bits of a code, for the kinds that have groups."""
+    table: CodeTable | None = None
+    """The numbers that 4-bit codes stand for, of the kinds that have a table."""
 
     @property
     def has_scales(self) -> bool:
@@ -44,16 +47,22 @@ class Kernel:
         return self.bytes_per_output > 4
 
 
-def grouped_kernel(bits: int, group: int, has_zeros: bool) -> Kernel:
-    """How codes of 4 or 8 bits in groups of so many inputs are held, each with a scale and perhaps a zero."""
+def grouped_kernel(bits: int, group: int, has_zeros: bool, table: CodeTable | None = None) -> Kernel:
+    """How codes of 4 or 8 bits in groups of so many inputs are held, each with a scale and perhaps a zero.
+
+    Codes of 4 bits in groups of 16, which only the kernel with a table has, are places in one of the codes themselves.
+    """
+    if bits == 4 and group % 32 and table is None:
+        table = RISING if has_zeros else CENTRED
     return Kernel(
-        kind=(4 if bits == 4 else 6) + has_zeros,
+        kind=(9 if table is not None else 4 if bits == 4 else 6) + has_zeros,
         pack="slipstream_pack_groups",
         bytes_per_weight=bits / 8 + (4 if has_zeros else 2) / group,
         bytes_per_output=4,
         group=group,
         has_zeros=has_zeros,
         bits=bits,
+        table=table,
     )
 
 
@@ -68,7 +77,7 @@ def blocked_kernel() -> Kernel:
 
 
 def common_kernel(layers: Sequence[GroupedLinear]) -> Kernel:
-    """The kernel that holds all numbers of these layers, which may differ in bits and groups.
+    """The kernel that holds all numbers of these layers, which may differ in bits, groups and tables.
 
     Raises `ModelError` where they cannot be stacked: they read their inputs in different orders.
     """
@@ -78,8 +87,10 @@ def common_kernel(layers: Sequence[GroupedLinear]) -> Kernel:
             raise ModelError(
                 "layers that are computed as one were saved with their inputs in different orders"
             )
-    if all(layer.blocks(0, 1) is not None for layer in layers):
+    if all(layer.has_blocks for layer in layers):
         return blocked_kernel()
-    bits = {layer.bits for layer in layers}
-    zeros = any(layer.has_zeros for layer in layers) or len(bits) > 1
-    return grouped_kernel(max(bits), math.gcd(*(layer.group for layer in layers)), zeros)
+    tables = {layer.table for layer in layers}
+    bits = max(layer.bits for layer in layers) if len(tables) == 1 else 8
+    zeros = any(layer.has_zeros for layer in layers)
+    group = math.gcd(*(layer.group for layer in layers))
+    return grouped_kernel(bits, group, zeros, tables.pop() if bits == 4 else None)

@@ -33,6 +33,7 @@ class LayerTrial(PackedModel):
     """Holds one layer at a time."""
 
     num_layers = 1
+    _keeps_experts = False
 
     def __init__(self, model: Any, family: Family, variants: Sequence[Variant]) -> None:
         """`variants` says how each layer attends."""

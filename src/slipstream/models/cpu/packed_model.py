@@ -37,6 +37,8 @@ class PackedModel:
     """Weights in the kernels' layout, and what passes over them need."""
 
     num_layers: int
+    _keeps_experts: bool = True
+    """Whether experts that a file holds in groups stay so."""
     _embedding: Tensor | None = None
     """A table that is not multiplied with."""
     _table: PackedWeight | None = None
@@ -191,7 +193,7 @@ class PackedModel:
         """The fields of a layer that hold its MLP, or its experts."""
         if parts.experts is not None:
             is_own = self._shared.isdisjoint(stack.data_ptr() for stack in parts.experts.stacks)
-            experts = PackedExperts(parts.experts, kernel, give_back=is_own)
+            experts = PackedExperts(parts.experts, kernel, is_own, self._keeps_experts)
             self._kept.append(experts)
             return {"mixture": experts.struct}
         assert parts.down is not None

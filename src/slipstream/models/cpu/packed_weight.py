@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_void_p
 
@@ -15,6 +16,7 @@ from slipstream.models.cpu.low_rank import PackedChange, packed_change_bytes
 from slipstream.models.cpu.native import empty_rows, library
 from slipstream.models.cpu.pages import huge_buffer, release
 from slipstream.models.cpu.structs import LinearStruct
+from slipstream.models.linear.code_tables import CodeTable
 from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedWeight, combined
 
 
@@ -79,6 +81,7 @@ class PackedWeight:
             None if self.bias is None else self.bias.data_ptr(),
             None if self.order is None else self.order.data_ptr(),
             None if self._change is None else ctypes.addressof(self._change.struct),
+            None if kernel.table is None else _table(kernel.table).data_ptr(),
         )
 
     def _pack(self, part: Tensor | GroupedWeight | BlockedWeight, first: int) -> None:
@@ -142,6 +145,12 @@ class PackedWeight:
             ctypes.byref(self.struct), indices.data_ptr(), len(indices), output.data_ptr()
         )
         return output
+
+
+@functools.cache
+def _table(numbers: CodeTable) -> Tensor:
+    """int8 [16], which stays where it is."""
+    return torch.tensor(numbers, dtype=torch.int8)
 
 
 def _slice_length(in_features: int) -> int:
@@ -283,9 +292,8 @@ class _GroupedStack:
         if blocks:
             return combined([block for block in blocks if block is not None], combine)
         groups = [layer.part(*bounds) for layer, bounds in parts]
-        return combined(
-            [part.converted(kernel.bits, kernel.group, kernel.has_zeros) for part in groups], combine
-        )
+        wanted = (kernel.bits, kernel.group, kernel.has_zeros, kernel.table)
+        return combined([part.converted(*wanted) for part in groups], combine)
 
     def _alternating(self, parts: list[Tensor]) -> Tensor:
         """The panels of two tensors [out, any] in turns, the last ones padded."""

@@ -42,6 +42,7 @@ class LinearStruct(Structure):
         ("bias", c_void_p),
         ("order", c_void_p),
         ("change", c_void_p),
+        ("table", c_void_p),
     )
 
 

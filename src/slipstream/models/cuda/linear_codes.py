@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ModelError
 from slipstream.models.linear.fp8 import Fp8Linear
-from slipstream.models.linear.grouped import GroupedLinear, GroupedWeight
+from slipstream.models.linear.grouped import GroupedLinear, GroupedWeight, plain_bits
 from slipstream.models.linear.int4 import fitted
 
 TILE_OUTPUTS = 64
@@ -135,12 +135,14 @@ def rounded_to_int4(layers: Sequence[nn.Linear], group: int, dtype: torch.dtype)
 
 
 def kept_in_groups(layers: Sequence[GroupedLinear], dtype: torch.dtype, device: torch.device) -> Codes:
-    """The numbers of layers that a file holds in groups: what one of them needs, all of them get."""
-    bits = {layer.bits for layer in layers}
-    has_zeros = any(layer.has_zeros for layer in layers) or len(bits) > 1
+    """The numbers of layers that a file holds in groups: what one of them needs, all of them get.
+
+    Codes that are places in a table become its numbers, of 8 bits.
+    """
+    has_zeros = any(layer.has_zeros for layer in layers)
     group = largest_group(math.gcd(*(layer.group for layer in layers)), dtype)
     shape = (sum(layer.out_features for layer in layers), layers[0].in_features)
-    made = _Groups(shape, max(bits), group, has_zeros, device)
+    made = _Groups(shape, plain_bits(layers), group, has_zeros, device)
     length = max(_PART_WEIGHTS // shape[1], 1)
     first = 0
     for layer in layers:

@@ -12,16 +12,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.linear.grouped import GroupedLinear
+
 
 class FileStack(ABC):
-    """The weights [experts, out, in] of a layer that stay in a file, in the place of a parameter."""
+    """The weights of a layer's experts that stay in a file, in the place of a parameter."""
 
     ndim = 3
     shape: tuple[int, int, int]
+    """That of the parameter."""
+    kernel: Kernel | None = None
+    """How kernels hold all experts as the file does, all of them alike; None where each is rounded as it is read."""
 
     @abstractmethod
     def read(self, expert: int) -> Tensor:
-        """float32 [out, in]: the file's numbers of one expert."""
+        """The file's numbers of one expert, float32, as the parameter has them."""
+
+    @abstractmethod
+    def layers(self, expert: int) -> list[GroupedLinear]:
+        """Those of one expert as the file has them: gate and up, or one; without biases."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether kernels hold the weights as the file does."""
+        return self.kernel is not None
 
     def __getitem__(self, expert: Any) -> Tensor:
         """As a parameter is indexed by the passes of a Transformers model."""
@@ -113,6 +128,13 @@ class ExpertParts:
         return len(self.stacks) < 2
 
     @property
+    def kept_in(self) -> tuple[Kernel, Kernel] | None:
+        """How kernels hold gate and up, and the last layer, as a file does; None where they do not."""
+        stacks = [stack for stack in (self.gate_up, self.down) if isinstance(stack, FileStack)]
+        kernels = [stack.kernel for stack in stacks if stack.kernel is not None]
+        return (kernels[0], kernels[1]) if len(kernels) == 2 else None
+
+    @property
     def num_experts(self) -> int:
         return len(self.router)
 
@@ -147,16 +169,29 @@ class ExpertParts:
     def _turned(self, outputs: int, inputs: int) -> tuple[int, int]:
         return (inputs, outputs) if self.is_transposed else (outputs, inputs)
 
-    def gate_and_up(self, expert: int) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The weights [intermediate, hidden] of one expert, in its own memory, and their biases."""
-        weight = self._weight(self.gate_up, expert)
-        bias = None if self.gate_up_bias is None else self.gate_up_bias.detach()[expert]
-        return self._halves(weight), [None, None] if bias is None else list(self._halves(bias))
+    def gate_and_up(self, expert: int) -> list[Tensor]:
+        """The weights [intermediate, hidden] of one expert, in its own memory."""
+        return self._halves(self._weight(self.gate_up, expert))
 
-    def last(self, expert: int) -> tuple[Tensor, Tensor | None]:
+    def gate_and_up_biases(self, expert: int) -> list[Tensor | None]:
+        """Their biases."""
+        if self.gate_up_bias is None:
+            return [None, None]
+        return [*self._halves(self.gate_up_bias.detach()[expert])]
+
+    def last(self, expert: int) -> Tensor:
         """As `gate_and_up`, [hidden, intermediate]."""
-        bias = None if self.down_bias is None else self.down_bias.detach()[expert]
-        return self._weight(self.down, expert), bias
+        return self._weight(self.down, expert)
+
+    def last_bias(self, expert: int) -> Tensor | None:
+        """Its bias."""
+        return None if self.down_bias is None else self.down_bias.detach()[expert]
+
+    def kept_layers(self, expert: int) -> tuple[list[GroupedLinear], list[GroupedLinear]]:
+        """Gate and up, and the last layer, as a file has them, where it is known what they are `kept_in`."""
+        assert isinstance(self.gate_up, FileStack)
+        assert isinstance(self.down, FileStack)
+        return self.gate_up.layers(expert), self.down.layers(expert)
 
     def _weight(self, stack: nn.Parameter | FileStack, expert: int) -> Tensor:
         weight = stack.read(expert) if isinstance(stack, FileStack) else stack.detach()[expert]

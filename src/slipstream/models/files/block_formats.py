@@ -1,8 +1,8 @@
 """The types of GGUF tensors: plain numbers, and blocks of quantised ones.
 
-A block holds 32 or 256 weights of one output: small integers in nibbles and single bits, and 16-bit or 6-bit numbers
-that scale groups of them. The layouts are those of ggml. Every integer, scale and minimum is read exactly: a K-quant's
-scale is a 16-bit number times one of 6 to 8 bits, which float32 holds.
+A block holds 32 or 256 weights of one output: small integers in nibbles and single bits, or places in a table, and
+numbers of 16 bits or fewer that scale groups of them. The layouts are those of ggml. Every integer, scale and minimum
+is read exactly: a K-quant's scale is a 16-bit number times one of 4 to 8 bits, which float32 holds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.files.grouped import Grouped
+from slipstream.models.linear.code_tables import FP4, IQ4, CodeTable, halves_of_e8m0
 from slipstream.models.linear.grouped import BlockedWeight
 
 
@@ -38,6 +39,8 @@ class BlockFormat:
     """See `GroupedMatrix`."""
     unpack_blocks: Callable[[Tensor], BlockedWeight] | None = None
     """As `unpack`, with the integers that scale the groups; None for types whose groups have no such."""
+    table: CodeTable | None = None
+    """The numbers that codes stand for; None where they are numbers themselves."""
 
     def num_bytes(self, num_weights: int) -> int:
         """Bytes of so many weights, a multiple of `block_size`."""
@@ -168,6 +171,45 @@ def _q6_k(blocks: Tensor) -> Grouped:
     return _grouped(low | high << 4, scales, -32 * scales, 6)
 
 
+def _q2_k(blocks: Tensor) -> Grouped:
+    """Each half of a block has 32 bytes of pairs of bits, for 4 times 32 weights."""
+    codes = _bits(_parts(blocks[..., 16:80], 32), 2)
+    integers, halves = blocks[..., :16], _half(blocks[..., 80:84])
+    scales, minimums = halves[..., :1] * (integers & 15), -(halves[..., 1:] * (integers >> 4))
+    return _grouped(codes.flatten(2), scales, minimums, 2)
+
+
+def _q3_k(blocks: Tensor) -> Grouped:
+    """As Q2_K, with a third bit, and scales of 6 bits whose middle is nothing."""
+    low = _bits(_parts(blocks[..., 32:96], 32), 2).flatten(-3, -2)
+    codes = low | _bits(blocks[..., :32], 1) << 2
+    integers = _nibbles(blocks[..., 96:104]) | _bits(blocks[..., 104:108], 2).flatten(-2) << 4
+    scales = _half(blocks[..., 108:]) * (integers.view(torch.int8) - 32)
+    return _grouped(codes, scales, -4 * scales, 3)
+
+
+def _in_table(codes: Tensor, scales: Tensor, table: CodeTable) -> Grouped:
+    """As `_grouped`, of codes that are places in a table."""
+    return Grouped(codes.flatten(1), scales.flatten(1), None, 4, table)
+
+
+def _iq4_nl(blocks: Tensor) -> Grouped:
+    return _in_table(_nibbles(blocks[..., 2:]), _half(blocks[..., :2]), IQ4)
+
+
+def _iq4_xs(blocks: Tensor) -> Grouped:
+    low, high = (
+        _bits(part, width).transpose(-1, -2).flatten(-2)
+        for part, width in ((blocks[..., 4:8], 4), (blocks[..., 2:4], 2))
+    )
+    scales = _half(blocks[..., :2]) * ((low | high << 4).view(torch.int8) - 32)
+    return _in_table(_nibbles(_parts(blocks[..., 8:], 16)), scales, IQ4)
+
+
+def _mxfp4(blocks: Tensor) -> Grouped:
+    return _in_table(_nibbles(blocks[..., 1:]), halves_of_e8m0(blocks[..., :1]), FP4)
+
+
 FORMATS: Mapping[int, BlockFormat] = {
     0: BlockFormat("F32", 1, 4, torch.float32),
     1: BlockFormat("F16", 1, 2, torch.float16),
@@ -176,31 +218,26 @@ FORMATS: Mapping[int, BlockFormat] = {
     6: BlockFormat("Q5_0", 32, 22, None, _q5_0, 5, is_symmetric=True),
     7: BlockFormat("Q5_1", 32, 24, None, _q5_1, 5),
     8: BlockFormat("Q8_0", 32, 34, None, _q8_0, 8, is_symmetric=True),
+    10: BlockFormat("Q2_K", 256, 84, None, _q2_k, 2, 16),
+    11: BlockFormat("Q3_K", 256, 110, None, _q3_k, 3, 16, is_symmetric=True),
     12: BlockFormat("Q4_K", 256, 144, None, _q4_k, 4, unpack_blocks=_q4_k_blocks),
     13: BlockFormat("Q5_K", 256, 176, None, _q5_k, 5),
     14: BlockFormat("Q6_K", 256, 210, None, _q6_k, 6, 16, is_symmetric=True),
+    20: BlockFormat("IQ4_NL", 32, 18, None, _iq4_nl, 4, table=IQ4),
+    23: BlockFormat("IQ4_XS", 256, 136, None, _iq4_xs, 4, table=IQ4),
     24: BlockFormat("I8", 1, 1, torch.int8),
     25: BlockFormat("I16", 1, 2, torch.int16),
     26: BlockFormat("I32", 1, 4, torch.int32),
     27: BlockFormat("I64", 1, 8, torch.int64),
     28: BlockFormat("F64", 1, 8, torch.float64),
     30: BlockFormat("BF16", 1, 2, torch.bfloat16),
+    39: BlockFormat("MXFP4", 32, 17, None, _mxfp4, 4, table=FP4),
 }
 """By the number that a file gives."""
 
 _OTHERS = {
-    **{
-        9: "Q8_1",
-        10: "Q2_K",
-        11: "Q3_K",
-        15: "Q8_K",
-        16: "IQ2_XXS",
-        17: "IQ2_XS",
-        18: "IQ3_XXS",
-        19: "IQ1_S",
-    },
-    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
-    **{39: "MXFP4", 40: "NVFP4"},
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S"},
+    **{22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
 
 

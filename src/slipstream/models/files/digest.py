@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from slipstream.core.model_path import gguf_parts
+
 SAMPLE_BYTES = 2**20
 """Bytes of a weight file that are read at each of `NUM_SAMPLES` places: whole large files take minutes."""
 NUM_SAMPLES = 16
@@ -16,12 +18,19 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files of a folder, or a file; of a GGUF file in parts all that are there."""
+    if path.is_file():
+        return [part for part in map(Path, gguf_parts(str(path))) if part.is_file()]
+    return sorted(file for file in path.iterdir() if file.is_file())
+
+
 def digest_of_files(model: str) -> str:
     """Return the digest of a folder's or a file's contents, or of a hub id, whose files the hub digests itself."""
     path = Path(model)
     if not path.exists():
         return digest_of(model.encode())
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    files = files_of(path)
     state = hashlib.blake2b(digest_size=16)
     for file in files:
         if file.suffix in (".md", ".lock") or file.name.startswith("."):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.model_path import gguf_parts
 from slipstream.errors import ModelError
 from slipstream.models.files.block_formats import FORMATS, QUANTISED, BlockFormat, format_name
 
@@ -66,9 +67,10 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """What is in a GGUF file."""
+    """What is in a GGUF file, or in all parts of one."""
 
     path: str
+    """Of the first part."""
     fields: Mapping[str, Any]
     """Keys to numbers, strings, or lists of these."""
     tensors: Mapping[str, GgufTensor]
@@ -83,23 +85,65 @@ class Gguf:
 
 
 def open_gguf(path: str) -> Gguf:
-    """Map a GGUF file and read its header; its tensors are read where they are used.
+    """Map a GGUF file, or all parts of a model of which it is one, and read the headers, not the tensors themselves.
 
     Raises `ModelError`, in one line, for a file that is none, is damaged or cut short, or holds a type of tensor that
-    is not read here.
+    is not read here, and for a part that is missing.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ModelError(f"there is no file {path!r}")
+    names = gguf_parts(path)
+    for name in (path, *names):
+        if not Path(name).is_file():
+            of = (
+                ""
+                if name == path
+                else f": it is part {names.index(name) + 1} of the {len(names)} of {path!r}"
+            )
+            raise ModelError(f"there is no file {name!r}{of}")
+    parts = [_open_part(name, number, len(names)) for number, name in enumerate(names)]
+    first = parts[0]
     try:
-        with file.open("rb") as stream:
+        tensors = _together(parts)
+        return _without_prediction(Gguf(first.path, first.fields, tensors))
+    except _Damaged as error:
+        raise ModelError(f"{first.path!r} {error}") from None
+
+
+def _open_part(path: str, number: int, count: int) -> Gguf:
+    """One of `count` files that hold a model; raises `ModelError`."""
+    try:
+        with Path(path).open("rb") as stream:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ModelError(f"{path!r} is no GGUF file: {error}") from None
     try:
-        return _read(mapped, path)
+        found = _read(mapped, path)
+        says = found.fields.get("split.count", 1), found.fields.get("split.no", 0)
+        if says != (count, number) and not (count == 1 and says[0] in (0, 1)):
+            named = (
+                f"by its name it is part {number + 1} of {count}" if count > 1 else "its name says of none"
+            )
+            which = says[1] + 1 if type(says[1]) is int else says[1]
+            raise _Damaged(
+                f"says that it is part {which!r:.20} of {says[0]!r:.20}, and {named}; parts are called "
+                "NAME-00001-of-00003.gguf"
+            )
     except _Damaged as error:
         raise ModelError(f"{path!r} {error}") from None
+    return found
+
+
+def _together(parts: Sequence[Gguf]) -> dict[str, GgufTensor]:
+    """The tensors of all parts of a model."""
+    tensors: dict[str, GgufTensor] = {}
+    for part in parts:
+        twice = tensors.keys() & part.tensors.keys()
+        if twice:
+            raise _Damaged(f"is in parts of which two hold a tensor {min(twice)!r}")
+        tensors |= part.tensors
+    wanted = parts[0].fields.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and wanted != len(tensors):
+        raise _Damaged(f"is in parts that hold {len(tensors)} tensors, and says {wanted!r:.20}")
+    return tensors
 
 
 class _Header:
@@ -202,10 +246,6 @@ def _read(mapped: mmap.mmap, path: str) -> Gguf:
     places = [_place(header) for _ in range(min(num_tensors, _MAX_ITEMS + 1))]
     if len(places) > _MAX_ITEMS:
         raise _Damaged(f"has a damaged header: {num_tensors} tensors")
-    if fields.get("split.count", 1) not in (0, 1):
-        raise _Damaged(
-            f"is one of {fields['split.count']!r:.20} parts of a model; merge them first: llama-gguf-split --merge"
-        )
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & alignment - 1:
         raise _Damaged(f"has a damaged header: an alignment of {alignment!r}")
@@ -219,7 +259,7 @@ def _read(mapped: mmap.mmap, path: str) -> Gguf:
             raise _Damaged(f"has a damaged header: two tensors {place.name!r}")
         tensors[place.name] = place.tensor(mapped, begin, alignment)
     _check_apart(places, tensors)
-    return _without_prediction(Gguf(path, fields, tensors))
+    return Gguf(path, fields, tensors)
 
 
 def _without_prediction(file: Gguf) -> Gguf:

@@ -213,7 +213,18 @@ def _qwen3_moe(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Every other layer has a window, the first among them. No key says that YaRN's ends are not rounded."""
+    return {
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "sliding_window": keys.size("attention.sliding_window"),
+        "rope_parameters": {**sizes["rope_parameters"], "truncate": False},
+    }
+
+
 _LLAMA = _NORMS | _ATTENTION | _MLP
+_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture("llama", _LLAMA, rotates_neighbours=True),
@@ -237,12 +248,16 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "qwen3moe": GgufArchitecture(
         "qwen3_moe",
         _NORMS | _ATTENTION | _HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
-        experts={
-            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-            "ffn_up_exps": "mlp.experts.{}.up_proj",
-            "ffn_down_exps": "mlp.experts.{}.down_proj",
-        },
+        experts=_EXPERTS,
         more=_qwen3_moe,
+    ),
+    "gpt-oss": GgufArchitecture(
+        "gpt_oss",
+        {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        | _ATTENTION
+        | {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
+        experts=_EXPERTS,
+        more=_gpt_oss,
     ),
     "granite": GgufArchitecture("granite", _LLAMA, rotates_neighbours=True, more=_granite),
     "olmo2": GgufArchitecture("olmo2", _AFTER | _ATTENTION | _MLP | _HEAD_NORMS),
@@ -283,7 +298,7 @@ def architecture_of(file: Gguf) -> GgufArchitecture:
     if file.architecture != "llama":
         raise ModelError(
             f"{file.path!r} holds a {file.architecture} model with experts, which GGUF files are read for of llama "
-            "(Mixtral) and qwen3moe only"
+            "(Mixtral), qwen3moe and gpt-oss only"
         )
     return _MIXTRAL
 

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
-from slipstream.core.model_path import HUB_FILE, check_model_path, names_gguf
+from slipstream.core.model_path import HUB_FILE, check_model_path, gguf_parts, names_gguf
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import release
 from slipstream.models.files.gguf import Gguf, GgufTensor
@@ -27,23 +28,34 @@ from slipstream.models.linear.grouped import BlockedWeight
 
 
 def find_gguf(path: str, revision: str | None = None) -> str | None:
-    """The GGUF file that a model's name means: a file, or `REPO:FILE.gguf` of the hub, which is downloaded.
+    """The GGUF file that a model's name means: a file, a folder that holds one in parts and no other model, or
+    `REPO:FILE.gguf` of the hub, which is downloaded with all of its parts.
 
     None for the name of anything else. Raises `ModelError` where there is no such file.
     """
     if not names_gguf(path):
-        return None
+        return _in_parts(Path(path))
     check_model_path(path)
     named = HUB_FILE.fullmatch(path)
     if named is None or Path(path).is_file():
         return path
     try:
-        return str(hf_hub_download(named[1], named[2], revision=revision))
+        parts = [hf_hub_download(named[1], part, revision=revision) for part in gguf_parts(named[2])]
     except Exception as error:  # of the network, the hub or the disk
         lines = str(error).strip().splitlines()
         raise ModelError(
             f"cannot download {named[2]!r} of {named[1]!r}: {lines[0] if lines else type(error).__name__}"
         ) from None
+    return str(parts[0])
+
+
+def _in_parts(folder: Path) -> str | None:
+    """The first part of the model in a folder; None where it holds another, or several."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    files = sorted(map(str, folder.glob("*.gguf")))
+    parts = gguf_parts(files[0]) if files else []
+    return files[0] if len(parts) > 1 and set(files) <= set(parts) else None
 
 
 def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
@@ -69,7 +81,22 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
             matrices[stem] = GgufMatrix(entry, stem, order)
             continue
         tensors[name] = _numbers(entry, architecture, order)
-    return StoredModel(tensors, matrices, quantised_kinds(file))
+    return StoredModel(_as_gpt_oss_has_them(tensors), matrices, quantised_kinds(file))
+
+
+def _as_gpt_oss_has_them(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with what only GPT-OSS has under its names: sinks, and biases of experts, of gate and up in turns."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        holder, _, part = name.partition(".experts.{}.")
+        if part == "gate_proj.bias":
+            pair = torch.stack([tensor, tensors[f"{holder}.experts.{{}}.up_proj.bias"]], dim=-1)
+            found[f"{holder}.experts.gate_up_proj_bias"] = pair.flatten(1)
+        elif part == "down_proj.bias":
+            found[f"{holder}.experts.down_proj_bias"] = tensor
+        elif part != "up_proj.bias":
+            found[name.replace(".sinks.weight", ".sinks")] = tensor
+    return found
 
 
 def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | None) -> Tensor:
@@ -156,6 +183,7 @@ class GgufMatrix(GroupedMatrix):
         self.out_features, self.in_features = entry.shape
         fmt = entry.format
         self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
+        self.table, self.has_blocks = fmt.table, fmt.unpack_blocks is not None
 
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import forget
+from slipstream.models.linear.code_tables import CodeTable
 from slipstream.models.linear.grouped import BlockedWeight
 
 _PART_WEIGHTS = 2**22
@@ -19,7 +20,8 @@ _PART_WEIGHTS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Some outputs of a quantised matrix: a weight is `code * scale + minimum` of its group of inputs.
+    """Some outputs of a quantised matrix: a weight is `code * scale + minimum` of its group of inputs, or
+    `table[code] * scale`.
 
     A file that has integer zero points is held so too: with scales of 16 bits and codes of at most 8, `-zero * scale`
     and the sum are exact in float32, so a weight has the bits of `scale * (code - zero)`.
@@ -29,10 +31,12 @@ class Grouped:
     """uint8 [out, in]: from 0 to `2**bits - 1`."""
     scales: Tensor
     """float32 [out, groups]"""
-    minimums: Tensor
-    """float32 [out, groups]"""
+    minimums: Tensor | None
+    """float32 [out, groups]; None where there is a table."""
     bits: int
     """Bits of a code."""
+    table: CodeTable | None = None
+    """16 numbers from -128 to 127, in which codes are places; None where they are numbers themselves."""
 
     @property
     def group_size(self) -> int:
@@ -41,8 +45,13 @@ class Grouped:
 
     def widened(self) -> Tensor:
         """float32 [out, in]: the weights, by one product and one sum, each rounded once."""
-        grouped = self.codes.view(len(self.codes), -1, self.group_size).float()
-        return grouped.mul_(self.scales[..., None]).add_(self.minimums[..., None]).view(self.codes.shape)
+        codes = self.codes.view(len(self.codes), -1, self.group_size)
+        if self.table is not None:
+            numbers = torch.tensor(self.table, dtype=torch.float32)[codes.int()]
+            return numbers.mul_(self.scales[..., None]).view(self.codes.shape)
+        assert self.minimums is not None
+        products = codes.float().mul_(self.scales[..., None])
+        return products.add_(self.minimums[..., None]).view(self.codes.shape)
 
 
 class GroupedMatrix(ABC):
@@ -59,14 +68,18 @@ class GroupedMatrix(ABC):
     order: Tensor | None = None
     """int64 [in]: which input each column of `part` multiplies; None where they are in their order."""
     is_symmetric: bool = False
-    """Whether a code of half the range is nothing everywhere: `minimum == -scale * 2 ** (bits - 1)`."""
+    """Whether a code of half the range is nothing everywhere: `minimum == -scale * 2 ** (bits - 1)`. So is a table."""
+    table: CodeTable | None = None
+    """See `Grouped`; the same of all outputs."""
+    has_blocks: bool = False
+    """Whether the file has eight groups in a block, as the kernels do."""
 
     @abstractmethod
     def part(self, begin: int, end: int) -> Grouped:
         """The outputs from `begin` to `end`, out of the file's own bytes."""
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        """The same outputs as the kernels hold blocks of eight groups; None of a file that has no such blocks."""
+        """The same outputs as the kernels hold blocks of eight groups, where it `has_blocks`; else None."""
         return None
 
     def widened(self, begin: int, end: int) -> Tensor:

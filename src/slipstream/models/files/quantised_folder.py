@@ -1,4 +1,4 @@
-"""Checkpoint folders whose matrices were saved quantised: GPTQ, AWQ, compressed-tensors, and FP8."""
+"""Checkpoint folders whose matrices were saved quantised: GPTQ, AWQ, compressed-tensors, FP8, and MXFP4."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.files import awq, compressed, fp8, gptq
+from slipstream.models.files import awq, compressed, fp8, gptq, mxfp4
 from slipstream.models.files.fp8 import Fp8Matrix
 from slipstream.models.files.grouped import GroupedMatrix
 from slipstream.models.files.shards import weight_files
 from slipstream.models.files.stored import StoredModel
 
-READ = ("gptq", "awq", "compressed-tensors", "fp8")
+READ = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Methods, as configurations name them, whose weights are read here."""
 
-NAMES = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors", "fp8": "FP8"}
+NAMES = {
+    **{"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors"},
+    **{"fp8": "FP8", "mxfp4": "MXFP4"},
+}
 
 _IGNORED = (
     *("input_scale", "activation_scale", "input_zero_point", "weight_global_scale", "output_scale"),
@@ -39,7 +42,8 @@ class _Reader:
     """Names of a layer's tensors."""
     is_quantised: Callable[[Mapping[str, Tensor]], bool]
     """Whether a layer that has such tensors is quantised: a plain one next to it has a weight too."""
-    read: Callable[[str, Mapping[str, Tensor]], GroupedMatrix | Fp8Matrix]
+    read: Callable[[str, Mapping[str, Tensor]], GroupedMatrix | Fp8Matrix | dict[str, GroupedMatrix]]
+    """One matrix, or several by their names."""
 
 
 def check_settings(method: str, settings: Mapping[str, Any]) -> None:
@@ -90,12 +94,14 @@ def read_quantised(
         matrix = reader.read(stem, found)
         if isinstance(matrix, Fp8Matrix):
             converted[stem] = matrix
+        elif isinstance(matrix, dict):
+            kept |= matrix
         else:
             kept[stem] = matrix
     if not kept and not converted and not may_be_plain:
         raise ModelError(f"{path!r} says that its weights are {NAMES[method]}, and has none such")
-    kind = "FP8"
-    if kept:
+    kind = NAMES[method] if method == "mxfp4" else "FP8"
+    if kept and method != "mxfp4":
         bits = "/".join(sorted({str(matrix.bits) for matrix in kept.values()}))
         kind = f"{NAMES[method]}, {bits} bits"
     return StoredModel(tensors, kept, kind, converted)
@@ -106,6 +112,8 @@ def _reader(method: str, settings: Mapping[str, Any]) -> _Reader:
     if method == "fp8":
         block = fp8.block_size(settings)
         return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, block))
+    if method == "mxfp4":
+        return _Reader(mxfp4.PARTS, bool, mxfp4.expert_matrices)
     if method == "gptq":
         of_gptq = gptq.GptqSettings.read(settings)
         return _Reader(gptq.PARTS, _has("qweight"), lambda name, found: gptq.GptqMatrix(name, found, of_gptq))

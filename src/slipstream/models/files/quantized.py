@@ -28,7 +28,7 @@ _NAMES = {
 }
 
 WIDENED = {"fp8": "FP8", "mxfp4": "MXFP4"}
-"""Formats that Transformers converts to 16-bit weights while it loads them: FP8 where we do not read the model."""
+"""Formats that Transformers converts to 16-bit weights while it loads them, where we do not read the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,12 @@ class Quantised:
         return is_kept(self.method, self.settings)
 
 
-def resolve_quantized(
-    path: str, config: Any, by_transformers: bool = False, widens: bool = True
-) -> Quantised | None:
+def resolve_quantized(path: str, config: Any, by_transformers: bool = False) -> Quantised | None:
     """Decide how the quantised weights of a checkpoint are read.
 
     Those that we read are returned, and `config` no longer speaks of them. Where Transformers widens weights, logs a
     warning and sets `config` so that they are widened on any device; `by_transformers` says that it has to read this
-    model. Raises `ModelError` where they cannot be read, and, unless `widens`, where they would take several times the
-    memory of the file (MXFP4), with the options that say that they may.
+    model. Raises `ModelError` where they cannot be read.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -62,11 +59,6 @@ def resolve_quantized(
         raise ModelError(f"{path!r} has a damaged quantization_config: it must be a JSON object")
     method = _method_of(settings)
     is_widened = method in WIDENED and (by_transformers or method not in READ)
-    if method == "mxfp4" and not widens:
-        raise ModelError(
-            f"{path!r} holds MXFP4 weights, which cannot be kept packed; --quantization int4 or int8 rounds them to 4 "
-            "or 8 bits on a CPU, --dtype bfloat16 widens them to 16"
-        )
     if is_widened:
         _check_widening(path, method)
         log.warning(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
+from slipstream.models.families.experts import file_stacks
 from slipstream.models.files.fp8 import Fp8Matrix
 from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.files.lora import WIDENS
-from slipstream.models.files.stored_experts import StoredStack, take_experts
-from slipstream.models.linear.grouped import LARGEST_GROUP, BlockedWeight, GroupedLinear, GroupedWeight
+from slipstream.models.files.stored_experts import KEPT, StoredStack, take_experts, take_stacks
+from slipstream.models.files.stored_linear import StoredLinear, kernel_groups
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.linear.low_rank import LowRankChange
 
 KEPT_AS_STORED = (
@@ -39,7 +40,13 @@ class StoredModel:
     narrow: Mapping[str, Fp8Matrix] = field(default_factory=dict)
     """Those in FP8 that stay so; see `keeping_fp8`."""
     stacks: Mapping[str, StoredStack] = field(default_factory=dict)
-    """Experts that are rounded while they are packed, by the names of the parameters that they stand for; see `fit`."""
+    """Experts that stay in the file until they are packed, by the names of the parameters that they stand for; see
+    `fit`."""
+
+    @property
+    def stay(self) -> bool:
+        """Whether some are held as the file has them, quantised."""
+        return bool(self.matrices or self.narrow or any(stack.is_kept for stack in self.stacks.values()))
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """For Transformers: all weights, a quantised one as a single number that is seen everywhere."""
@@ -51,9 +58,21 @@ class StoredModel:
         stand_ins |= {name: nothing.expand(stack.shape) for name, stack in self.stacks.items()}
         return {**self.tensors, **stand_ins}
 
-    def widened(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """For Transformers: as `state`, with the quantised ones as plain numbers of this type."""
+    def stacked(self, model: Any) -> StoredModel:
+        """The same with those experts as `stacks` that only we can put together for `model`, which may be without
+        numbers."""
+        taken = take_stacks(self.matrices, self.tensors, model)
+        return replace(
+            self,
+            tensors=_without(self.tensors, taken.names),
+            matrices=_without(self.matrices, taken.names),
+            stacks=taken.stacks,
+        )
+
+    def widened(self, dtype: torch.dtype, experts: torch.dtype | None = None) -> dict[str, Tensor]:
+        """For Transformers: as `state`, with the quantised ones as plain numbers of this type, stacks as `experts`."""
         found = dict(self.tensors)
+        found |= {name: stack.widened(experts or dtype) for name, stack in self.stacks.items()}
         for name, matrix in self.matrices.items():
             weight = torch.empty(matrix.out_features, matrix.in_features, dtype=dtype)
             for begin, end in bounds(matrix):
@@ -85,13 +104,14 @@ class StoredModel:
     def fit(self, model: Any, experts_in: str | None = None) -> StoredModel:
         """These weights, once it is sure that `model` (it may be without numbers) can have them as they are.
 
-        Experts become `stacks`, to be rounded to the format `experts_in`. Biases of nothing that the model has not,
-        which some tools write for every layer, are left out. Raises `ModelError` for a matrix that is no plain layer's,
-        has another shape, or has groups that no kernel holds, and for experts where nothing may round them.
+        Experts become `stacks`, to be rounded to the format `experts_in`, or kept as they are (`KEPT`). Biases of
+        nothing that the model has not, which some tools write for every layer, are left out. Raises `ModelError` for a
+        matrix that is no plain layer's, has another shape, or has groups that no kernel holds, and for experts that
+        nothing may hold.
         """
         modules = dict(model.named_modules())
         taken = take_experts(self.matrices, self.tensors, model, self.kind, experts_in)
-        matrices = {name: matrix for name, matrix in self.matrices.items() if name not in taken.names}
+        matrices = _without(self.matrices, taken.names)
         for name, matrix in matrices.items():
             plain = modules.get(name)
             if not isinstance(plain, nn.Embedding) and type(plain) is not nn.Linear:
@@ -104,15 +124,14 @@ class StoredModel:
                 raise ModelError(
                     f"{name} is {have[0]} x {have[1]}, and the configuration says {want[0]} x {want[1]}"
                 )
-            _kernel_groups(matrix)
+            kernel_groups(matrix)
         names = {name for name, _ in model.named_parameters()}
         tensors = {
             name: tensor
-            for name, tensor in self.tensors.items()
-            if name.removesuffix(".weight") not in taken.names
-            and (name in names or not name.endswith(".bias") or bool(tensor.any()))
+            for name, tensor in _without(self.tensors, taken.names).items()
+            if name in names or not name.endswith(".bias") or bool(tensor.any())
         }
-        kind = f"{self.kind}, experts in {experts_in}" if taken.stacks else self.kind
+        kind = f"{self.kind}, experts in {experts_in}" if taken.stacks and experts_in != KEPT else self.kind
         return replace(self, tensors=tensors, matrices=matrices, kind=kind, stacks=taken.stacks)
 
     def install(
@@ -152,41 +171,12 @@ class StoredModel:
             layer.change = change
 
 
-class StoredLinear(GroupedLinear):
-    """A linear layer whose weight is a quantised matrix of a file."""
+Weight = TypeVar("Weight")
 
-    def __init__(self, matrix: GroupedMatrix, bias: Tensor | None) -> None:
-        """Raises `ModelError` for groups that the kernels cannot hold."""
-        bits, group = _kernel_groups(matrix)
-        super().__init__(matrix.in_features, matrix.out_features, bits, group, not matrix.is_symmetric)
-        self._matrix = matrix
-        self.bias = bias
-        self.order = None if matrix.order is None else matrix.order.to(torch.int32)
 
-    def part(self, begin: int, end: int) -> GroupedWeight:
-        """See `GroupedLinear.part`."""
-        found = self._matrix.part(begin, end)
-        count = -(-self.in_features // self.group)
-        repeats = -(-found.group_size // self.group)
-        scales, minimums = (
-            each.repeat_interleave(repeats, 1)[:, :count] for each in (found.scales, found.minimums)
-        )
-        if self.has_zeros:
-            return GroupedWeight.from_minimums(found.codes, scales, minimums, self.group, self.bits)
-        codes = found.codes + (2 ** (self.bits - 1) - 2 ** (found.bits - 1))
-        return GroupedWeight(codes, scales, None, self.group, self.bits)
-
-    def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        """See `GroupedLinear.blocks`."""
-        return self._matrix.blocks(begin, end)
-
-    def numbers(self, begin: int, end: int) -> Tensor:
-        """See `GroupedLinear.numbers`: the file's own, where `part` has scales and zeros as the kernels hold them."""
-        return self._matrix.widened(begin, end)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """int64 [n] -> float32 [n, in]: the file's numbers of these outputs."""
-        return self._matrix.rows(indices)
+def _without(weights: Mapping[str, Weight], layers: Collection[str]) -> dict[str, Weight]:
+    """Weights but for those of some layers."""
+    return {name: weight for name, weight in weights.items() if name.removesuffix(".weight") not in layers}
 
 
 class StoredEmbedding(nn.Module):
@@ -235,23 +225,12 @@ class KeptWeights:
 
 
 def quantised_layers(model: Any) -> list[GroupedLinear]:
-    """The layers of a model whose weights are as a file holds them, a table that is no layer among them."""
+    """The layers of a model whose weights are as a file holds them, a table that is no layer and those of experts among
+    them."""
     found = [part for part in model.modules() if isinstance(part, GroupedLinear)]
     table = model.get_input_embeddings()
     if isinstance(table, StoredEmbedding) and table.linear not in found:
         found.append(table.linear)
+    for stack in (each for each in file_stacks(model) if each.is_kept):
+        found += [layer for expert in range(stack.shape[0]) for layer in stack.layers(expert)]
     return found
-
-
-def _kernel_groups(matrix: GroupedMatrix) -> tuple[int, int]:
-    """(bits, inputs of a group) in which the kernels hold a matrix."""
-    bits = 4 if matrix.bits <= 4 else 8
-    whole = matrix.group_size == matrix.in_features
-    group = LARGEST_GROUP if whole else math.gcd(matrix.group_size, LARGEST_GROUP)
-    if bits == 4 and group == 16:
-        bits = 8
-    if group < 16:
-        raise ModelError(
-            f"{matrix.name}: groups of {matrix.group_size} inputs cannot be kept as they are; {WIDENS}"
-        )
-    return bits, group

@@ -1,7 +1,7 @@
 """Experts whose weights a file holds quantised, one by one, where a Transformers model has stacks of all of a layer.
 
-No kernel holds them as they are. They are widened one at a time, by the passes that check a model and where each is
-packed in the format that they are rounded to, so that the whole widened model is never held.
+Our kernels for CPUs hold them as they are. They are widened one at a time, by the passes that check a model and where
+each is packed in a format that they are to be rounded to, so that the whole widened model is never held.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
+from slipstream.models.cpu.kernel import common_kernel
 from slipstream.models.cpu.pages import forget
 from slipstream.models.families.experts import ExpertParts, FileStack
 from slipstream.models.files.grouped import GroupedMatrix, bounds
+from slipstream.models.files.stored_linear import StoredLinear
+from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import known_experts
 
 _NAME = re.compile(r"(?P<layer>.+)\.(?P<block>\w+)\.experts\.(?P<expert>\d{1,6})\.(?P<part>\w+)")
@@ -30,6 +33,8 @@ _PARTS = {
 }
 """A layer of an expert to the parameter that holds it, and its place there: gate, then up."""
 
+KEPT = "kept"
+"""For `take_experts`: no format, but as they are."""
 WIDENS_EXPERTS = "--dtype bfloat16 or float16 widens the whole model"
 
 _Held = GroupedMatrix | Tensor
@@ -38,19 +43,45 @@ _Held = GroupedMatrix | Tensor
 class StoredStack(FileStack):
     """The weights of a layer's experts as a file holds them."""
 
-    def __init__(self, experts: Sequence[Sequence[_Held]]) -> None:
-        """Take each expert's matrices [out, in], whose outputs lie one behind the other."""
+    def __init__(self, experts: Sequence[Sequence[_Held]], parts: ExpertParts) -> None:
+        """Take each expert's matrices [out, in]: gate and up, or one. `parts` say how a parameter has them."""
         self._experts = experts
-        shapes = [_shape(matrix) for matrix in experts[0]]
-        self.shape = (len(experts), sum(out for out, _ in shapes), shapes[0][1])
+        self._is_transposed, self._alternate = parts.is_transposed, parts.alternates
+        outputs, inputs = _shape(experts[0][0])
+        outputs *= len(experts[0])
+        self.shape = (len(experts), *((inputs, outputs) if self._is_transposed else (outputs, inputs)))
 
     def read(self, expert: int) -> Tensor:
         """See `FileStack.read`."""
-        found, first = torch.empty(self.shape[1:]), 0
-        for matrix in self._experts[expert]:
-            _read_into(found[first : first + _shape(matrix)[0]], matrix)
-            first += _shape(matrix)[0]
+        matrices = self._experts[expert]
+        outputs, inputs = _shape(matrices[0])
+        found = torch.empty(len(matrices) * outputs, inputs)
+        for number, matrix in enumerate(matrices):
+            own = slice(number, None, len(matrices)) if self._alternate else slice(number * outputs, None)
+            _read_into(found[own][:outputs], matrix)
+        return found.T if self._is_transposed else found
+
+    def layers(self, expert: int) -> list[GroupedLinear]:
+        """See `FileStack.layers`."""
+        return [
+            StoredLinear(matrix, None)
+            for matrix in self._experts[expert]
+            if isinstance(matrix, GroupedMatrix)
+        ]
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """All experts as one tensor of this type."""
+        found = torch.empty(self.shape, dtype=dtype)
+        for expert in range(len(found)):
+            found[expert] = self.read(expert)
         return found
+
+    def keep(self) -> None:
+        """Let the kernels hold them as they are; raises `ModelError` where they cannot."""
+        layers = [layer for expert in range(self.shape[0]) for layer in self.layers(expert)]
+        if len(layers) < sum(map(len, self._experts)):
+            raise ModelError("some of them are not quantised")
+        self.kernel = common_kernel(layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,48 +99,88 @@ def take_experts(
     tensors: Mapping[str, Tensor],
     model: Any,
     kind: str,
-    rounded_to: str | None,
+    held_in: str | None,
 ) -> TakenExperts:
     """Find the experts among the weights of a file; `model` may be without numbers.
 
-    `rounded_to` is the format that they may be rounded to. Raises `ModelError`, with the options that load them, where
-    there are some and it is None, and where the kernels do not know the experts of such a model.
+    `held_in` is the format that they are rounded to, or `KEPT`. Raises `ModelError`, with the options that load them,
+    where there are some and it is None, and where the kernels do not know the experts of such a model.
     """
     modules = dict(model.named_modules())
     found = [name for name in matrices if name not in modules and _NAME.fullmatch(name)]
     if not found:
         return TakenExperts({}, frozenset())
     family = model.config.model_type
-    if rounded_to is None:
+    these = (
+        f"the experts of this {family} model are {kind} weights ({found[0]} and {len(found) - 1} more layers)"
+    )
+    if held_in is None:
         raise ModelError(
-            f"the experts of this {family} model are {kind} weights ({found[0]} and {len(found) - 1} more layers), "
-            "which cannot be kept packed; --quantization int8 or int4 rounds them to 8 or 4 bits for our own kernels "
-            f"on a CPU, {WIDENS_EXPERTS}"
+            f"{these}, which only our own kernels on a CPU hold as they are, or rounded (--quantization int8 or int4); "
+            f"{WIDENS_EXPERTS}"
         )
-    place = {id(module): name for name, module in modules.items()}
-    known = {place[id(module)]: parts for module, parts in known_experts(model)}
-    plain = {
-        name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if name.endswith(".weight")
-    }
-    held: dict[str, dict[tuple[str, int, int], tuple[str, _Held]]] = defaultdict(dict)
-    every: dict[str, _Held] = {**plain, **{name: matrices[name] for name in found}}
-    for name, weight in every.items():
-        seen = _place(name)
-        if seen is not None:
-            held[seen[0]][seen[1:]] = (name, weight)
+    known = _known(model)
+    held = _by_holder({**_plain(tensors), **{name: matrices[name] for name in found}})
     stacks: dict[str, StoredStack] = {}
     names: set[str] = set()
     for holder in dict.fromkeys(_holder(name) for name in found):
         parts = known.get(holder)
-        if parts is None or parts.is_transposed or parts.alternates:
+        if parts is None:
             raise ModelError(
                 f"the fused decoder does not know the experts of this {family} model ({holder}), whose {kind} weights "
-                f"cannot be rounded while they are read; {WIDENS_EXPERTS}"
+                f"cannot be held while they are read; {WIDENS_EXPERTS}"
             )
         for parameter, stack in _stacks(holder, parts, held[holder]):
+            try:
+                if held_in == KEPT:
+                    stack.keep()
+            except ModelError as error:
+                raise ModelError(
+                    f"{these}, which cannot be kept packed ({holder}.{parameter}: {error}); --quantization int8 or "
+                    f"int4 rounds them to 8 or 4 bits for our own kernels on a CPU, {WIDENS_EXPERTS}"
+                ) from None
             stacks[f"{holder}.{parameter}"] = stack
         names |= {name for name, _ in held[holder].values()}
     return TakenExperts(stacks, frozenset(names))
+
+
+def take_stacks(
+    matrices: Mapping[str, GroupedMatrix], tensors: Mapping[str, Tensor], model: Any
+) -> TakenExperts:
+    """Find the experts that `model` has in a form which Transformers does not make of single ones; it may be without
+    numbers."""
+    held = _by_holder({**_plain(tensors), **matrices})
+    stacks: dict[str, StoredStack] = {}
+    names: set[str] = set()
+    for holder, parts in _known(model).items():
+        if holder in held and (parts.is_transposed or parts.alternates):
+            own = _stacks(holder, parts, held[holder])
+            stacks |= {f"{holder}.{name}": stack for name, stack in own}
+            names |= {name for name, _ in held[holder].values()}
+    return TakenExperts(stacks, frozenset(names))
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
+    """Weights of plain numbers, by the names of their layers."""
+    return {
+        name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if name.endswith(".weight")
+    }
+
+
+def _by_holder(weights: Mapping[str, _Held]) -> dict[str, dict[tuple[str, int, int], tuple[str, _Held]]]:
+    """The experts among weights: by the module that has them, and their parameter, expert and place there."""
+    held: dict[str, dict[tuple[str, int, int], tuple[str, _Held]]] = defaultdict(dict)
+    for name, weight in weights.items():
+        seen = _place(name)
+        if seen is not None:
+            held[seen[0]][seen[1:]] = (name, weight)
+    return held
+
+
+def _known(model: Any) -> dict[str, ExpertParts]:
+    """The experts that the kernels know, by the names of the modules that hold them."""
+    place = {id(module): name for name, module in model.named_modules()}
+    return {place[id(module)]: parts for module, parts in known_experts(model)}
 
 
 def _stacks(
@@ -131,7 +202,7 @@ def _stacks(
                         f"{name} is {have[0]} x {have[1]}, and the configuration says {shape[0]} x {shape[1]}"
                     )
                 experts[-1].append(weight)
-        yield parameter, StoredStack(experts)
+        yield parameter, StoredStack(experts, parts)
     more = sorted(name for (_, expert, _), (name, _) in held.items() if expert >= parts.num_experts)
     if more:
         raise ModelError(f"{more[0]} is one expert more than the configuration's {parts.num_experts}")

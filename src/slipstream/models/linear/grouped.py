@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
+from slipstream.models.linear.code_tables import CodeTable
 from slipstream.models.linear.low_rank import LowRankChange
 
 LARGEST_GROUP = 128
@@ -25,17 +26,20 @@ _PART_WEIGHTS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [out, in], or some of its outputs: `scales * (codes - zeros)`."""
+    """A weight [out, in], or some of its outputs: `scales * (codes - zeros)`, or with a table of numbers
+    `scales * (table[codes] - zeros)`."""
 
     codes: Tensor
     """uint8 [out, in], below 2 to the power of `bits`."""
     scales: Tensor
     """float32 [out, groups], with as many groups as cover the inputs; the last one may be short."""
     zeros: Tensor | None
-    """float32 [out, groups]; None where each is the middle, 2 to the power of `bits` - 1."""
+    """float32 [out, groups]; None where each is the middle, 2 to the power of `bits` - 1, or with a table nothing."""
     group: int
     """Inputs of a group."""
     bits: int = 4
+    table: CodeTable | None = None
+    """16 numbers from -128 to 127, in which 4-bit codes are places; None where codes are numbers themselves."""
 
     def __post_init__(self) -> None:
         """Raises `ModelError` for parts that do not belong together, and groups that the kernels do not have."""
@@ -71,21 +75,38 @@ class GroupedWeight:
         zeros = None if self.zeros is None else self.zeros[outputs]
         return replace(self, codes=self.codes[outputs], scales=self.scales[outputs], zeros=zeros)
 
-    def converted(self, bits: int, group: int, has_zeros: bool) -> GroupedWeight:
-        """The same numbers in codes of so many bits or more, smaller groups, and with zeros where they were implied."""
-        scales, zeros = self.scales, self.zeros
+    def converted(
+        self, bits: int, group: int, has_zeros: bool, table: CodeTable | None = None
+    ) -> GroupedWeight:
+        """The same numbers in codes of so many bits or more, smaller groups, and with zeros where they were implied.
+
+        What another `table` than the wanted one has becomes codes of 8 bits.
+        """
+        codes, scales, zeros, middle = self.codes, self.scales, self.zeros, self._middle
+        if self.table is not None and table != self.table:
+            places = torch.tensor([number + 128 for number in self.table], dtype=torch.uint8)
+            codes, middle, table = places.to(codes.device)[codes.int()], middle + 128, None
+            zeros = None if zeros is None else zeros + 128
+        elif zeros is None and bits != self.bits:
+            codes, middle = codes + (2 ** (bits - 1) - int(middle)), 2.0 ** (bits - 1)
         if has_zeros and zeros is None:
-            zeros = torch.full_like(scales, 2.0 ** (self.bits - 1))
+            zeros = torch.full_like(scales, middle)
         if group != self.group:
             repeats, count = self.group // group, -(-self.codes.shape[1] // group)
             scales = scales.repeat_interleave(repeats, 1)[:, :count]
             zeros = None if zeros is None else zeros.repeat_interleave(repeats, 1)[:, :count]
-        return replace(self, scales=scales, zeros=zeros, group=group, bits=bits)
+        return GroupedWeight(codes, scales, zeros, group, bits, table)
+
+    @property
+    def _middle(self) -> float:
+        """What is taken off where there are no zeros."""
+        return 2.0 ** (self.bits - 1) if self.table is None else 0.0
 
     def dequantised(self) -> Tensor:
         """float32 [out, in]"""
-        zeros = 2.0 ** (self.bits - 1) if self.zeros is None else _spread(self.zeros, self)
-        return (self.codes.float() - zeros) * _spread(self.scales, self)
+        zeros = self._middle if self.zeros is None else _spread(self.zeros, self)
+        numbers = self.codes.float() if self.table is None else torch.tensor(self.table)[self.codes.int()]
+        return (numbers - zeros) * _spread(self.scales, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +160,18 @@ def _spread(of_groups: Tensor, weight: GroupedWeight) -> Tensor:
 
 def check_groups(bits: int, group: int) -> None:
     """Raise `ModelError` unless the kernels have codes of so many bits in groups of so many inputs."""
-    least = {4: 32, 8: 16}.get(bits)
-    if least is None or group % least or not 0 < group <= LARGEST_GROUP:
+    if bits not in (4, 8) or group % 16 or not 0 < group <= LARGEST_GROUP:
         raise ModelError(
-            f"groups of {group} inputs with {bits} bits are none that the kernels have: 32, 64, 96 or 128 with 4 bits, "
-            "16 to 128 in steps of 16 with 8"
+            f"groups of {group} inputs with {bits} bits are none that the kernels have: 16 to 128 in steps of 16, with "
+            "4 or 8 bits"
         )
+
+
+def plain_bits(layers: Sequence[GroupedLinear]) -> int:
+    """Bits of codes without a table, in groups of 32 inputs or more where they are 4, that hold the numbers of these
+    layers."""
+    fits = (layer.bits == 4 and layer.table is None and layer.group % 32 == 0 for layer in layers)
+    return 4 if all(fits) else 8
 
 
 class GroupedLinear(nn.Module, ABC):
@@ -153,12 +180,23 @@ class GroupedLinear(nn.Module, ABC):
     A subclass reads a format of files. Its weight is never held whole in any other form than the file's.
     """
 
-    def __init__(self, in_features: int, out_features: int, bits: int, group: int, has_zeros: bool) -> None:
+    has_blocks: bool = False
+    """Whether the file has its groups in blocks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bits: int,
+        group: int,
+        has_zeros: bool,
+        table: CodeTable | None = None,
+    ) -> None:
         """Raises `ModelError` for groups that the kernels do not have."""
         super().__init__()
         check_groups(bits, group)
         self.in_features, self.out_features = in_features, out_features
-        self.bits, self.group, self.has_zeros = bits, group, has_zeros
+        self.bits, self.group, self.has_zeros, self.table = bits, group, has_zeros, table
         self.bias: Tensor | None = None
         self.order: Tensor | None = None
         """int32 [in]: column j of the codes multiplies input `order[j]`; None where that is j."""
@@ -170,7 +208,7 @@ class GroupedLinear(nn.Module, ABC):
         """The outputs from `begin` to `end`, out of the file's bytes."""
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        """The same outputs where the file has them in blocks; None where it has not, for any outputs."""
+        """The same outputs in blocks, where it `has_blocks`; else None."""
         return None
 
     def numbers(self, begin: int, end: int) -> Tensor:
@@ -221,8 +259,10 @@ class GroupedRows(GroupedLinear):
     """Some neighbouring outputs of another layer."""
 
     def __init__(self, whole: GroupedLinear, begin: int, end: int) -> None:
-        super().__init__(whole.in_features, end - begin, whole.bits, whole.group, whole.has_zeros)
-        self._whole, self._begin = whole, begin
+        super().__init__(
+            whole.in_features, end - begin, whole.bits, whole.group, whole.has_zeros, whole.table
+        )
+        self._whole, self._begin, self.has_blocks = whole, begin, whole.has_blocks
         self.order = whole.order
         self.bias = None if whole.bias is None else whole.bias.detach()[begin:end]
         self.change = None if whole.change is None else whole.change.outputs(begin, end)

@@ -2,6 +2,8 @@
 //
 //     weight = scale * (code - zero)
 //
+// A code of 4 bits may also be the place of a number of 8 bits in a table, which is then multiplied in its stead.
+//
 // A panel is one stream through memory: of each group first the scales of its PANEL outputs, then their zeros, then the
 // codes. Rows are rounded to 8 bits, each group of inputs of each row alone. The products of a group are added up as
 // integers, exactly; the groups of an output are added one after another as numbers. So a row's result has the same bits
@@ -161,11 +163,15 @@ inline ints add_signed(ints total, bytes codes, ints row) {
 // --- codes -----------------------------------------------------------------------------------------------------------
 
 // How codes lie in a panel: `RUN` inputs are added up together; `place` is where in a group an output's code of an input
-// lies, in bytes; `add` adds RUN inputs of R rows times C vectors of outputs, two vectors a panel, panels `stride` apart.
+// lies, in bytes; `number` is what that code stands for; `add` adds RUN inputs of R rows times C vectors of outputs, two
+// vectors a panel, panels `stride` apart. `OFFSET` is taken off zeros that are stored, `MIDDLE` is the one where none is.
+struct AnyCodes {
+  const int8_t* table;  // [16] or null
+};
 
 // Two codes a byte: of eight inputs the first four are the low halves of an output's four bytes.
-struct FourBits {
-  static constexpr int BITS = 4, RUN = 32, OFFSET = 0;
+struct FourBits : AnyCodes {
+  static constexpr int BITS = 4, RUN = 32, OFFSET = 0, MIDDLE = 8;
 
   static size_t place(int input, int column) { return size_t(input / 8) * PANEL * 4 + column * 4 + input % 4; }
   static void put(uint8_t* group, int input, int column, uint8_t code) {
@@ -174,6 +180,7 @@ struct FourBits {
   static int get(const uint8_t* group, int input, int column) {
     return group[place(input, column)] >> (input % 8 < 4 ? 0 : 4) & 15;
   }
+  int number(const uint8_t* group, int input, int column) const { return get(group, input, column); }
 
   // sums [R][C] of RUN inputs.
   template <int R, int C>
@@ -195,7 +202,7 @@ struct FourBits {
   }
 
   template <int R, int C, bool FIRST>
-  static void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) {
+  void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) const {
     Sums sums[R][C];
     sum<R, C>(rows, row_bytes, codes, stride, sums);
     for (int r = 0; r < R; ++r)
@@ -203,16 +210,65 @@ struct FourBits {
   }
 };
 
+// LANES times four numbers of a table of 16, at places from 0 to 15.
+struct Table {
+#if defined(__AVX512BW__)
+  __m512i numbers;
+  explicit Table(const int8_t* from) : numbers(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from))) {}
+  bytes operator[](bytes places) const { return (bytes)_mm512_shuffle_epi8(numbers, (__m512i)places); }
+#elif defined(__AVX2__)
+  __m256i numbers;
+  explicit Table(const int8_t* from) : numbers(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from))) {}
+  bytes operator[](bytes places) const { return (bytes)_mm256_shuffle_epi8(numbers, (__m256i)places); }
+#elif defined(__aarch64__)
+  int8x16_t numbers;
+  explicit Table(const int8_t* from) : numbers(vld1q_s8(from)) {}
+  bytes operator[](bytes places) const { return (bytes)vqtbl1q_s8(numbers, (uint8x16_t)places); }
+#else
+  const int8_t* numbers;
+  explicit Table(const int8_t* from) : numbers(from) {}
+  bytes operator[](bytes places) const {
+    for (int i = 0; i < 4 * LANES; ++i) places[i] = uint8_t(numbers[places[i]]);
+    return places;
+  }
+#endif
+};
+
+// As FourBits, each code the place of its number in the table.
+struct TableCodes : AnyCodes {
+  static constexpr int BITS = 4, RUN = 16, OFFSET = 0, MIDDLE = 0;
+
+  static void put(uint8_t* group, int input, int column, uint8_t code) { FourBits::put(group, input, column, code); }
+  int number(const uint8_t* group, int input, int column) const { return table[FourBits::get(group, input, column)]; }
+
+  template <int R, int C, bool FIRST>
+  void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) const {
+    const Table numbers(table);
+    for (int k = 0; k < RUN; k += 8) {
+      bytes both[C];
+      for (int c = 0; c < C; ++c) both[c] = load_bytes(codes + c / 2 * stride + k / 8 * PANEL * 4 + c % 2 * 4 * LANES);
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part)
+        for (int c = 0; c < C; ++c) {
+          const bytes weight = numbers[part ? both[c] >> 4 : both[c] & 15];
+          for (int r = 0; r < R; ++r)
+            total[r][c] = add_signed(FIRST && k + part == 0 ? ints{} : total[r][c], weight,
+                                     splat_four((const int8_t*)rows + r * row_bytes + k + 4 * part));
+        }
+    }
+  }
+};
+
 // A code a byte, with 128 taken off.
-struct EightBits {
-  static constexpr int BITS = 8, RUN = 16, OFFSET = 128;
+struct EightBits : AnyCodes {
+  static constexpr int BITS = 8, RUN = 16, OFFSET = 128, MIDDLE = 0;
 
   static size_t place(int input, int column) { return size_t(input / 4) * PANEL * 4 + column * 4 + input % 4; }
   static void put(uint8_t* group, int input, int column, uint8_t code) { group[place(input, column)] = code ^ 128; }
-  static int get(const uint8_t* group, int input, int column) { return int8_t(group[place(input, column)]); }
+  int number(const uint8_t* group, int input, int column) const { return int8_t(group[place(input, column)]); }
 
   template <int R, int C, bool FIRST>
-  static void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) {
+  void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) const {
     for (int k = 0; k < RUN; k += 4)
       for (int c = 0; c < C; ++c) {
         const bytes weight = load_bytes(codes + c / 2 * stride + k * PANEL + c % 2 * 4 * LANES);
@@ -221,10 +277,6 @@ struct EightBits {
       }
   }
 };
-
-// The zero where none is stored: the middle of the range.
-template <typename Codes>
-constexpr float MIDDLE = float((1 << (Codes::BITS - 1)) - Codes::OFFSET);
 
 template <typename Codes, bool ZEROS>
 size_t group_bytes(int size) {
@@ -289,11 +341,13 @@ void multiply_pieces(const Pieces& pieces, const uint8_t* rows, int n, const uin
 // Codes in groups as `multiply_pieces` reads them. A piece is a group.
 template <typename Codes, bool ZEROS>
 struct GroupPieces {
+  Codes kind;
   int size, num_pieces, part;
   size_t row_bytes, step, stride;
 
-  GroupPieces(int in, int size)
-      : size(size),
+  GroupPieces(Codes kind, int in, int size)
+      : kind(kind),
+        size(size),
         num_pieces(num_groups(in, size)),
         part(std::max(1, PART_INPUTS / size)),
         row_bytes(grouped_row_bytes(in, size)),
@@ -310,13 +364,13 @@ struct GroupPieces {
       const uint8_t* of_rows = rows + g * row_group_bytes(size);
       if (fetches) prefetch_panels<C>(group, stride, step);
       ints sums[R][C];
-      Codes::template add<R, C, true>(of_rows + sizeof(RowGroup), row_bytes, codes, stride, sums);
+      kind.template add<R, C, true>(of_rows + sizeof(RowGroup), row_bytes, codes, stride, sums);
       for (int k = Codes::RUN; k < size; k += Codes::RUN)
-        Codes::template add<R, C, false>(of_rows + sizeof(RowGroup) + k, row_bytes, codes + size_t(k) * Codes::BITS / 8 * PANEL,
-                                         stride, sums);
+        kind.template add<R, C, false>(of_rows + sizeof(RowGroup) + k, row_bytes, codes + size_t(k) * Codes::BITS / 8 * PANEL,
+                                       stride, sums);
       for (int c = 0; c < C; ++c) {
         const float16* scales = (const float16*)(group + c / 2 * stride) + c % 2 * LANES;
-        const floats scale = widen(scales), zero = ZEROS ? widen(scales + PANEL) : splat(MIDDLE<Codes>);
+        const floats scale = widen(scales), zero = ZEROS ? widen(scales + PANEL) : splat(Codes::MIDDLE);
         for (int r = 0; r < R; ++r) {
           const RowGroup& row = *(const RowGroup*)(of_rows + r * row_bytes);
           const floats of_codes = __builtin_convertvector(sums[r][c], floats);
@@ -368,15 +422,16 @@ void pack_groups(const uint8_t* codes, const float* scales, const float* zeros, 
 
 // out [in] = one row of the unpacked weight; `order` as in Linear.
 template <typename Codes, bool ZEROS>
-void unpack_groups(const uint8_t* panels, float factor, const int32_t* order, int in, int size, int64_t row, float* out) {
+void unpack_groups(Codes kind, const uint8_t* panels, float factor, const int32_t* order, int in, int size, int64_t row,
+                   float* out) {
   const size_t step = group_bytes<Codes, ZEROS>(size);
   const uint8_t* panel = panels + size_t(row / PANEL) * num_groups(in, size) * step;
   const int column = row % PANEL;
   for (int k = 0; k < in; ++k) {
     const uint8_t* group = panel + k / size * step;
     const float16* halves = (const float16*)group;
-    const float zero = ZEROS ? widened(halves[PANEL + column]) : MIDDLE<Codes>;
-    const float code = float(Codes::get(group + PANEL * (ZEROS ? 4 : 2), k % size, column));
+    const float zero = ZEROS ? widened(halves[PANEL + column]) : float(Codes::MIDDLE);
+    const float code = float(kind.number(group + PANEL * (ZEROS ? 4 : 2), k % size, column));
     out[order ? order[k] : k] = (code - zero) * widened(halves[column]) * factor;
   }
 }

@@ -22,13 +22,14 @@ struct Linear {
   const float* bias;    // [padded out] or null
   const int32_t* order;  // [in] or null: the place in a row of each input, of the kinds that have groups
   const LowRank* change;  // or null: what is added to the products of integers, of the same kinds
+  const int8_t* table;    // [16], of the kinds that have one: the numbers that codes stand for
 };
 
 // int8 reads four inputs at a time, or a tile's.
 constexpr int INPUTS = HAS_TILES ? TILE_BYTES : 4;
 inline int padded_depth(int32_t kind, int in) { return kind == INT8 ? (in + INPUTS - 1) / INPUTS * INPUTS : in; }
 
-inline bool has_groups(int32_t kind) { return kind >= FOUR_BITS && kind <= EIGHT_BITS_ZEROS; }
+inline bool has_groups(int32_t kind) { return kind >= FOUR_BITS && kind != FOUR_BITS_BLOCKS; }
 
 // Calls act.template operator()<Codes, ZEROS>() of a kind that has groups.
 template <typename Act>
@@ -37,6 +38,8 @@ inline auto of_groups(int32_t kind, Act act) {
     case FOUR_BITS: return act.template operator()<FourBits, false>();
     case FOUR_BITS_ZEROS: return act.template operator()<FourBits, true>();
     case EIGHT_BITS: return act.template operator()<EightBits, false>();
+    case FOUR_BITS_TABLE: return act.template operator()<TableCodes, false>();
+    case FOUR_BITS_TABLE_ZEROS: return act.template operator()<TableCodes, true>();
     default: return act.template operator()<EightBits, true>();
   }
 }
@@ -323,8 +326,9 @@ void multiply_unit_in_groups(const Linear& linear, const Rows& rows, int n, int 
     return multiply_blocks_by_tiles(BlockPieces(linear.in), rows.quantised, n, panels, linear.scales, unit, take_with_bias);
 #endif
   if (linear.kind == FOUR_BITS_BLOCKS) return multiply(BlockPieces(linear.in));
-  of_groups(linear.kind,
-            [&]<typename Codes, bool ZEROS>() { multiply(GroupPieces<Codes, ZEROS>(linear.in, linear.group)); });
+  of_groups(linear.kind, [&]<typename Codes, bool ZEROS>() {
+    multiply(GroupPieces<Codes, ZEROS>(Codes{linear.table}, linear.in, linear.group));
+  });
 }
 
 // Multiply n rows by one unit of the outputs; `take(first row, number of rows, tile)` gets the results in tiles
@@ -344,7 +348,8 @@ inline void unpack_row(const Linear& linear, int64_t row, float* out) {
     const auto* panels = (const uint8_t*)linear.panels;
     if (linear.kind == FOUR_BITS_BLOCKS) return unpack_blocks(panels, linear.scales[row], linear.order, linear.in, row, out);
     return of_groups(linear.kind, [&]<typename Codes, bool ZEROS>() {
-      unpack_groups<Codes, ZEROS>(panels, linear.scales[row], linear.order, linear.in, linear.group, row, out);
+      unpack_groups<Codes, ZEROS>(Codes{linear.table}, panels, linear.scales[row], linear.order, linear.in, linear.group, row,
+                                  out);
     });
   }
   int depth = padded_depth(linear.kind, linear.in), column = row % PANEL;

@@ -15,6 +15,9 @@ enum WeightKind : int32_t {
   EIGHT_BITS = 6,
   EIGHT_BITS_ZEROS = 7,
   FOUR_BITS_BLOCKS = 8,  // groups in blocks, see blocks.h
+  // In groups, of codes that stand for the numbers of a table.
+  FOUR_BITS_TABLE = 9,
+  FOUR_BITS_TABLE_ZEROS = 10,
 };
 
 struct bfloat16 {
