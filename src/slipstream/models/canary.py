@@ -93,11 +93,8 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
 def _check_counting(model: Any, backend: AttentionBackend) -> None:
     """Raise `UnsupportedModelError` for layers that ask a cache where their rows are, if they are not told."""
     cache = AskedCache()
-    with (
-        contextlib.suppress(Exception),
-        unread(model),
-        torch.inference_mode(),
-    ):  # one that takes no cache asks none
+    with contextlib.suppress(Exception), unread(model), torch.inference_mode():
+        # One that takes no cache asks none.
         model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],
@@ -330,7 +327,7 @@ def _numbers(config: Any) -> set[int]:
     def found(value: Any) -> Iterator[int]:
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         yield from (number for part in parts for number in found(part))
-        if isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer():
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
             yield int(value)
 
     return set(found(text_config(config).to_dict()))
