@@ -111,7 +111,7 @@ def kernels() -> Iterator[tuple[Any, ...]]:
             }
             constants |= {"HAS_CHANGE_BIAS": centres, "NORMS": True, "CENTRES": centres, "HAS_BIAS": centres}
             yield layer_kernels.add_then_norm, constants, warps_of(width)
-    for kind in range(3):
+    for kind in (0, 1, 2, 4):
         constants = {"KIND": kind, "GATED": True, "BLOCK": activation.BLOCK}
         yield layer_kernels.activate_rows, constants, 4
     yield choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4
