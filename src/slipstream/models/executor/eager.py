@@ -98,7 +98,7 @@ class EagerExecutor(Executor):
         with self._lock, threads.operators(self.num_threads):
             attention = self.backend.prepare(rows, pool)
             if self.mixers is not None and pool.states is not None:
-                with self.mixers.over(pool.states.begin(rows.groups)):
+                with self.mixers.over(pool.states.begin(rows.groups), self.num_threads):
                     return self.run(rows, attention, hidden_layers)
             if layers is None:
                 return self.run(rows, attention, hidden_layers)
