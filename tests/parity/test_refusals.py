@@ -33,12 +33,6 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "recurrent-gemma": (
-        lambda: tf.RecurrentGemmaForCausalLM(
-            tf.RecurrentGemmaConfig(**{**_SIZES, "num_hidden_layers": 3}, lru_width=32)
-        ),
-        "its configuration does not say how long its context is",
-    ),
     "rwkv": (
         lambda: tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
         "0 of its 2 layers attend through the attention interface",
@@ -101,6 +95,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             )
         ),
         "it drafts for a Gemma 4 over that model's keys and values",
+    ),
+    "zamba2": (
+        lambda: tf.Zamba2ForCausalLM(
+            tf.Zamba2Config(
+                **_GQA, n_mamba_heads=4, mamba_d_state=6, chunk_size=8, layers_block_type=["hybrid", "hybrid"]
+            )
+        ),
+        "one attention serves several of its layers and is not told which",
+    ),
+    "zamba": (
+        lambda: tf.ZambaForCausalLM(
+            tf.ZambaConfig(
+                **{**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 4},
+                mamba_d_state=6,
+                mamba_dt_rank=4,
+                layers_block_type=["linear_attention", "linear_attention"],
+            )
+        ),
+        "calls mamba_selective_scan more than once in a pass",
     ),
     "phimoe-window": (  # its layers do not say that they have a window, only its mask does
         lambda: tf.PhimoeForCausalLM(

@@ -268,6 +268,15 @@ RECURRENT: dict[str, Callable[[], Any]] = {
         **_SHAPE, **_MAMBA2, layer_types=["mamba", "attention", "mamba"], num_local_experts=4
     ),
     "falcon-h1": lambda: tf.FalconH1Config(**_HEADS_OF_8, **_MAMBA2, mamba_d_ssm=64),
+    "minimax": lambda: tf.MiniMaxConfig(
+        **_HEADS_OF_8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        block_size=8,
+        num_local_experts=4,
+    ),
+    "recurrent-gemma": lambda: tf.RecurrentGemmaConfig(
+        **{**_HEADS_OF_8, "num_key_value_heads": 1}, lru_width=32, attention_window_size=WINDOW
+    ),
 }
 """Families with recurrent layers: all of them, beside attention, or in the same layer."""
 

@@ -291,9 +291,13 @@ class StatePool:
         return views
 
     def log(self, layer: int) -> Tensor:
-        """[owners, places, inputs]: a view of a layer's logs."""
+        """[owners * places, inputs]: a view of a layer's logs."""
         first = self._first_inputs[layer]
-        return self._log[:, :, first : first + self.shapes[layer].num_inputs]
+        return self._log.flatten(0, 1)[:, first : first + self.shapes[layer].num_inputs]
+
+    def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where places of all logs (`_Held.place`) are in `log`, which may become longer with the next pass."""
+        return numbers // _MOST_LOGGED * self._log.shape[1] + numbers % _MOST_LOGGED
 
     def finish(self, owners: Sequence[int]) -> None:
         """A pass has changed the states of these owners in all layers."""
@@ -308,16 +312,25 @@ class StatePass:
         self.walk = walk
         self._pool, self._owners = pool, owners
         given = np.array(walk.inputs, np.int64)
-        of_rows = given >= 0
-        self._places = _places(-1 - given[~of_rows])
-        self._row_steps = np.empty(num_rows, np.int64)
-        self._row_steps[given[of_rows]] = np.flatnonzero(of_rows)
+        is_row = given >= 0
+        row_steps = np.zeros(num_rows, np.int64)
+        row_steps[given[is_row]] = np.flatnonzero(is_row)
+        logged = np.array([*walk.logged.items()], np.int64).reshape(-1, 2)
+        # Of each step its row, or its place among those of the log behind all rows; or the place behind the rows.
+        order = np.where(is_row, given, num_rows - 1 + np.cumsum(~is_row))
+        or_none = np.where(is_row, given, num_rows)
         self._is_plain = len(given) == num_rows and bool((given == np.arange(num_rows)).all())
-        self._of_rows = (np.flatnonzero(of_rows), given[of_rows])
-        self._of_log = np.flatnonzero(~of_rows)
-        self._logged_rows = np.fromiter(walk.logged, np.int64)
-        self._logged_places = _places(np.fromiter(walk.logged.values(), np.int64))
+        self._row_steps, self._order, self._or_none = map(self._index, (row_steps, order, or_none))
+        self._replayed = self._index(pool.places(-1 - given[~is_row]))
+        self._logged_rows, self._logged_places = (
+            self._index(logged[:, 0]),
+            self._index(pool.places(logged[:, 1])),
+        )
         self._taps: dict[int, NDArray[np.int64]] = {}
+
+    def _index(self, numbers: NDArray[np.int64]) -> Tensor:
+        """For many uses: PyTorch copies what is no tensor of its own with every one."""
+        return torch.from_numpy(numbers).to(self._pool.device)
 
     @property
     def num_steps(self) -> int:
@@ -332,23 +345,19 @@ class StatePass:
         log, rows = self._pool.log(layer), rows.float()
         steps = rows
         if not self._is_plain:
-            steps = rows.new_empty(self.num_steps, rows.shape[1])
-            steps[self._of_rows[0]] = rows[self._of_rows[1]]
-            steps[self._of_log] = log[self._places]
-        log[self._logged_places] = rows[self._logged_rows]
+            steps = torch.cat([rows, log.index_select(0, self._replayed)]).index_select(0, self._order)
+        log.index_copy_(0, self._logged_places, rows.index_select(0, self._logged_rows))
         return steps
 
     def steps(self, rows: Tensor) -> Tensor:
         """[rows, ...] -> [steps, ...]: those of the steps that are rows, and zeros."""
         if self._is_plain:
             return rows
-        steps = rows.new_zeros(self.num_steps, *rows.shape[1:])
-        steps[self._of_rows[0]] = rows[self._of_rows[1]]
-        return steps
+        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]).index_select(0, self._or_none)
 
     def of_rows(self, steps: Tensor) -> Tensor:
         """[steps, ...] -> [rows, ...]: what the steps made of the rows."""
-        return steps if self._is_plain else steps[self._row_steps]
+        return steps if self._is_plain else steps.index_select(0, self._row_steps)
 
     def finish(self) -> None:
         """All layers have gone the walk."""
@@ -363,17 +372,17 @@ class StatePass:
         [steps, channels], weight [channels, taps], bias [channels] -> [steps, channels].
         """
         taps = weight.shape[1]
-        read = self._taps_of(taps)
+        read = self.taps(taps)
         slots = self.walk.slots
         all_inputs = torch.cat([inputs, window[slots].reshape(-1, inputs.shape[1])])
         output = torch.zeros_like(inputs) if bias is None else bias.float().expand_as(inputs)
         for tap in range(taps):
             output = output + all_inputs[read[:, tap]] * weight[:, tap].float()
-        for step, slot in self._kept_windows():
+        for step, slot in self.kept_windows():
             window[slot] = all_inputs[read[step, 1:]]
         return output
 
-    def _kept_windows(self) -> Iterator[tuple[int, int]]:
+    def kept_windows(self) -> Iterator[tuple[int, int]]:
         """The steps behind which a window is kept, and the slot of each."""
         walk = self.walk
         yield from walk.copies.items()
@@ -383,7 +392,7 @@ class StatePass:
             if num_final:
                 yield walk.first_steps[number] + num_final - 1, slot
 
-    def _taps_of(self, taps: int) -> NDArray[np.int64]:
+    def taps(self, taps: int) -> NDArray[np.int64]:
         """[steps, taps]: the inputs that each step convolves, its own last. Behind the inputs of the steps are those
         of the sequences' windows."""
         if taps not in self._taps:
@@ -400,8 +409,3 @@ class StatePass:
                 read[:, tap] = before[read[:, tap + 1]]
             self._taps[taps] = read
         return self._taps[taps]
-
-
-def _places(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The log, and the place in it, of each."""
-    return numbers // _MOST_LOGGED, numbers % _MOST_LOGGED

@@ -71,6 +71,8 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
     probe = LayerProbe()
     with unread(model) as used, contextlib.nullcontext() if mixers is None else mixers.probing():
         logits = _run_probe(model, backend, probe)
+    if not probe.shapes.keys() <= set(range(num_layers)):
+        raise unsupported(model.config, "one attention serves several of its layers and is not told which")
     recurrent = set() if mixers is None else mixers.layers
     known = {*probe.shapes, *recurrent, *layers_without_state(model.config)}
     if known != set(range(num_layers)):

@@ -32,8 +32,8 @@ _STATELESS_LAYERS = frozenset({"mlp", "moe", "dense"})
 """Layer types in which no row depends on another."""
 
 
-_WITHOUT_POSITIONS = ({"linear_attention"}, {"conv"})
-"""Layer types of models that have no positions, so that no text is too long for them."""
+_UNBOUNDED_LAYERS = frozenset({"linear_attention", "conv", "sliding_attention"})
+"""Layer types of which a model is made that no text is too long for: they have no positions, or see those near them."""
 
 UNBOUNDED_CONTEXT = 131072
 """The longest text for such a model; an engine's own limit, `max_model_len`, is not above it."""
@@ -97,7 +97,8 @@ def full_context_length(config: Any) -> int:
     """Positions that the configuration says there are."""
     text = text_config(config)
     length = getattr(text, "max_position_embeddings", None)
-    if not length and set(getattr(text, "layer_types", None) or ()) in _WITHOUT_POSITIONS:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not length and kinds <= _UNBOUNDED_LAYERS and kinds & _RECURRENT_LAYERS:
         return UNBOUNDED_CONTEXT
     if not length:
         raise unsupported(config, "its configuration does not say how long its context is")

@@ -757,6 +757,160 @@ void check_heads(int number_of_case) {
   slipstream_free_scratch(scratch);
 }
 
+// Certain steps, then a tree of uncertain ones, of several sequences; some leave copies.
+struct RandomWalk {
+  std::vector<int64_t> first_steps{0}, slots, sources, targets, copies, parents, kept_steps, kept_slots;
+  int num_slots = 0, num_buffers = 1;
+
+  int num_steps() const { return int(sources.size()); }
+
+  RandomWalk() {
+    const int count = between(1, 3);
+    for (int i = 0; i < count; ++i) slots.push_back(num_slots++);
+    for (int i = 0; i < count; ++i) {
+      int64_t last = -1, last_target = 0;
+      const int certain = between(0, 4), uncertain = between(certain ? 0 : 1, 6);
+      for (int step = 0; step < certain; ++step) last = add(last, 0, 0);
+      if (certain) kept_steps.push_back(last), kept_slots.push_back(slots[i]);
+      std::vector<std::pair<int64_t, int64_t>> live{{last, 0}};  // (step, buffer)
+      for (int step = 0; step < uncertain; ++step) {
+        auto& [parent, buffer] = live[between(0, int(live.size()) - 1)];
+        if (buffer && between(0, 1)) {
+          parent = add(parent, buffer, buffer);
+        } else {
+          last = add(parent, buffer, ++last_target);
+          live.push_back({last, last_target});
+        }
+      }
+      num_buffers = std::max(num_buffers, int(last_target) + 1);
+      first_steps.push_back(num_steps());
+    }
+    for (int step = 0; step < num_steps(); ++step) {
+      if (copies[step] < 0) continue;
+      kept_steps.insert(kept_steps.begin(), step), kept_slots.insert(kept_slots.begin(), copies[step]);
+    }
+  }
+
+  // One sequence of certain steps.
+  explicit RandomWalk(int certain) : slots{0}, num_slots(1) {
+    for (int step = 0; step < certain; ++step) add(step - 1, 0, 0);
+    first_steps.push_back(certain), kept_steps.push_back(certain - 1), kept_slots.push_back(0);
+  }
+
+  int64_t add(int64_t parent, int64_t source, int64_t target) {
+    parents.push_back(parent), sources.push_back(source), targets.push_back(target);
+    copies.push_back(slots.size() > 1 && between(0, 4) == 0 ? int64_t(slots.size()) + num_copies_++ : -1);
+    num_slots = int(slots.size()) + num_copies_;
+    return num_steps() - 1;
+  }
+
+  // The steps up to this one.
+  std::vector<int64_t> path(int64_t step) const {
+    std::vector<int64_t> steps;
+    for (; step >= 0; step = parents[step]) steps.insert(steps.begin(), step);
+    return steps;
+  }
+
+  // [steps, taps]
+  std::vector<int64_t> read(int taps) const {
+    std::vector<int64_t> rows;
+    for (size_t i = 0; i < slots.size(); ++i)
+      for (int64_t step = first_steps[i]; step < first_steps[i + 1]; ++step) {
+        std::vector<int64_t> seen = path(step), window;
+        for (int place = 0; place < taps - 1; ++place) window.push_back(num_steps() + int64_t(i) * (taps - 1) + place);
+        seen.insert(seen.begin(), window.begin(), window.end());
+        rows.insert(rows.end(), seen.end() - taps, seen.end());
+      }
+    return rows;
+  }
+
+ private:
+  int num_copies_ = 0;
+};
+
+std::vector<float> of_rows(const std::vector<float>& values, const std::vector<int64_t>& rows, size_t width) {
+  std::vector<float> taken;
+  for (int64_t row : rows) taken.insert(taken.end(), values.begin() + row * width, values.begin() + (row + 1) * width);
+  return taken;
+}
+
+// The outputs of a walk over `states`, each with a gap behind it. Decays are within (-1, 1): texts are of any length.
+struct WalkInputs {
+  int heads, key_heads, key_dim, value_dim, decay_rows, decay_columns, taps;
+  bool has_beta, has_rates, has_bias;
+  std::vector<float> query, key, value, decay, beta, rates, inputs, weight, bias;
+
+  int channels() const { return heads * value_dim; }
+  size_t num_decays() const { return size_t(heads) * decay_rows * decay_columns; }
+  size_t matrix() const { return size_t(heads) * key_dim * value_dim; }
+  size_t window() const { return size_t(taps - 1) * channels(); }
+  size_t stride() const { return matrix() + window() + 3; }
+
+  std::vector<float> run(const RandomWalk& walk, Exact<float>& states) const {
+    Exact<int64_t> first(walk.first_steps), slots(walk.slots), sources(walk.sources), targets(walk.targets), copies(walk.copies);
+    Exact<int64_t> read(walk.read(taps)), kept_steps(walk.kept_steps), kept_slots(walk.kept_slots);
+    const Walk own{walk.num_steps(), int(walk.slots.size()), walk.num_buffers, 0, first.get(), slots.get(), sources.get(),
+                   targets.get(), copies.get()};
+    Exact<float> q(query), k(key), v(value), d(decay), b(beta), r(rates), i(inputs), w(weight), of(bias);
+    Exact<float> read_out(size_t(walk.num_steps()) * channels()), convolved(read_out.size);
+    const OuterProducts products{heads, key_heads, key_dim, value_dim, q.get(), k.get(), v.get(), d.get(),
+                                 has_beta ? b.get() : nullptr, has_rates ? r.get() : nullptr, read_out.get(), states.get(),
+                                 int64_t(stride()), decay_rows, decay_columns};
+    const Convolution convolution{channels(), taps, i.get(), w.get(), has_bias ? of.get() : nullptr, convolved.get(),
+                                  states.get() + matrix(), int64_t(stride()), read.get(), kept_steps.get(), kept_slots.get(),
+                                  int64_t(kept_steps.size)};
+    const int threads = between(1, 3);
+    in_scarcity([&] { return slipstream_outer_products(&own, &products, threads); });
+    in_scarcity([&] { return slipstream_convolve(&own, &convolution, threads); });
+    std::vector<float> outputs(read_out.get(), read_out.get() + read_out.size);
+    outputs.insert(outputs.end(), convolved.get(), convolved.get() + convolved.size);
+    return outputs;
+  }
+};
+
+// Each sequence up to one of its steps, alone and as a text that is certain.
+void check_walks(int number_of_case) {
+  const RandomWalk walk;
+  const int steps = walk.num_steps(), key_heads = between(1, 3), key_dim = between(1, 40);
+  WalkInputs all{key_heads * between(1, 3), key_heads, key_dim, between(1, 70), between(0, 1) ? key_dim : 1, 1, between(1, 5),
+                 between(0, 1) == 1, between(0, 3) == 0, between(0, 1) == 1, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+  if (all.has_rates) all.decay_rows = 1;
+  if (all.has_rates || between(0, 2) == 0) all.decay_columns = all.value_dim;
+  const size_t keys = size_t(key_heads) * key_dim, values = all.channels();
+  all.query = numbers(steps * keys), all.key = numbers(steps * keys), all.value = numbers(steps * values);
+  for (float& each : all.key) each /= key_dim;
+  all.decay = numbers(steps * all.num_decays()), all.beta = numbers(size_t(steps) * all.heads);
+  for (float& each : all.decay) each /= 8;
+  all.rates = numbers(all.matrix());
+  for (float& each : all.rates) each = -std::abs(each);
+  if (all.has_rates)
+    for (float& each : all.decay) each = std::abs(each) * 8;
+  all.inputs = numbers(steps * values), all.weight = numbers(values * all.taps), all.bias = numbers(values);
+  const std::vector<float> begin = numbers(walk.num_slots * all.stride());
+  Exact<float> states(begin);
+  const std::vector<float> outputs = all.run(walk, states);
+  take(outputs.data(), outputs.size());
+  take(states.get(), states.size);
+  for (size_t i = 0; i < walk.slots.size(); ++i) {
+    const int64_t step = between(int(walk.first_steps[i]), int(walk.first_steps[i + 1]) - 1);
+    const std::vector<int64_t> path = walk.path(step);
+    WalkInputs lone = all;
+    for (auto each : {&WalkInputs::query, &WalkInputs::key}) lone.*each = of_rows(all.*each, path, keys);
+    for (auto each : {&WalkInputs::value, &WalkInputs::inputs}) lone.*each = of_rows(all.*each, path, values);
+    lone.decay = of_rows(all.decay, path, all.num_decays());
+    lone.beta = of_rows(all.beta, path, all.heads);
+    Exact<float> own(std::vector<float>(begin.begin() + walk.slots[i] * all.stride(), begin.begin() + (walk.slots[i] + 1) * all.stride()));
+    const std::vector<float> alone = lone.run(RandomWalk(int(path.size())), own);
+    for (int kind = 0; kind < 2; ++kind)
+      if (!same_bits(&alone[((kind + 1) * path.size() - 1) * values], &outputs[(kind * steps + step) * values], values))
+        differs("a step of a walk", number_of_case);
+    const int64_t slot = walk.copies[step] >= 0 ? walk.copies[step] : walk.slots[i];
+    const bool is_final = walk.targets[step] == 0 && (step + 1 == walk.first_steps[i + 1] || walk.targets[step + 1] != 0);
+    if ((is_final || walk.copies[step] >= 0) && !same_bits(own.get(), states.get() + slot * all.stride(), all.stride() - 3))
+      differs("a state behind a walk", number_of_case);
+  }
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -771,6 +925,7 @@ int main(int, char** arguments) {
     check_sharing(i);
     check_chains(i);
     check_heads(i);
+    check_walks(i);
   }
   std::printf("memory was short in reserve %d, divide %d, plan %d times\n", shortages.in_reserve, shortages.in_divide,
               shortages.in_plan);

@@ -157,6 +157,39 @@ class HeadRowsStruct(Structure):
     )
 
 
+class WalkStruct(Structure):
+    """`Walk` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_steps", "num_sequences", "num_buffers", "unused")),
+        *((name, c_void_p) for name in ("first_steps", "slots", "sources", "targets", "copies")),
+    )
+
+
+class OuterProductsStruct(Structure):
+    """`OuterProducts` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("heads", "key_heads", "key_dim", "value_dim")),
+        *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "rates")),
+        *((name, c_void_p) for name in ("output", "states")),
+        ("slot_stride", c_int64),
+        *((name, c_int32) for name in ("decay_rows", "decay_columns")),
+    )
+
+
+class ConvolutionStruct(Structure):
+    """`Convolution` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("channels", "taps")),
+        *((name, c_void_p) for name in ("inputs", "weight", "bias", "output", "windows")),
+        ("slot_stride", c_int64),
+        *((name, c_void_p) for name in ("read", "kept_steps", "kept_slots")),
+        ("num_kept", c_int64),
+    )
+
+
 class DrawingStruct(Structure):
     """`Drawing` of draw.h."""
 

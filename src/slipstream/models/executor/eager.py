@@ -102,7 +102,7 @@ class EagerExecutor(Executor):
                     raise ValueError(
                         "a pool for recurrent layers needs states: make it with CausalLM.new_cache"
                     )
-                with self.mixers.over(pool.states.begin(rows.groups)):
+                with self.mixers.over(pool.states.begin(rows.groups), self.num_threads):
                     return self.run(rows, attention, hidden_layers)
             if layers is None:
                 return self.run(rows, attention, hidden_layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.kv.state import StateShape
 from slipstream.models.mixers.base import CellPass, Recurrence
-from slipstream.models.mixers.steps import states_behind
+from slipstream.models.mixers.outer_products import OuterProducts
 
 
 class SelectiveScan(Recurrence):
@@ -19,7 +19,7 @@ class SelectiveScan(Recurrence):
     def shape(self, hidden_states: Tensor, dt: Tensor, A: Tensor, *_: Any, **__: Any) -> StateShape:
         """hidden_states and dt [1, channels, N], A [channels, state_size], B and C [1, state_size, N]"""
         channels, size = A.shape
-        return StateShape(((size, channels),), 2 * channels + size)
+        return StateShape(((1, size, channels),), 2 * channels + size)
 
     def compute(
         self,
@@ -44,19 +44,15 @@ class SelectiveScan(Recurrence):
         rows = (step_sizes, step_sizes.float() * own.float(), B[0].T)
         steps = cell.inputs(torch.cat([each.float() for each in rows], dim=1))
         sizes, values, keys = torch.split(steps, [channels, channels, size], dim=1)
-        queries, rates = (
-            cell.steps(C[0].T.float()),
-            A.T.float(),
-        )  # [steps, state_size], [state_size, channels]
-
-        def step(number: int, state: Tensor) -> Tensor:
-            return state * (rates * sizes[number]).exp() + keys[number, :, None] * values[number]
-
-        (states,) = cell.states()
-        read = torch.empty_like(values)
-        for number, state in states_behind(cell.walk, states, step):
-            read[number] = (state * queries[number, :, None]).sum(dim=0)
-        output: Tensor = cell.rows(read).to(hidden_states.dtype)
+        products = OuterProducts(
+            query=cell.steps(C[0].T.float())[:, None],
+            key=keys[:, None],
+            value=values[:, None],
+            decay=sizes[:, None, None],
+            rates=A.T.float()[None],
+        )
+        (state,) = cell.states()
+        output = cell.rows(cell.outer_products(products, state))[:, 0].to(hidden_states.dtype)
         if D is not None:
             output = output + own * D
         if z is not None:

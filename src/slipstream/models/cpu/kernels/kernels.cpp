@@ -9,6 +9,7 @@
 #include "eagle.h"
 #include "fitting.h"
 #include "heads.h"
+#include "recurrent.h"
 
 // What the functions return that may lack memory; see native.py.
 enum Status : int { DONE = 0, OUT_OF_MEMORY = 1 };
@@ -50,6 +51,13 @@ void run_heads(const Heads& heads, const HeadRows& rows, Scratch& scratch, int t
   Team& team = team_of(threads);
   HeadsPass::reserve(heads, rows, scratch);
   team.run(HeadsPass::num_operations(heads, rows), [&](int rank) { HeadsPass(heads, rows, scratch, team, rank).run(); });
+}
+
+template <typename WalkPass, typename Given>
+void run_walk(const Walk& walk, const Given& given, int threads) {
+  Team& team = team_of(threads);
+  WalkPass pass(walk, given, team.size());
+  team.run(1, [&](int rank) { team.share(0, pass.num_parts(), [&](int part) { pass.run(part, rank); }); });
 }
 
 void draft_eagle(const Eagle& eagle, const Batch& batch, const States& states, const Chains& chains, Scratch& scratch,
@@ -309,6 +317,14 @@ Status slipstream_heads(const Heads* heads, const HeadRows* rows, Scratch* scrat
 // Medusa: all levels' logits come from one pass over the states [n, hidden] that `rows` has.
 Status slipstream_draft_medusa(const Heads* heads, const HeadRows* rows, const Chains* chains, Scratch* scratch, int threads) {
   return status_of([&] { draft_medusa(*heads, *rows, *chains, *scratch, threads); });
+}
+
+Status slipstream_outer_products(const Walk* walk, const OuterProducts* products, int threads) {
+  return status_of([&] { run_walk<OuterProductsPass>(*walk, *products, threads); });
+}
+
+Status slipstream_convolve(const Walk* walk, const Convolution* convolution, int threads) {
+  return status_of([&] { run_walk<ConvolutionPass>(*walk, *convolution, threads); });
 }
 
 // Chains of which all logits are there.
