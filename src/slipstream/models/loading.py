@@ -57,7 +57,7 @@ from slipstream.models.matrices import (
     widened,
 )
 from slipstream.models.mixers.base import Mixers
-from slipstream.models.mixers.registry import recurrences
+from slipstream.models.mixers.registry import RECURRENCES, recurrences
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
     kept_dtype,
@@ -225,6 +225,7 @@ def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict |
     model_type = source.config.model_type
     if model_type in FAMILIES.names():
         classes.append(FAMILIES.load(model_type))
+    classes += [RECURRENCES.load(name) for name in RECURRENCES.names()]
     settings = {
         "dtype": options.dtype,
         "device": str(choice.device),

@@ -148,6 +148,11 @@ class CascadeDrafter(AutoregressiveDrafter):
 
     def _add_inner(self, options: CascadeOptions, config: EngineConfig, max_model_len: int) -> None:
         """Make the inner drafter, for the target of `config`, which is the draft model."""
+        if self.model.states:
+            raise ConfigError(
+                f"a cascade rolls its draft model back by itself, which the states of {self.model.family}'s recurrent "
+                "layers do not allow; draft with it by method draft_model"
+            )
         context = DraftContext(
             engine_config=config,
             tokenizer=self.context.tokenizer,

@@ -98,6 +98,10 @@ class EagerExecutor(Executor):
         with self._lock, threads.operators(self.num_threads):
             attention = self.backend.prepare(rows, pool)
             if self.mixers is not None:
+                if layers is not None:
+                    raise ValueError(
+                        "recurrent layers run in whole passes only: they have one state of a text"
+                    )
                 if pool.states is None:
                     raise ValueError(
                         "a pool for recurrent layers needs states: make it with CausalLM.new_cache"

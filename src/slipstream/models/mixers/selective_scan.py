@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kv.state import StateShape
 from slipstream.models.mixers.base import CellPass, Recurrence
+from slipstream.models.mixers.elementwise import silu, softplus
 from slipstream.models.mixers.outer_products import OuterProducts
 
 
@@ -39,7 +39,7 @@ class SelectiveScan(Recurrence):
         """-> [1, channels, N]"""
         own, step_sizes = hidden_states[0].T, dt[0].T  # [N, channels]
         step_sizes = step_sizes if delta_bias is None else step_sizes + delta_bias.to(dt.dtype)
-        step_sizes = F.softplus(step_sizes) if delta_softplus else step_sizes
+        step_sizes = softplus(step_sizes) if delta_softplus else step_sizes
         channels, size = A.shape
         rows = (step_sizes, step_sizes.float() * own.float(), B[0].T)
         steps = cell.inputs(torch.cat([each.float() for each in rows], dim=1))
@@ -56,5 +56,5 @@ class SelectiveScan(Recurrence):
         if D is not None:
             output = output + own * D
         if z is not None:
-            output = output * F.silu(z[0].T)
+            output = output * silu(z[0].T)
         return output.T[None]

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kv.state import StateShape
 from slipstream.models.mixers.base import CellPass, Recurrence
+from slipstream.models.mixers.elementwise import softplus
 from slipstream.models.mixers.outer_products import OuterProducts
 
 
@@ -44,7 +44,7 @@ class StateSpace(Recurrence):
         num_rows, heads, head_dim = hidden_states.shape[1:]
         own = hidden_states[0].float()
         step_sizes = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
-        step_sizes = F.softplus(step_sizes) if dt_softplus else step_sizes
+        step_sizes = softplus(step_sizes) if dt_softplus else step_sizes
         step_sizes = step_sizes.clamp(*dt_limit).float()  # [N, heads]
         rows = (
             (own * step_sizes[..., None]).reshape(num_rows, -1),
