@@ -98,8 +98,8 @@ def served(
     recurrent = next((model for model in drafter.drafting_models() if model.states), None)
     if recurrent is not None:
         raise ConfigError(
-            f"a worker drafts ahead of what the target accepts: the states of {recurrent.family}'s recurrent layers would "
-            "be computed anew at every rejection; draft in the target's own process"
+            f"a worker drafts ahead of what the target accepts, so {recurrent.family}'s recurrent layers would compute "
+            "their states anew at every rejection; draft in the target's own process"
         )
     max_len = min(context.max_model_len, drafter.traits.context_length or context.max_model_len)
     num_tokens = _room(drafter, options.max_requests * (max_len + ROOM_PER_TEXT), context)
