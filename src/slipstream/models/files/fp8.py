@@ -20,7 +20,7 @@ from slipstream.models.linear.fp8 import Fp8Linear
 PARTS = ("weight", "weight_scale_inv", "weight_scale")
 """Names of a layer's tensors that its weight needs."""
 
-_SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 _PART_WEIGHTS = 2**22
 """So many weights are converted at a time."""
 
