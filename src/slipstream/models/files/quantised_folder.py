@@ -1,4 +1,4 @@
-"""Checkpoint folders whose matrices were saved quantised: GPTQ, AWQ, compressed-tensors, and FP8."""
+"""Checkpoint folders whose matrices were saved quantised, by the method that their configuration names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.files import awq, compressed, fp8, gptq
+from slipstream.models.files import auto_round, awq, compressed, fp8, gptq, mlx
 from slipstream.models.files.fp8 import Fp8Matrix
 from slipstream.models.files.grouped import GroupedMatrix
 from slipstream.models.files.shards import weight_files
 from slipstream.models.files.stored import StoredModel
 
-READ = ("gptq", "awq", "compressed-tensors", "fp8")
-"""Methods, as configurations name them, whose weights are read here."""
+NAMES = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "auto-round": "AutoRound",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "mlx": "MLX",
+}
+"""Methods whose weights are read here, as configurations name them, and their names in messages. MLX names none."""
 
-NAMES = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors", "fp8": "FP8"}
+READ = tuple(NAMES)
 
 _IGNORED = (
     *("input_scale", "activation_scale", "input_zero_point", "weight_global_scale", "output_scale"),
@@ -40,6 +47,8 @@ class _Reader:
     is_quantised: Callable[[Mapping[str, Tensor]], bool]
     """Whether a layer that has such tensors is quantised: a plain one next to it has a weight too."""
     read: Callable[[str, Mapping[str, Tensor]], GroupedMatrix | Fp8Matrix]
+    by_layer: Callable[[Mapping[str, Mapping[str, Tensor]]], Mapping[str, Mapping[str, Tensor]]] = dict
+    """What a file has as layers, as the layers that they are in Transformers."""
 
 
 def check_settings(method: str, settings: Mapping[str, Any]) -> None:
@@ -83,7 +92,7 @@ def read_quantised(
             raise ModelError(f"cannot read {file.name!r} of {path!r}: {str(error).splitlines()[0]}") from None
     kept: dict[str, GroupedMatrix] = {}
     converted: dict[str, Fp8Matrix] = {}
-    for stem, found in layers.items():
+    for stem, found in reader.by_layer(layers).items():
         if not reader.is_quantised(found):
             tensors |= {f"{stem}.{part}": tensor for part, tensor in found.items()}
             continue
@@ -106,12 +115,18 @@ def _reader(method: str, settings: Mapping[str, Any]) -> _Reader:
     if method == "fp8":
         block = fp8.block_size(settings)
         return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, block))
+    if method == "auto-round":
+        return _reader(*auto_round.as_packed(settings))
     if method == "gptq":
         of_gptq = gptq.GptqSettings.read(settings)
         return _Reader(gptq.PARTS, _has("qweight"), lambda name, found: gptq.GptqMatrix(name, found, of_gptq))
     if method == "awq":
         group = awq.awq_group_size(settings)
         return _Reader(awq.PARTS, _has("qweight"), lambda name, found: awq.AwqMatrix(name, found, group))
+    if method == "mlx":
+        of_mlx = mlx.MlxSettings.read(settings)
+        read = lambda name, found: mlx.MlxMatrix(name, found, of_mlx)  # noqa: E731
+        return _Reader(mlx.PARTS, _has("scales"), read, mlx.by_expert)
     if compressed.is_fp8(settings):
         of_floats = compressed.fp8_block(settings)
         return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, of_floats))

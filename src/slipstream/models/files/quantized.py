@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import ModelError
+from slipstream.models.files.mlx import names_mlx
 from slipstream.models.files.quantised_folder import READ, check_settings, is_kept
 
 log = logging.getLogger(__name__)
 
 _NAMES = {
     "bitsandbytes": "bitsandbytes",
-    "auto-round": "AutoRound",
     "gguf": "GGUF",
     "hqq": "HQQ",
     "torchao": "torchao",
@@ -54,7 +54,7 @@ def resolve_quantized(
     model. Raises `ModelError` where they cannot be read, and, unless `widens`, where they would take several times the
     memory of the file (MXFP4), with the options that say that they may.
     """
-    quantization = getattr(config, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None) or _of_mlx(config)
     if quantization is None:
         return None
     settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
@@ -85,7 +85,7 @@ def resolve_quantized(
             check_settings(method, settings)
         except ModelError as error:
             raise ModelError(f"{path!r} holds {' '.join(str(error).split())}") from None
-        del config.quantization_config
+        config.__dict__.pop("quantization_config", None)
         return Quantised(method, settings)
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
     bits = _bits(settings)
@@ -104,10 +104,18 @@ def _check_widening(path: str, method: str) -> None:
         )
 
 
+def _of_mlx(config: Any) -> Mapping[str, Any] | None:
+    """What MLX's own key says, where the configuration has no other."""
+    found = getattr(config, "quantization", None)
+    return found if isinstance(found, Mapping) and names_mlx(found) else None
+
+
 def _method_of(settings: Mapping[str, Any]) -> str:
     """The method of quantisation by the name that Transformers gives it; empty where none is named."""
     method = " ".join(str(settings.get("quant_method", "")).split())
-    method = method.removeprefix("QuantizationMethod.").lower()
+    method = method.removeprefix("QuantizationMethod.").lower().removeprefix("intel/")
+    if names_mlx(settings):
+        return "mlx"
     if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return "bitsandbytes"
     return method

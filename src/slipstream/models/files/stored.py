@@ -85,9 +85,10 @@ class StoredModel:
     def fit(self, model: Any, experts_in: str | None = None) -> StoredModel:
         """These weights, once it is sure that `model` (it may be without numbers) can have them as they are.
 
-        Experts become `stacks`, to be rounded to the format `experts_in`. Biases of nothing that the model has not,
-        which some tools write for every layer, are left out. Raises `ModelError` for a matrix that is no plain layer's,
-        has another shape, or has groups that no kernel holds, and for experts where nothing may round them.
+        Experts become `stacks`, to be rounded to the format `experts_in`, and what chooses among them is widened.
+        Biases of nothing that the model has not, which some tools write for every layer, are left out. Raises
+        `ModelError` for a matrix that is no plain layer's, has another shape, or has groups that no kernel holds, and
+        for experts where nothing may round them.
         """
         modules = dict(model.named_modules())
         taken = take_experts(self.matrices, self.tensors, model, self.kind, experts_in)
@@ -113,7 +114,9 @@ class StoredModel:
             and (name in names or not name.endswith(".bias") or bool(tensor.any()))
         }
         kind = f"{self.kind}, experts in {experts_in}" if taken.stacks else self.kind
-        return replace(self, tensors=tensors, matrices=matrices, kind=kind, stacks=taken.stacks)
+        return replace(
+            self, tensors={**tensors, **taken.routers}, matrices=matrices, kind=kind, stacks=taken.stacks
+        )
 
     def install(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,7 +60,9 @@ class TakenExperts:
     stacks: Mapping[str, StoredStack]
     """By the name of the parameter in whose place they are."""
     names: frozenset[str]
-    """Names of the layers that they replace, as the file has them."""
+    """Names of the layers that they replace, and of the routers, as the file has them."""
+    routers: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weights of those routers that the file holds quantised, widened, by their names in the file."""
 
 
 def take_experts(
@@ -109,7 +111,15 @@ def take_experts(
         for parameter, stack in _stacks(holder, parts, held[holder]):
             stacks[f"{holder}.{parameter}"] = stack
         names |= {name for name, _ in held[holder].values()}
-    return TakenExperts(stacks, frozenset(names))
+    weights = {id(parts.router) for parts in known.values()}
+    routers = {
+        f"{name}.weight": matrix.widened(0, matrix.out_features)
+        for name, matrix in matrices.items()
+        if id(getattr(modules.get(_renamed(name)), "weight", None)) in weights
+    }
+    return TakenExperts(
+        stacks, frozenset(names | {name.removesuffix(".weight") for name in routers}), routers
+    )
 
 
 def _stacks(
@@ -141,7 +151,12 @@ def _holder(name: str) -> str:
     """The module that has the experts, of which this names a layer."""
     seen = _NAME.fullmatch(name)
     assert seen is not None
-    return f"{seen['layer']}.{_BLOCKS.get(seen['block'], seen['block'])}.experts"
+    return _renamed(f"{seen['layer']}.{seen['block']}.experts")
+
+
+def _renamed(name: str) -> str:
+    """What Transformers calls a module of a checkpoint."""
+    return ".".join(_BLOCKS.get(part, part) for part in name.split("."))
 
 
 def _place(name: str) -> tuple[str, str, int, int] | None:
