@@ -32,9 +32,7 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def in_blocks(
-    weight: Tensor, rows: int, columns: int, powers: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def in_blocks(weight: Tensor, rows: int, columns: int, powers: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """A weight as FP8 numbers, the scales of its blocks (or `powers` of two), and the numbers that these are."""
     outputs, inputs = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -inputs % columns, 0, -outputs % rows))

@@ -190,19 +190,23 @@ def test_misshapen_weights(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "what"),
     [
-        (
-            {"quant_method": "auto-round", "bits": 4, "group_size": 128},
-            "AutoRound weights (4 bits, groups of 128)",
-        ),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes weights (8 bits)"),
-        ({"load_in_4bit": True}, "bitsandbytes weights (4 bits)"),
+        ({"quant_method": "hqq", "bits": 4, "group_size": 128}, "HQQ weights (4 bits, groups of 128)"),
+        ({"quant_method": "torchao"}, "torchao weights"),
+        ({"quant_method": "exl3", "bits": 4.0}, "EXL3 weights"),
+        ({"quant_method": "fp_quant"}, "FP-Quant weights"),
+        ({"quant_method": "quark"}, "Quark weights"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt weights"),
         ({"quant_method": "newest"}, "newest-quantised weights"),
+        (None, "ModelOpt weights"),
     ],
 )
 def test_quantised_weights_that_cannot_run_here(
-    quantization: dict[str, Any], what: str, checkpoint: Path
+    quantization: dict[str, Any] | None, what: str, checkpoint: Path
 ) -> None:
-    edit_config(checkpoint, quantization_config=quantization)
+    if quantization is None:
+        (checkpoint / "hf_quant_config.json").write_text("{}")
+    else:
+        edit_config(checkpoint, quantization_config=quantization)
     message = refusal(checkpoint)
     assert (
         f"holds {what}, which Slipstream cannot read; use the checkpoint that they were made from" in message

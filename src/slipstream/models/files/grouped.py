@@ -123,11 +123,11 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
         integers: Tensor = (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
         return integers
     bytes_ = words.contiguous().view(torch.uint8)
-    first = torch.arange(0, 8 * bits, bits)  # bits of eight integers, which lie in `bits` bytes
-    low, high = (
-        bytes_.view(*words.shape[:-1], -1, bits)[..., each // 8].int() for each in (first, first + bits - 1)
-    )
-    return ((low | high << 8) >> (first % 8).int() & 2**bits - 1).to(torch.uint8).flatten(-2)
+    eights = bytes_.view(*bytes_.shape[:-1], -1, bits)  # the bytes of eight integers
+    first = torch.arange(0, 8 * bits, bits)
+    low, high = (eights[..., bit // 8].int() for bit in (first, first + bits - 1))
+    found: Tensor = (low | high << 8) >> (first % 8).int() & 2**bits - 1
+    return found.to(torch.uint8).flatten(-2)
 
 
 def word_run(bits: int) -> tuple[int, int]:

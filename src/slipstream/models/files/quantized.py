@@ -6,16 +6,16 @@ import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError
 from slipstream.models.files.mlx import names_mlx
-from slipstream.models.files.quantised_folder import READ, check_settings, is_kept
+from slipstream.models.files.quantised_folder import READ, check_settings, converted_bytes
 
 log = logging.getLogger(__name__)
 
 _NAMES = {
-    "bitsandbytes": "bitsandbytes",
     "gguf": "GGUF",
     "hqq": "HQQ",
     "torchao": "torchao",
@@ -24,6 +24,15 @@ _NAMES = {
     "bitnet": "BitNet",
     "fbgemm_fp8": "FBGEMM FP8",
     "nvfp4": "NVFP4",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fp_quant": "FP-Quant",
+    "modelopt": "ModelOpt",
+    "quark": "Quark",
+    "eetq": "EETQ",
+    "higgs": "HIGGS",
+    "spqr": "SpQR",
+    "vptq": "VPTQ",
     "mxfp8": "MXFP8",
 }
 
@@ -41,7 +50,12 @@ class Quantised:
     @property
     def is_kept(self) -> bool:
         """Whether they stay as they are stored; others are converted while they are read."""
-        return is_kept(self.method, self.settings)
+        return self.converted_bytes is None
+
+    @property
+    def converted_bytes(self) -> float | None:
+        """Bytes of a weight in the file, where they are converted while they are read."""
+        return converted_bytes(self.method, self.settings)
 
 
 def resolve_quantized(
@@ -54,7 +68,9 @@ def resolve_quantized(
     model. Raises `ModelError` where they cannot be read, and, unless `widens`, where they would take several times the
     memory of the file (MXFP4), with the options that say that they may.
     """
-    quantization = getattr(config, "quantization_config", None) or _of_mlx(config)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        quantization = _otherwise_said(path, config)
     if quantization is None:
         return None
     settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
@@ -85,7 +101,8 @@ def resolve_quantized(
             check_settings(method, settings)
         except ModelError as error:
             raise ModelError(f"{path!r} holds {' '.join(str(error).split())}") from None
-        config.__dict__.pop("quantization_config", None)
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
         return Quantised(method, settings)
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
     bits = _bits(settings)
@@ -104,10 +121,12 @@ def _check_widening(path: str, method: str) -> None:
         )
 
 
-def _of_mlx(config: Any) -> Mapping[str, Any] | None:
-    """What MLX's own key says, where the configuration has no other."""
+def _otherwise_said(path: str, config: Any) -> Mapping[str, Any] | None:
+    """What tools say that do not say it in the key `quantization_config`: MLX, and older versions of ModelOpt."""
     found = getattr(config, "quantization", None)
-    return found if isinstance(found, Mapping) and names_mlx(found) else None
+    if isinstance(found, Mapping) and names_mlx(found):
+        return found
+    return {"quant_method": "modelopt"} if (Path(path) / "hf_quant_config.json").is_file() else None
 
 
 def _method_of(settings: Mapping[str, Any]) -> str:

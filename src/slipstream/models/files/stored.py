@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
-from slipstream.models.files.fp8 import Fp8Matrix
+from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.files.lora import WIDENS
 from slipstream.models.files.stored_experts import StoredStack, take_experts
@@ -34,9 +34,9 @@ class StoredModel:
     """Those that are quantised, by the names of their layers."""
     kind: str
     """As messages say it: 'GPTQ, 4 bits'."""
-    converted: Mapping[str, Fp8Matrix] = field(default_factory=dict)
+    converted: Mapping[str, ConvertedMatrix] = field(default_factory=dict)
     """Those that are converted while they are read."""
-    narrow: Mapping[str, Fp8Matrix] = field(default_factory=dict)
+    narrow: Mapping[str, ConvertedMatrix] = field(default_factory=dict)
     """Those in FP8 that stay so; see `keeping_fp8`."""
     stacks: Mapping[str, StoredStack] = field(default_factory=dict)
     """Experts that are rounded while they are packed, by the names of the parameters that they stand for; see `fit`."""
