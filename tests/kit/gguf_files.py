@@ -130,16 +130,20 @@ def write_model(
     config, tensors = model.config, {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    state = {name: part for name, tensor in model.state_dict().items() for name, part in apart(name, tensor)}
+    is_split = "attention.key_length_mla" in keys
+    state = {
+        name: part
+        for name, tensor in model.state_dict().items()
+        for name, part in apart(name, tensor, config if is_split else None)
+    }
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        if heads is None or arch not in ("llama", "granite", "smollm3"):
-            heads = 0
+        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        count = counts.get(name.split(".")[-2])
+        rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
+        heads = getattr(config, str(count)) if rotates else 0
         is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs  # llama.cpp leaves routers as they are
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
@@ -151,24 +155,25 @@ def write_model(
             tensors[theirs] = (kind, raw)
             continue
         values = tensor.float()
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
-        tensors[theirs] = (permuted(values, heads) if heads else values).numpy()
+        tensors[theirs] = (permuted(values, heads) if heads else values).contiguous().numpy()
     sizes = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": keys.get("attention.head_count_kv") or config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,
     }
     own = {f"{arch}.{key}": value for key, value in (sizes | keys).items()}
     return write(file, arch, own, tensors | (more or {}))
 
 
-def apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """A model's tensor as llama.cpp has it: gate and up of experts are two, in the memory of the one."""
+def apart(name: str, tensor: Tensor, latent: Any = None) -> list[tuple[str, Tensor]]:
+    """A model's tensor as llama.cpp has it, in the memory of the model's own: gate and up of experts are two, and so
+    is, by the configuration `latent`, what makes keys and values of DeepSeek's latent vectors."""
     stem, _, part = name.rpartition(".experts.")
     if part == "gate_up_proj":
         halves = tensor.chunk(2, dim=1)
@@ -176,7 +181,20 @@ def apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
             (f"{stem}.experts.{half}.weight", own)
             for half, own in zip(("gate_proj", "up_proj"), halves, strict=True)
         ]
-    return [(f"{name}.weight", tensor)] if part == "down_proj" else [(name, tensor)]
+    if name.endswith("kv_b_proj.weight") and latent is not None:
+        heads = tensor.view(latent.num_attention_heads, -1, tensor.shape[1])
+        keys, values = heads.split([latent.qk_nope_head_dim, latent.v_head_dim], 1)
+        return [
+            (name.replace("kv_b", "k_b"), keys.transpose(1, 2)),
+            (name.replace("kv_b", "v_b"), values),
+        ]
+    if name.endswith("e_score_correction_bias"):
+        return [(name.replace("gate.moe_statics", "moe_statics").replace("_bias", ".bias"), tensor.flatten())]
+    return (
+        [(f"{name}.weight", tensor)]
+        if part == "down_proj" or name.endswith("layer_scalar")
+        else [(name, tensor)]
+    )
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
