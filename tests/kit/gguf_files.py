@@ -112,6 +112,10 @@ def rounded(tensor: Tensor, kind: str) -> Tensor:
     )
 
 
+SCALES = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+"""Of Gemma 4's routers, which have no name of their own in llama.cpp."""
+
+
 def write_model(
     file: Path,
     arch: str,
@@ -139,7 +143,10 @@ def write_model(
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        layer, _, scale = name.rpartition(".router.")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if scale in SCALES:
+            theirs = f"blk.{layer.rpartition('.')[2]}.{SCALES[scale]}"
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         count = counts.get(name.split(".")[-2])
         rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
@@ -172,10 +179,10 @@ def write_model(
 
 
 def apart(name: str, tensor: Tensor, latent: Any = None) -> list[tuple[str, Tensor]]:
-    """A model's tensor as llama.cpp has it, in the memory of the model's own: gate and up of experts are two, and so
-    is, by the configuration `latent`, what makes keys and values of DeepSeek's latent vectors."""
-    stem, _, part = name.rpartition(".experts.")
-    if part == "gate_up_proj":
+    """A model's tensor as llama.cpp has it, in the memory of the model's own: gate and up of experts are two but
+    for Gemma's, and so is, by the configuration `latent`, what makes keys and values of DeepSeek's latent vectors."""
+    stem, _, part = name.partition(".experts.")
+    if part == "gate_up_proj" and name.split(".")[-4] != "layers":
         halves = tensor.chunk(2, dim=1)
         return [
             (f"{stem}.experts.{half}.weight", own)
@@ -190,11 +197,7 @@ def apart(name: str, tensor: Tensor, latent: Any = None) -> list[tuple[str, Tens
         ]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("gate.moe_statics", "moe_statics").replace("_bias", ".bias"), tensor.flatten())]
-    return (
-        [(f"{name}.weight", tensor)]
-        if part == "down_proj" or name.endswith("layer_scalar")
-        else [(name, tensor)]
-    )
+    return [(f"{name}.weight" if part or name.endswith("layer_scalar") else name, tensor)]
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:

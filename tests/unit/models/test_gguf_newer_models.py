@@ -216,6 +216,32 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+CASES["gemma4 moe"] = (
+    "gemma4",
+    "gemma4_text",
+    GEMMA4 | EXPERTS | {"hidden_size_per_layer_input": 0},
+    GEMMA4_KEYS
+    | {
+        **{"embedding_length_per_layer_input": 0, "expert_count": 4, "expert_used_count": 2},
+        **{"expert_feed_forward_length": 32},
+    },
+)
+CASES["olmo2, with windows"] = (
+    "olmo2",
+    "olmo3",
+    {
+        **{"num_hidden_layers": 4, "sliding_window": 8},
+        "rope_parameters": {
+            "full_attention": {name: each for name, each in YARN.items() if "scale" not in name},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    YARN_KEYS
+    | {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, True, True, False]},
+)
+
+
 def made(case: str, file: Path, kinds: dict[str, str] | None = None) -> Any:
     """A tiny model, also in `file`, with the numbers of blocks of `kinds`."""
     arch, model_type, changes, keys = CASES[case]
@@ -308,7 +334,11 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     assert "which of its 6 layers have a window" in say(own, {"attention.sliding_window_pattern": [True]})
     assert "not those of a Gemma 4" in say(own, {"attention.head_count_kv": [1, 2, 1] * 2})
     assert "(rope_freqs)" in say(own, {}, **{"rope_freqs.weight": np.linspace(1, 3, 16, dtype=np.float32)})
-    assert "a gemma4 model with experts" in say(own, {"expert_count": 4, "expert_used_count": 2})
+    assert "a seed_oss model with experts" in say("seed_oss", {"expert_count": 4, "expert_used_count": 2})
+    assert "lacks weights: model.layers.1.experts.0.gate_proj" in say(
+        "gemma4 moe", {}, "blk.1.ffn_gate_up_exps.weight"
+    )
+    assert "whose scores grow along the text" in say("deepseek v3", {"attention.temperature_scale": 0.1})
 
 
 def test_what_gemma4_says_of_its_layers_is_read(tmp_path: Path) -> None:

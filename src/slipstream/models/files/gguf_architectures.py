@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from slipstream.models.files.gguf_family import (
     AFTER,
     ATTENTION,
     EXPERTS,
+    GATE_AND_UP,
     HEAD_NORMS,
     MLP,
     NORMS,
@@ -22,7 +24,7 @@ from slipstream.models.files.gguf_family import (
     GgufArchitecture,
     Keys,
 )
-from slipstream.models.files.gguf_gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
+from slipstream.models.files.gguf_gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, gemma4
 from slipstream.models.files.gguf_mixtures import DEEPSEEK_V3, ERNIE_MOE, GLM4_MOE, deepseek
 from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.models.huggingface import AutoConfig
@@ -82,6 +84,29 @@ def _seed_oss(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ernie(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_bias": keys.has("attn_q.bias")}
+
+
+def _olmo3_rope(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Only layers without a window have scaled positions."""
+    found = rope_parameters(keys.file, sizes["head_dim"])
+    theta = keys.number("rope.freq_base_swa") or found["rope_theta"]
+    return {
+        "full_attention": found,
+        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _olmo3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    windows = keys.get(
+        "attention.sliding_window_pattern", [True, True, True, False] * sizes["num_hidden_layers"]
+    )
+    if not isinstance(windows, list) or len(windows) < sizes["num_hidden_layers"]:
+        raise ModelError(f"{keys.file.path!r} does not say which of its layers have a window")
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": kinds[: sizes["num_hidden_layers"]],
+    }
 
 
 def _ministral3_rope(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,6 +195,10 @@ _MIXTRAL = GgufArchitecture(
 """What a file of the architecture `llama` holds where it has experts."""
 
 
+_OLMO3 = replace(ARCHITECTURES["olmo2"], model_type="olmo3", rope=_olmo3_rope, more=_olmo3)
+"""What a file of the architecture `olmo2` holds where its layers have windows."""
+
+
 def _llama(keys: Keys) -> GgufArchitecture:
     return _MIXTRAL if keys.get("expert_count") else ARCHITECTURES["llama"]
 
@@ -184,10 +213,16 @@ def _mistral3(keys: Keys) -> GgufArchitecture:
     )
 
 
+def _olmo(keys: Keys) -> GgufArchitecture:
+    return _OLMO3 if keys.get("attention.sliding_window") else ARCHITECTURES["olmo2"]
+
+
 _BY_KEYS: Mapping[str, Callable[[Keys], GgufArchitecture]] = {
     "llama": _llama,
     "mistral3": _mistral3,
     "deepseek2": deepseek,
+    "gemma4": gemma4,
+    "olmo2": _olmo,
 }
 """Architectures that are of several families, which keys tell apart."""
 
@@ -344,7 +379,7 @@ def _usual_shapes(
     for part in ("gate", "up", "down"):
         own, of_shared = ((hidden, wide) if part == "down" else (wide, hidden) for wide in (inner, shared))
         shapes |= {f"ffn_{part}_exps": (number, *own), f"ffn_{part}_shexp": of_shared}
-    return shapes
+    return shapes | {GATE_AND_UP: (number, 2 * inner, hidden)}
 
 
 def _check_vocabulary(file: Gguf) -> None:

@@ -22,6 +22,8 @@ ATTENTION = {
     **OUTPUT,
 }
 EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+GATE_AND_UP, APART = "ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps")
+"""A stack of experts whose gates' outputs come before those of up, and what it is in two."""
 LATENT_PARTS = ("attn_k_b", "attn_v_b")
 """The two parts of a matrix of DeepSeek's that makes keys and values of a latent vector: the first one transposed."""
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
@@ -152,4 +154,5 @@ class GgufArchitecture:
 
     def has_experts_in(self, theirs: str) -> bool:
         """Whether a tensor holds a part of all experts of a layer."""
-        return any(theirs.endswith(f".{stack}.weight") for stack in self.experts)
+        stacks = {*self.experts, GATE_AND_UP} if self.experts else ()
+        return any(theirs.endswith(f".{stack}.weight") for stack in stacks)

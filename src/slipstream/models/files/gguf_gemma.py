@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from slipstream.models.files.gguf_family import (
     AROUND,
     ATTENTION,
     ENDS,
+    EXPERTS,
     HEAD_NORMS,
     MLP,
     NORMS,
@@ -174,6 +176,15 @@ def _gemma4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4_experts(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return _gemma4(keys, sizes) | {
+        "enable_moe_block": True,
+        "num_experts": keys.size("expert_count"),
+        "top_k_experts": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+    }
+
+
 GEMMA = GgufArchitecture("gemma", NORMS | ATTENTION | MLP, norms_hold_one_more=True, more=_gemma)
 GEMMA2 = GgufArchitecture("gemma2", AROUND | ATTENTION | MLP, norms_hold_one_more=True, more=_gemma2)
 GEMMA3 = GgufArchitecture(
@@ -195,3 +206,22 @@ GEMMA4 = GgufArchitecture(
     rope=_gemma4_rope,
     more=_gemma4,
 )
+_GEMMA4_EXPERTS = replace(
+    GEMMA4,
+    layer={
+        **GEMMA4.layer,
+        **{"ffn_gate_inp": "router.proj", "pre_ffw_norm_2": "pre_feedforward_layernorm_2"},
+        **{f"post_ffw_norm_{part}": f"post_feedforward_layernorm_{part}" for part in (1, 2)},
+    },
+    experts={stack: name.removeprefix("mlp.") for stack, name in EXPERTS.items()},
+    whole={
+        **GEMMA4.whole,
+        **{"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"},
+    },
+    more=_gemma4_experts,
+)
+
+
+def gemma4(keys: Keys) -> GgufArchitecture:
+    """The family with experts beside each layer's MLP, or the one without."""
+    return _GEMMA4_EXPERTS if keys.get("expert_count") else GEMMA4

@@ -192,6 +192,11 @@ DEEPSEEK_V3 = GgufArchitecture(
 
 def deepseek(keys: Keys) -> GgufArchitecture:
     """Which of DeepSeek's families a file is of: the later one's routers have sigmoids."""
+    if keys.number("attention.temperature_scale", 0.0):
+        raise ModelError(
+            f"{keys.file.path!r} holds a model of DeepSeek's kind whose scores grow along the text "
+            "(attention.temperature_scale), which Transformers' has not"
+        )
     return DEEPSEEK_V3 if keys.count("expert_gating_func", _SOFTMAX) == _SIGMOID else DEEPSEEK_V2
 
 

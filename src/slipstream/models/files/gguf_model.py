@@ -18,7 +18,14 @@ from slipstream.models.cpu.pages import release
 from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.gguf import Gguf, GgufTensor
 from slipstream.models.files.gguf_architectures import architecture_of, halves_order
-from slipstream.models.files.gguf_family import LATENT_PARTS, NO_WEIGHTS, GgufArchitecture, Keys
+from slipstream.models.files.gguf_family import (
+    APART,
+    GATE_AND_UP,
+    LATENT_PARTS,
+    NO_WEIGHTS,
+    GgufArchitecture,
+    Keys,
+)
 from slipstream.models.files.gguf_latent import LatentMatrix, take_latents
 from slipstream.models.files.grouped import Grouped, GroupedMatrix
 from slipstream.models.files.stored import StoredModel
@@ -145,7 +152,8 @@ def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
     for layer in layers:
         lacks = architecture.lacks(Keys(file), layer)
         for part in (*architecture.layer, *architecture.experts):
-            if part in lacks:
+            has_both = part in APART and f"blk.{layer}.{GATE_AND_UP}.weight" in file.tensors
+            if part in lacks or has_both:
                 continue
             name = f"blk.{layer}.{part}.weight"
             if name not in file.tensors:
@@ -161,10 +169,15 @@ def _each_matrix(tensors: Iterable[GgufTensor], architecture: GgufArchitecture) 
         if not architecture.has_experts_in(entry.name):
             yield entry
             continue
-        number, rows, _ = entry.shape  # which the configuration was made of
-        for expert in range(number):
-            own = entry.raw[expert * rows : (expert + 1) * rows]
-            yield replace(entry, shape=entry.shape[1:], raw=own, expert=expert)
+        number, rows, width = entry.shape  # which the configuration was made of
+        names = [entry.name]
+        if _part(entry) == GATE_AND_UP:
+            names = [entry.name.replace(GATE_AND_UP, part) for part in APART]
+            rows //= 2
+        for count in range(number * len(names)):
+            expert, part = divmod(count, len(names))
+            own = entry.raw[count * rows : (count + 1) * rows]
+            yield replace(entry, name=names[part], shape=(rows, width), raw=own, expert=expert)
 
 
 class GgufMatrix(GroupedMatrix):

@@ -116,4 +116,4 @@ def _experts(stem: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     block, _, layer = stem.rpartition(stack)
     layer = _OLD_NAMES.get(layer, layer) if block.endswith(".block_sparse_moe") else layer
     for expert, held in enumerate(tensor):
-        yield f"{block}.experts.{expert}.{layer}", held
+        yield f"{block.removesuffix('.experts')}.experts.{expert}.{layer}", held

@@ -14,7 +14,7 @@ from slipstream.errors import ModelError
 from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.files.lora import WIDENS
-from slipstream.models.files.stored_experts import StoredStack, take_experts
+from slipstream.models.files.stored_experts import StoredStack, joined, take_experts
 from slipstream.models.linear.grouped import LARGEST_GROUP, BlockedWeight, GroupedLinear, GroupedWeight
 from slipstream.models.linear.low_rank import LowRankChange
 
@@ -49,7 +49,7 @@ class StoredModel:
             for name, matrix in self.matrices.items()
         }
         stand_ins |= {name: nothing.expand(stack.shape) for name, stack in self.stacks.items()}
-        return {**self.tensors, **stand_ins}
+        return joined({**self.tensors, **stand_ins})
 
     def widened(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """For Transformers: as `state`, with the quantised ones as plain numbers of this type."""
@@ -59,7 +59,7 @@ class StoredModel:
             for begin, end in bounds(matrix):
                 weight[begin:end] = matrix.widened(begin, end)
             found[f"{name}.weight"] = weight
-        return found
+        return joined(found)
 
     def converted_to(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Those that are converted, as plain numbers of this type, and those in FP8 as `state` has them."""

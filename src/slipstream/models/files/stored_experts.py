@@ -147,6 +147,30 @@ def _stacks(
         raise ModelError(f"{more[0]} is one expert more than the configuration's {parts.num_experts}")
 
 
+def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For Transformers: with the experts that are in no block of a layer as the stacks that its models have.
+
+    All other experts it joins by itself. Raises `ModelError` where one lacks a part.
+    """
+    held: dict[tuple[str, str], dict[tuple[int, int], Tensor]] = defaultdict(dict)
+    for name in list(tensors):
+        seen = _NAME.fullmatch(name.removesuffix(".weight"))
+        place = None if seen is None or not seen["block"].isdecimal() else _place(seen[0])
+        if place is not None:
+            held[place[0], place[1]][place[2:]] = tensors.pop(name)
+    for (holder, parameter), parts in held.items():
+        places = 1 + max(place for _, place in parts)
+        wanted = [(expert, place) for expert in range(len(parts) // places) for place in range(places)]
+        if sorted(parts) != wanted:
+            raise ModelError(f"{holder} lacks a part of {parameter} of an expert")
+        each = [parts.pop(key) for key in wanted]
+        stack = torch.stack(
+            [torch.cat(each[first : first + places]) for first in range(0, len(each), places)]
+        )
+        tensors[f"{holder}.{parameter}"] = stack
+    return tensors
+
+
 def _holder(name: str) -> str:
     """The module that has the experts, of which this names a layer."""
     seen = _NAME.fullmatch(name)
