@@ -1,7 +1,8 @@
-"""NVFP4 and MXFP4 of compressed-tensors: the numbers are the file's, and stay packed."""
+"""NVFP4 and MXFP4 of compressed-tensors, NVFP4 and FP8 of ModelOpt: the numbers are the file's, and stay packed."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from tests.kit.small_llama import sizes
 
 IDS = [number * 3 % 96 for number in range(20)]
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUPS = {"nvfp4": 16, "mxfp4": 32}
+GROUPS = {"nvfp4": 16, "mxfp4": 32, "modelopt": 16}
 
 
 def settings(kind: str, **weights: Any) -> dict[str, Any]:
+    if kind == "modelopt":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
     group = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": GROUPS[kind]}
     group["strategy"] = "tensor_group" if kind == "nvfp4" else "group"
     return {
@@ -42,8 +45,14 @@ def packed(shape: tuple[int, int], seed: int, kind: str) -> tuple[dict[str, Tens
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, shape, generator=generator)
     groups = (shape[0], shape[1] // GROUPS[kind])
-    tensors = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
-    if kind == "nvfp4":
+    own = kind == "modelopt"
+    tensors = {"weight" if own else "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    if own:
+        tensors["weight_scale"] = (torch.rand(groups, generator=generator) * 400 + 20).to(torch.float8_e4m3fn)
+        tensors["weight_scale_2"] = torch.rand((), generator=generator) / 9000
+        tensors["input_scale"] = torch.ones(())
+        scales = tensors["weight_scale"].float() * tensors["weight_scale_2"]
+    elif kind == "nvfp4":
         tensors["weight_scale"] = (torch.rand(groups, generator=generator) * 400 + 20).to(torch.float8_e4m3fn)
         tensors["weight_global_scale"] = torch.rand(1, generator=generator) * 3000 + 9000
         tensors["input_global_scale"] = torch.ones(1)
@@ -55,7 +64,7 @@ def packed(shape: tuple[int, int], seed: int, kind: str) -> tuple[dict[str, Tens
     return tensors, table[codes] * scales.repeat_interleave(GROUPS[kind], 1)
 
 
-def saved(folder: Path, kind: str) -> Any:
+def saved(folder: Path, kind: str, make: Any = packed, **more: Any) -> Any:
     """A tiny model in `folder`, quantised; the Transformers model with the same numbers."""
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes(64, 2, 4, 2, inner=96, vocab=96, context=64)))
@@ -66,8 +75,8 @@ def saved(folder: Path, kind: str) -> Any:
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in LINEARS:
             shape = tuple(module.weight.shape)
-            layers[name], module.weight.data = packed(shape, crc32(name.encode()), kind)
-    quantise_folder(folder, layers, settings(kind))
+            layers[name], module.weight.data = make(shape, crc32(name.encode()), kind)
+    quantise_folder(folder, layers, settings(kind) | more)
     return model.eval()
 
 
@@ -91,6 +100,35 @@ def test_a_folder_stays_packed(kind: str, tmp_path: Path) -> None:
     planned = outline_model(str(tmp_path))
     assert planned.held.total_bytes == lm.weight_bytes
     assert (planned.kernels, planned.weight_type) == (lm.kernels, lm.weight_type)
+
+
+def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    expected = saved(tmp_path, "modelopt").state_dict()
+    config, own = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
+    plain = json.loads(config.read_text())
+    del plain["quantization_config"]
+    config.write_text(json.dumps(plain))
+    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}))
+    wide = load_model(str(tmp_path), dtype="float32", pack=False).model.state_dict()
+    assert all(torch.equal(wide[name], weight) for name, weight in expected.items())
+    for said, what in (
+        ({"quant_algo": "W4A8_AWQ"}, "of the kind W4A8_AWQ: read are NVFP4 and FP8"),
+        (5, "hf_quant"),
+    ):
+        own.write_text(json.dumps({"quantization": said}))
+        with pytest.raises(ModelError, match=what):
+            load_model(str(tmp_path))
+
+
+def test_modelopt_has_fp8_too(tmp_path: Path) -> None:
+    def of_fp8(shape: tuple[int, int], seed: int, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+        codes = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+        scale = torch.tensor(0.01 + seed % 7 / 1000)
+        return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}, codes.float() * scale
+
+    expected = saved(tmp_path, "modelopt", of_fp8, quant_algo="FP8").state_dict()
+    wide = load_model(str(tmp_path), dtype="float32", pack=False).model.state_dict()
+    assert all(torch.equal(wide[name], weight) for name, weight in expected.items())
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ NAMES = {
     "fp8": "FP8",
     "mlx": "MLX",
     "bitsandbytes": "bitsandbytes",
+    "modelopt": "ModelOpt",
 }
 """Methods whose weights are read here, as configurations name them, and their names in messages. MLX names none."""
 
@@ -139,6 +140,12 @@ def _reader(method: str, settings: Mapping[str, Any]) -> _Reader:
             is_quantised = _has("weight.absmax")
             return _Reader(bitsandbytes.PARTS_4, is_quantised, bitsandbytes.Table4Matrix, 0.5)
         return _Reader(bitsandbytes.PARTS_8, _has("SCB"), bitsandbytes.Bytes8Matrix)
+    if method == "modelopt" and fp4.check_modelopt(settings) == "NVFP4":
+        return _Reader(
+            fp4.MODELOPT_PARTS, _has("weight_scale_2"), lambda name, found: fp4.Fp4Matrix(name, found, 16)
+        )
+    if method == "modelopt":
+        return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, None), 1.0)
     if compressed.is_fp8(settings):
         of_floats = compressed.fp8_block(settings)
         return _Reader(fp8.PARTS, fp8.is_fp8, lambda name, found: Fp8Matrix(name, found, of_floats), 1.0)

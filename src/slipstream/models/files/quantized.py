@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ _NAMES = {
     "exl2": "EXL2",
     "exl3": "EXL3",
     "fp_quant": "FP-Quant",
-    "modelopt": "ModelOpt",
     "quark": "Quark",
     "eetq": "EETQ",
     "higgs": "HIGGS",
@@ -126,7 +126,14 @@ def _otherwise_said(path: str, config: Any) -> Mapping[str, Any] | None:
     found = getattr(config, "quantization", None)
     if isinstance(found, Mapping) and names_mlx(found):
         return found
-    return {"quant_method": "modelopt"} if (Path(path) / "hf_quant_config.json").is_file() else None
+    file = Path(path) / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    try:
+        says = json.loads(file.read_text(encoding="utf-8"))["quantization"]
+        return {**says, "quant_method": "modelopt"}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise ModelError(f"cannot read {str(file)!r}: it must be a JSON object with quantization") from None
 
 
 def _method_of(settings: Mapping[str, Any]) -> str:
