@@ -284,8 +284,9 @@ MOST = {
 @pytest.mark.parametrize("case", [case for case in CASES if "moe" in case or "deepseek" in case])
 def test_quantised_mixtures_are_widened_to_the_files_numbers(case: str, tmp_path: Path) -> None:
     model = made(case, tmp_path / "x.gguf", {"": "Q8_0"})
-    with pytest.raises(ModelError, match="which cannot be kept packed"):
-        load_model(str(tmp_path / "x.gguf"))
+    if "qwen" not in case:
+        with pytest.raises(ModelError, match="experts of this"):
+            load_model(str(tmp_path / "x.gguf"))
     wide = load_model(str(tmp_path / "x.gguf"), dtype="float32", pack=False).model
     for name, tensor in model.state_dict().items():
         assert torch.equal(wide.state_dict()[name], tensor), name

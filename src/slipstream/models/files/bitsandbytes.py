@@ -98,7 +98,11 @@ class Table4Matrix(ConvertedMatrix):
         check_shape(f"{name}.weight", self._bytes, (-(-count // 2),), (torch.uint8,))
         check_shape(f"{name}.weight.quant_map", tensors["weight.quant_map"], (16,), (torch.float32,))
         self._table = tensors["weight.quant_map"]
-        self._scales = _scales(name, tensors, says, -(-count // self._block))
+        self._num_blocks = -(-count // self._block)
+        self._nested = _nested(name, tensors, says, self._num_blocks)
+        self._absmax = tensors["weight.absmax"]
+        scale_type = torch.float32 if self._nested is None else torch.uint8
+        check_shape(f"{name}.weight.absmax", self._absmax, (self._num_blocks,), (scale_type,))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,16 +112,23 @@ class Table4Matrix(ConvertedMatrix):
     def widened(self, dtype: torch.dtype) -> Tensor:
         """See `ConvertedMatrix.widened`."""
         count = self._shape[0] * self._shape[1]
-        found = torch.empty(count, dtype=dtype)
+        found, every = torch.empty(count, dtype=dtype), self._scales()
         length = max(_PART_WEIGHTS // (2 * self._block), 1) * 2 * self._block  # whole blocks, and whole bytes
         for begin in range(0, count, length):
             end = min(begin + length, count)
             part = self._bytes[begin // 2 : -(-end // 2)]
             codes = torch.stack([part >> 4, part & 15], -1).flatten()[: end - begin]
-            scales = self._scales[begin // self._block : -(-end // self._block)]
+            scales = every[begin // self._block : -(-end // self._block)]
             found[begin:end] = self._table[codes.int()] * scales.repeat_interleave(self._block)[: end - begin]
             release(part)
         return found.view(self._shape)
+
+    def _scales(self) -> Tensor:
+        """float32 [blocks]"""
+        if self._nested is None:
+            return self._absmax
+        table, outer, block, offset = self._nested
+        return table[self._absmax.int()] * outer.repeat_interleave(block)[: self._num_blocks] + offset
 
 
 def _unpacked_state(name: str, stored: Tensor) -> dict[str, Any]:
@@ -140,13 +151,12 @@ def _sizes(name: str, says: Mapping[str, Any]) -> tuple[tuple[int, int], int]:
     return (numbers[0], numbers[1]), numbers[2]
 
 
-def _scales(name: str, tensors: Mapping[str, Tensor], says: Mapping[str, Any], count: int) -> Tensor:
-    """float32 [blocks]"""
-    stored = tensors["weight.absmax"]
+def _nested(
+    name: str, tensors: Mapping[str, Tensor], says: Mapping[str, Any], count: int
+) -> tuple[Tensor, Tensor, int, float] | None:
+    """Table, scales, numbers of a block and offset of `count` scales that are quantised themselves; None where not."""
     if "nested_offset" not in says:
-        check_shape(f"{name}.weight.absmax", stored, (count,), (torch.float32,))
-        return stored
-    check_shape(f"{name}.weight.absmax", stored, (count,), (torch.uint8,))
+        return None
     for part in ("weight.nested_absmax", "weight.nested_quant_map"):
         if part not in tensors:
             raise ModelError(f"{name} lacks {part}")
@@ -158,4 +168,4 @@ def _scales(name: str, tensors: Mapping[str, Tensor], says: Mapping[str, Any], c
     table, scales = tensors["weight.nested_quant_map"], tensors["weight.nested_absmax"]
     check_shape(f"{name}.weight.nested_quant_map", table, (256,), (torch.float32,))
     check_shape(f"{name}.weight.nested_absmax", scales, (-(-count // block),), (torch.float32,))
-    return table[stored.int()] * scales.repeat_interleave(block)[:count] + offset
+    return table, scales, block, offset
