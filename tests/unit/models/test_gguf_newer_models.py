@@ -242,6 +242,26 @@ CASES["olmo2, with windows"] = (
 )
 
 
+CASES["glm4"] = (
+    "glm4",
+    "glm4",
+    {"head_dim": 32, "attention_bias": True},
+    {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 16},
+)
+CASES["command-r"] = (
+    "command-r",
+    "cohere",
+    {"logit_scale": 0.25, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
+    {"logit_scale": 0.25, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 5e5},
+)
+CASES["cohere2"] = (
+    "cohere2",
+    "cohere2",
+    CASES["command-r"][2] | {"num_hidden_layers": 4, "sliding_window": 8},
+    CASES["command-r"][3] | {"attention.sliding_window": 8, "rope.freq_base": 1e4},
+)
+
+
 def made(case: str, file: Path, kinds: dict[str, str] | None = None) -> Any:
     """A tiny model, also in `file`, with the numbers of blocks of `kinds`."""
     arch, model_type, changes, keys = CASES[case]
@@ -331,6 +351,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
         "deepseek v3", {"attention.key_length_mla": 16}
     )
     assert "a Ministral 3 has yarn" in say("mistral3", {"rope.scaling.type": "linear"})
+    assert "a GLM that reads images" in say("glm4", {"rope.dimension_sections": [8, 8, 0, 0]})
     own = "gemma4, keys that are values"
     assert "which of its 6 layers have a window" in say(own, {"attention.sliding_window_pattern": [True]})
     assert "not those of a Gemma 4" in say(own, {"attention.head_count_kv": [1, 2, 1] * 2})

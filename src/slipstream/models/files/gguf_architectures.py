@@ -82,6 +82,28 @@ def _seed_oss(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_out_bias": keys.has("attn_output.bias")}
 
 
+def _glm4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    if "rope.dimension_sections" in keys:
+        raise ModelError(
+            f"{keys.file.path!r} holds the text part of a GLM that reads images, whose heads are in another order"
+        )
+    rotated = keys.size("rope.dimension_count") if "rope.dimension_count" in keys else sizes["head_dim"] // 2
+    share = rotated / sizes["head_dim"]
+    return {
+        "attention_bias": keys.has("attn_q.bias"),
+        "rope_parameters": {**sizes["rope_parameters"], "partial_rotary_factor": share},
+    }
+
+
+def _cohere(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": keys.has("attn_q.bias"), "logit_scale": keys.number("logit_scale", 1.0)}
+
+
+def _cohere2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Three layers with a window, then one without, whose positions are not rotated."""
+    return _cohere(keys, sizes) | {"sliding_window": keys.size("attention.sliding_window")}
+
+
 def _ernie(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_bias": keys.has("attn_q.bias")}
 
@@ -134,6 +156,7 @@ def _qwen3_moe(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA = NORMS | ATTENTION | MLP
+_COHERE = {"attn_norm": NORMS["attn_norm"]} | ATTENTION | MLP
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("llama", _LLAMA, rotates_neighbours=True),
@@ -156,6 +179,16 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         experts=EXPERTS,
         more=_qwen3_moe,
     ),
+    "glm4": GgufArchitecture(
+        "glm4",
+        NORMS
+        | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+        | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+        | ATTENTION,
+        more=_glm4,
+    ),
+    "command-r": GgufArchitecture("cohere", _COHERE, norm_epsilon="layer_norm_eps", more=_cohere),
+    "cohere2": GgufArchitecture("cohere2", _COHERE, norm_epsilon="layer_norm_eps", more=_cohere2),
     "glm4moe": GLM4_MOE,
     "deepseek2": DEEPSEEK_V3,
     "seed_oss": GgufArchitecture(

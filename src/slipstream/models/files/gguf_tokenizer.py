@@ -50,6 +50,7 @@ _SAME = {
     **dict.fromkeys(("phi-2", "olmo"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact"), "smollm"),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("chatglm-bpe", "glm4"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen",), "qwen2"),
 }
 """Other names of the same rules."""
