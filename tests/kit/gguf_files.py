@@ -131,6 +131,10 @@ def rounded(tensor: Tensor, kind: str) -> Tensor:
     )
 
 
+SCALES = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+"""Of Gemma 4's routers, which have no name of their own in llama.cpp."""
+
+
 def write_model(
     file: Path,
     arch: str,
@@ -149,20 +153,23 @@ def write_model(
     config, tensors = model.config, {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    is_split = "attention.key_length_mla" in keys
     state = {
         name: part
         for name, tensor in model.state_dict().items()
-        for name, part in apart(name, tensor, arch == "gpt-oss")
+        for name, part in apart(name, tensor, arch == "gpt-oss", config if is_split else None)
     }
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        layer, _, scale = name.rpartition(".router.")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        if heads is None or arch not in ("llama", "granite", "smollm3"):
-            heads = 0
+        if scale in SCALES:
+            theirs = f"blk.{layer.rpartition('.')[2]}.{SCALES[scale]}"
+        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        count = counts.get(name.split(".")[-2])
+        rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
+        heads = getattr(config, str(count)) if rotates else 0
         theirs += ".weight" if theirs.endswith("sinks") else ""
         is_bias = theirs.endswith(".bias")
         # llama.cpp leaves routers as they are.
@@ -177,16 +184,16 @@ def write_model(
             tensors[theirs] = (kind, raw)
             continue
         values = tensor.float()
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
-        tensors[theirs] = (permuted(values, heads) if heads else values).numpy()
+        tensors[theirs] = (permuted(values, heads) if heads else values).contiguous().numpy()
     sizes = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": keys.get("attention.head_count_kv") or config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,
     }
     own = {f"{arch}.{key}": value for key, value in (sizes | keys).items()}
@@ -197,22 +204,32 @@ def in_turns(both: Tensor) -> dict[str, Tensor]:
     return {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2]}
 
 
-def apart(name: str, tensor: Tensor, is_transposed: bool) -> list[tuple[str, Tensor]]:
-    """A model's tensor as llama.cpp has it: gate and up of experts are two, in the memory of the one."""
-    stem, _, part = name.rpartition(".experts.")
+def apart(name: str, tensor: Tensor, is_transposed: bool, latent: Any) -> list[tuple[str, Tensor]]:
+    """A model's tensor as llama.cpp has it, in the memory of the model's own: gate and up of experts are two but
+    for Gemma's, and so is, by the configuration `latent`, what makes keys and values of DeepSeek's latent vectors."""
+    stem, _, part = name.partition(".experts.")
     if part.endswith("_bias"):  # GPT-OSS's, which has inputs before outputs, and gate and up in turns
         biases = {"down_proj": tensor} if part == "down_proj_bias" else in_turns(tensor)
         return [(f"{stem}.experts.{own}.bias", each) for own, each in biases.items()]
     if tensor.ndim == 3 and is_transposed:
         weights = {"down_proj": tensor} if part == "down_proj" else in_turns(tensor)
         return [(f"{stem}.experts.{own}.weight", each.transpose(1, 2)) for own, each in weights.items()]
-    if part == "gate_up_proj":
+    if part == "gate_up_proj" and name.split(".")[-4] != "layers":
         halves = tensor.chunk(2, dim=1)
         return [
             (f"{stem}.experts.{half}.weight", own)
             for half, own in zip(("gate_proj", "up_proj"), halves, strict=True)
         ]
-    return [(f"{name}.weight", tensor)] if part == "down_proj" else [(name, tensor)]
+    if name.endswith("kv_b_proj.weight") and latent is not None:
+        heads = tensor.view(latent.num_attention_heads, -1, tensor.shape[1])
+        keys, values = heads.split([latent.qk_nope_head_dim, latent.v_head_dim], 1)
+        return [
+            (name.replace("kv_b", "k_b"), keys.transpose(1, 2)),
+            (name.replace("kv_b", "v_b"), values),
+        ]
+    if name.endswith("e_score_correction_bias"):
+        return [(name.replace("gate.moe_statics", "moe_statics").replace("_bias", ".bias"), tensor.flatten())]
+    return [(f"{name}.weight" if part or name.endswith("layer_scalar") else name, tensor)]
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
