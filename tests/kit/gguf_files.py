@@ -151,7 +151,8 @@ def write_model(
         count = counts.get(name.split(".")[-2])
         rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
         heads = getattr(config, str(count)) if rotates else 0
-        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs  # llama.cpp leaves routers as they are
+        left = "ffn_gate_inp" in theirs or "shortconv.conv" in theirs  # llama.cpp leaves these as they are
+        is_matrix = tensor.ndim > 1 and not left
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
             raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
@@ -195,6 +196,8 @@ def apart(name: str, tensor: Tensor, latent: Any = None) -> list[tuple[str, Tens
             (name.replace("kv_b", "k_b"), keys.transpose(1, 2)),
             (name.replace("kv_b", "v_b"), values),
         ]
+    if name.endswith("conv.conv.weight"):
+        return [(name, tensor.squeeze(1))]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("gate.moe_statics", "moe_statics").replace("_bias", ".bias"), tensor.flatten())]
     return [(f"{name}.weight" if part or name.endswith("layer_scalar") else name, tensor)]

@@ -1,4 +1,4 @@
-"""Models in GGUF files whose layers differ: mixtures with shared experts, latent attention, and Gemma 4."""
+"""Models in GGUF files whose layers differ: mixtures with shared experts, latent attention, convolutions, Gemma 4."""
 
 from __future__ import annotations
 
@@ -262,6 +262,22 @@ CASES["cohere2"] = (
 )
 
 
+CASES["lfm2"] = (
+    "lfm2",
+    "lfm2",
+    {
+        "layer_types": ["conv", "full_attention", "conv"],
+        **{
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+            "norm_eps": 1e-6,
+            "conv_L_cache": 4,
+        },
+    },
+    {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 4, "rope.freq_base": 1e6},
+)
+
+
 def made(case: str, file: Path, kinds: dict[str, str] | None = None) -> Any:
     """A tiny model, also in `file`, with the numbers of blocks of `kinds`."""
     arch, model_type, changes, keys = CASES[case]
@@ -284,8 +300,11 @@ def test_a_file_has_the_logits_of_its_model(case: str, tmp_path: Path) -> None:
     assert torch.equal(logits(read), logits(model))
 
 
+DENSE = [case for case in CASES if "moe" not in case and "deepseek" not in case and case != "lfm2"]
+
+
 @needs_kernels
-@pytest.mark.parametrize("case", [case for case in CASES if "moe" not in case and "deepseek" not in case])
+@pytest.mark.parametrize("case", DENSE)
 def test_a_quantised_file_stays_packed(case: str, tmp_path: Path) -> None:
     model = made(case, tmp_path / "x.gguf", {"": "Q8_0"} if "gemma" not in case else MOST)
     lm = load_model(str(tmp_path / "x.gguf"))
@@ -301,10 +320,12 @@ MOST = {
 """What of a tiny Gemma 4 has rows of whole blocks."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "moe" in case or "deepseek" in case])
-def test_quantised_mixtures_are_widened_to_the_files_numbers(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
+def test_others_are_widened_to_the_files_numbers(case: str, tmp_path: Path) -> None:
     model = made(case, tmp_path / "x.gguf", {"": "Q8_0"})
-    if "qwen" not in case:
+    if case == "lfm2":
+        load_model(str(tmp_path / "x.gguf"))
+    elif "qwen" not in case:
         with pytest.raises(ModelError, match="experts of this"):
             load_model(str(tmp_path / "x.gguf"))
     wide = load_model(str(tmp_path / "x.gguf"), dtype="float32", pack=False).model
@@ -352,6 +373,8 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     )
     assert "a Ministral 3 has yarn" in say("mistral3", {"rope.scaling.type": "linear"})
     assert "a GLM that reads images" in say("glm4", {"rope.dimension_sections": [8, 8, 0, 0]})
+    assert "which of its 3 layers attend" in say("lfm2", {"attention.head_count_kv": 2})
+    assert "shortconv.conv.weight is 64 x 4, and the keys say 64 x 3" in say("lfm2", {"shortconv.l_cache": 3})
     own = "gemma4, keys that are values"
     assert "which of its 6 layers have a window" in say(own, {"attention.sliding_window_pattern": [True]})
     assert "not those of a Gemma 4" in say(own, {"attention.head_count_kv": [1, 2, 1] * 2})

@@ -134,7 +134,7 @@ class GgufArchitecture:
         stem, _, ending = theirs.rpartition(".")
         if stem in self.ends:
             return f"{self.ends[stem]}.{ending}"
-        parts = stem.split(".")
+        parts = stem.split(".", 2)
         known = {**self.layer, **self.experts}
         if len(parts) != 3 or parts[0] != "blk":
             return None

@@ -92,6 +92,8 @@ def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | 
         tensor = tensor[order]
     if entry.name.endswith(".exp_probs_b.bias") and architecture.model_type == "ernie4_5_moe":
         tensor = tensor[None]  # a group of routers has a row
+    if entry.name.endswith(".shortconv.conv.weight"):
+        tensor = tensor[:, None]  # each channel is convolved by itself
     if architecture.norms_hold_one_more and entry.name.endswith("norm.weight"):
         tensor = tensor.float() - 1
     return tensor
