@@ -171,21 +171,30 @@ def write_model(
         rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
         heads = getattr(config, str(count)) if rotates else 0
         theirs += ".weight" if theirs.endswith("sinks") else ""
-        is_bias = theirs.endswith(".bias")
-        # llama.cpp leaves routers as they are.
-        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs and not is_bias
+        plain = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+        left = theirs.endswith(".bias") or any(
+            part in theirs for part in plain
+        )  # llama.cpp leaves these as they are
+        tiled = tiles(name, tensor, config) if arch == "qwen35" else None
+        is_matrix = tensor.ndim > 1 and not left
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
             raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
             centre(kind, raw)
             values = reference(kind, raw).view(tensor.shape)
             raw = raw.reshape(*tensor.shape[:-1], -1)
-            tensor.copy_(unpermuted(values, heads) if heads else values)
+            if tiled is not None:
+                tensor.index_copy_(*tiled, values)
+            else:
+                tensor.copy_(unpermuted(values, heads) if heads else values)
             tensors[theirs] = (kind, raw)
             continue
-        values = tensor.float()
-        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+        values = tensor.float() if tiled is None else tensor.float().index_select(*tiled)
+        one_more = arch in ("gemma", "gemma2", "gemma3") or (arch == "qwen35" and "linear_attn" not in name)
+        if one_more and name.endswith("norm.weight"):
             values = values + 1
+        if name.endswith("A_log"):
+            values = -values.exp()
         tensors[theirs] = (permuted(values, heads) if heads else values).contiguous().numpy()
     sizes = {
         "context_length": config.max_position_embeddings,
@@ -227,9 +236,28 @@ def apart(name: str, tensor: Tensor, is_transposed: bool, latent: Any) -> list[t
             (name.replace("kv_b", "k_b"), keys.transpose(1, 2)),
             (name.replace("kv_b", "v_b"), values),
         ]
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        return [(name, tensor.squeeze(1))]
+    if name.endswith("dt_bias"):
+        return [(name.replace("_bias", "_proj.bias"), tensor)]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("gate.moe_statics", "moe_statics").replace("_bias", ".bias"), tensor.flatten())]
     return [(f"{name}.weight" if part or name.endswith("layer_scalar") else name, tensor)]
+
+
+def tiles(name: str, tensor: Tensor, config: Any) -> tuple[int, Tensor] | None:
+    """How llama.cpp's converter turns the heads of values of Qwen 3.5's recurrent layers: along which dimension, and
+    which of the model's each is. The model has those of one key beside each other; llama.cpp repeats the keys."""
+    part = name.partition(".linear_attn.")[2].partition(".")[0]
+    keys, width = config.linear_num_key_heads, config.linear_value_head_dim
+    small = ("in_proj_a", "in_proj_b", "A_log", "dt_proj")
+    if part not in ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj", *small):
+        return None
+    along = int(part == "out_proj")
+    before = 2 * keys * config.linear_key_head_dim if part in ("in_proj_qkv", "conv1d") else 0
+    width = 1 if part in small else width
+    values = torch.arange(before, tensor.shape[along]).view(keys, -1, width).transpose(0, 1)
+    return along, torch.cat([torch.arange(before), values.flatten()])
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:

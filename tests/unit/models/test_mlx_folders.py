@@ -16,12 +16,18 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from slipstream.errors import ModelError
@@ -47,6 +53,28 @@ MODELS: dict[str, Any] = {
         Qwen3MoeConfig(**EXPERTS, head_dim=16, moe_intermediate_size=96, num_experts=5)
     ),
 }
+DELTA: dict[str, Any] = {
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+RECURRENT: dict[str, Any] = {
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE | DELTA)),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **EXPERTS | DELTA,
+            num_experts=4,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )
+    ),
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
+}
+"""Families whose convolutions, and norms in part, MLX saves otherwise."""
+SHIFTED = (
+    *("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"),
+    *("q_norm.weight", "k_norm.weight"),
+)
 QUANTIZATION: dict[str, Any] = {"group_size": 32, "bits": 4}
 EMBEDDING = {"model.embed_tokens": {"group_size": 64, "bits": 8}, "model.layers.0.mlp.gate": False}
 OLD_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -55,7 +83,7 @@ OLD_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def saved(folder: Path, family: str, quantization: dict[str, Any]) -> Any:
     """A tiny model in `folder` as MLX saves it, every matrix quantised; returns the model with the same numbers."""
     torch.manual_seed(0)
-    model = MODELS[family]()
+    model = (MODELS | RECURRENT)[family]()
     plain = folder.with_name(f"{folder.name}-plain")
     for path in (folder, plain):
         model.save_pretrained(path)
@@ -63,8 +91,13 @@ def saved(folder: Path, family: str, quantization: dict[str, Any]) -> Any:
     for name, weight in load_file(folder / "model.safetensors").items():
         stem = name.removesuffix(".weight")
         sizes_ = quantization.get(stem, quantization)
-        if weight.ndim == 1 or sizes_ is False:
+        if weight.ndim != 2 or sizes_ is False:
             numbers[name] = stored[name] = weight.bfloat16()
+            if family in RECURRENT and weight.ndim == 3:
+                stored[name] = numbers[name].movedim(1, 2).contiguous()
+            if family in ("qwen3_5", "qwen3_next") and name.endswith(SHIFTED):
+                stored[name] = numbers[name] + 1
+                numbers[name] = stored[name].float() - 1
             continue
         layer = Layer.random(*weight.shape, sizes_["group_size"], sizes_["bits"], seed=crc32(name.encode()))
         stored |= {f"{stem}.{part}": tensor for part, tensor in mlx(layer).items()}
@@ -101,6 +134,13 @@ def test_a_layer_has_the_files_numbers(bits: int) -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_a_folder_has_the_logits_of_its_numbers(family: str, others: dict[str, Any], tmp_path: Path) -> None:
     expected = logits(saved(tmp_path / "x", family, QUANTIZATION | others))
+    wide = load_model(str(tmp_path / "x"), dtype="float32", pack=False)
+    torch.testing.assert_close(logits(wide.model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_convolutions_and_norms_are_as_transformers_has_them(family: str, tmp_path: Path) -> None:
+    expected = logits(saved(tmp_path / "x", family, QUANTIZATION))
     wide = load_model(str(tmp_path / "x"), dtype="float32", pack=False)
     torch.testing.assert_close(logits(wide.model), expected, rtol=1e-5, atol=1e-5)
 

@@ -25,6 +25,7 @@ from slipstream.models.files.gguf_family import (
     Keys,
 )
 from slipstream.models.files.gguf_gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, gemma4
+from slipstream.models.files.gguf_hybrids import LFM2, QWEN35
 from slipstream.models.files.gguf_mixtures import DEEPSEEK_V3, ERNIE_MOE, GLM4_MOE, deepseek
 from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.models.huggingface import AutoConfig
@@ -201,6 +202,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "cohere2": GgufArchitecture("cohere2", _COHERE, norm_epsilon="layer_norm_eps", more=_cohere2),
     "glm4moe": GLM4_MOE,
     "deepseek2": DEEPSEEK_V3,
+    "lfm2": LFM2,
+    "qwen35": QWEN35,
     "seed_oss": GgufArchitecture(
         "seed_oss",
         {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}

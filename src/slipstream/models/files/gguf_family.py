@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf import Gguf
 from slipstream.models.files.gguf_rope import rope_parameters
@@ -122,6 +124,10 @@ class GgufArchitecture:
     """Sizes that are not under the usual keys, by Transformers' names."""
     shapes: Callable[[Keys, Mapping[str, Any], int], Mapping[str, tuple[int, ...]]] | None = None
     """Shapes of the matrices of a layer, by the names of its parts, by its keys, sizes and number; None: the usual."""
+    rows: Callable[[str, Any], Tensor | None] = field(default=lambda part, config: None)
+    """Which row of a part in the file each row of the model's is, by its configuration; None: the same."""
+    columns: Callable[[str, Any], Tensor | None] = field(default=lambda part, config: None)
+    """As `rows`, of columns."""
     rope: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = field(
         default=lambda keys, sizes: rope_parameters(keys.file, sizes["head_dim"])
     )
@@ -134,14 +140,15 @@ class GgufArchitecture:
         stem, _, ending = theirs.rpartition(".")
         if stem in self.ends:
             return f"{self.ends[stem]}.{ending}"
-        parts = stem.split(".")
-        known = {**self.layer, **self.experts}
-        if len(parts) != 3 or parts[0] != "blk":
+        blk, *number_and_part = theirs.split(".", 2)
+        if blk != "blk" or len(number_and_part) != 2:
             return None
-        before = f"model.layers.{parts[1]}"
-        if f"{parts[2]}.{ending}" in self.whole:
-            return f"{before}.{self.whole[f'{parts[2]}.{ending}']}"
-        return f"{before}.{known[parts[2]]}.{ending}" if parts[2] in known else None
+        number, part = number_and_part
+        if part in self.whole:
+            return f"model.layers.{number}.{self.whole[part]}"
+        part, _, ending = part.rpartition(".")
+        known = {**self.layer, **self.experts}
+        return f"model.layers.{number}.{known[part]}.{ending}" if part in known else None
 
     def prediction_name(self, theirs: str) -> str | None:
         """As `name`, of a tensor of a layer for multi-token prediction: as DeepSeek-V3's checkpoint names it."""

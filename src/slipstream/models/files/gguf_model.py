@@ -84,15 +84,17 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
         if name is None:
             continue
         order = row_order(architecture, entry, config)
+        columns = architecture.columns(_part(entry), config)
         if entry.format.dtype is None:
             stem, _, part = name.rpartition(".")
             if part != "weight" or len(entry.shape) != 2:
                 raise ModelError(
                     f"{file.path!r} holds {entry.format.name} blocks in {entry.name}, which is no matrix"
                 )
-            matrices[stem] = GgufMatrix(entry, stem, order)
+            matrices[stem] = GgufMatrix(entry, stem, order, columns)
             continue
-        tensors[name] = _numbers(entry, architecture, order)
+        numbers = _numbers(entry, architecture, order)
+        tensors[name] = numbers if columns is None else numbers[:, columns]
     return StoredModel(_as_gpt_oss_has_them(tensors), matrices, quantised_kinds(file), converted)
 
 
@@ -118,7 +120,13 @@ def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | 
         tensor = tensor[order]
     if entry.name.endswith(".exp_probs_b.bias") and architecture.model_type == "ernie4_5_moe":
         tensor = tensor[None]  # a group of routers has a row
-    if architecture.norms_hold_one_more and entry.name.endswith("norm.weight"):
+    if entry.name.endswith(".shortconv.conv.weight"):
+        tensor = tensor[:, None]  # each channel is convolved by itself
+    if _part(entry) == "ssm_conv1d":
+        tensor = tensor[:, None]
+    if _part(entry) == "ssm_a":
+        tensor = (-tensor.float()).log()
+    if architecture.norms_hold_one_more and entry.name.endswith("norm.weight") and _part(entry) != "ssm_norm":
         tensor = tensor.float() - 1
     return tensor
 
@@ -209,13 +217,16 @@ def _each_matrix(tensors: Iterable[GgufTensor], architecture: GgufArchitecture) 
 class GgufMatrix(GroupedMatrix):
     """A quantised tensor of a GGUF file as a layer's weight."""
 
-    def __init__(self, entry: GgufTensor, name: str, rows: Tensor | None) -> None:
-        """`rows` says which row of the file each output is, None that they are the same."""
+    def __init__(
+        self, entry: GgufTensor, name: str, rows: Tensor | None, columns: Tensor | None = None
+    ) -> None:
+        """`rows` says which row of the file each output is, None that they are the same; `columns` likewise."""
         self.name, self._entry, self._rows = name, entry, rows
         self.out_features, self.in_features = entry.shape
         fmt = entry.format
         self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
         self.table = fmt.table
+        self.order = None if columns is None else columns.argsort()
 
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""
@@ -225,6 +236,8 @@ class GgufMatrix(GroupedMatrix):
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
         """See `GroupedMatrix.blocks`."""
+        if self.order is not None:
+            return None
         found = self._entry.format.read_blocks(self._raw(begin, end))
         release(self._entry.raw)
         return found
@@ -253,15 +266,16 @@ def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTen
 
 
 def _part(entry: GgufTensor) -> str:
-    """The last part but one of a tensor's name: 'attn_q' of 'blk.0.attn_q.weight'."""
-    return entry.name.rpartition(".")[0].rpartition(".")[2]
+    """'attn_q' of 'blk.0.attn_q.weight', and 'ssm_a' of 'blk.0.ssm_a'."""
+    *before, last = entry.name.split(".")
+    return before[-1] if before and last in ("weight", "bias", "scale") else last
 
 
 def row_order(architecture: GgufArchitecture, entry: GgufTensor, config: Any) -> Tensor | None:
     """int64 [rows]: which row of the file each row of the model is; None where they are the same."""
     count = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(_part(entry))
     if count is None or not architecture.rotates_neighbours:
-        return None
+        return architecture.rows(_part(entry), config)
     rows, heads = entry.shape[0], getattr(config, count)
     if rows % (2 * heads):
         raise ModelError(f"{entry.name} has {rows} rows, which {heads} heads cannot share")

@@ -49,14 +49,14 @@ WORDS: Mapping[str, list[dict[str, Any]]] = {
 _SAME = {
     **dict.fromkeys(("phi-2", "olmo"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact"), "smollm"),
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral", "lfm2"), "llama-bpe"),
     **dict.fromkeys(("chatglm-bpe", "glm4"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen",), "qwen2"),
 }
 """Other names of the same rules."""
-_TAKES_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
+_TAKES_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
 """Rules under which a word that is a token is taken as it is, whatever the merges."""
-_BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"})
+_BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
 """Rules under which a prompt begins with the begin token where the file does not say."""
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 

@@ -30,6 +30,12 @@ PARTS = ("weight", "scales", "biases")
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _STACKS = (".switch_mlp.", ".switch_glu.")
+_NORMS_ADD_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_WITH_CONVOLUTIONS = (*_NORMS_ADD_ONE, "lfm2")
+_NORMS = (
+    *(".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight"),
+    *(".q_norm.weight", ".k_norm.weight"),
+)
 _OLD_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """What Mixtral calls the layers of an expert."""
 
@@ -95,6 +101,18 @@ class MlxMatrix(GroupedMatrix):
         forget(self._words[begin:end])
         forget_at_the_end(self, end, self._scales, self._minimums)
         return Grouped(codes, scales, minimums, self.bits)
+
+
+def as_transformers_has_it(family: str, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of plain numbers as models of the `family` have it in Transformers.
+
+    MLX puts the channels of a convolution last, and 1 is added to norms' weights where a family's model adds it.
+    """
+    if family in _WITH_CONVOLUTIONS and tensor.ndim == 3 and tensor.shape[2] == 1:
+        return tensor.movedim(2, 1).contiguous()
+    if family in _NORMS_ADD_ONE and tensor.ndim == 1 and name.endswith(_NORMS):
+        return tensor.float() - 1
+    return tensor
 
 
 def by_expert(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

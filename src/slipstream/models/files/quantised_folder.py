@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class _Reader:
     """Bytes of a weight in the file where it is converted while it is read; None where it stays as it is."""
     by_layer: Callable[[Mapping[str, Mapping[str, Tensor]]], Mapping[str, Mapping[str, Tensor]]] = dict
     """What a file has as layers, as the layers that they are in Transformers."""
+    plain: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    """What a file has of plain numbers, as Transformers has it."""
 
 
 def check_settings(method: str, settings: Mapping[str, Any]) -> None:
@@ -123,6 +126,7 @@ def read_quantised(
     if kept and method != "mxfp4":
         bits = "/".join(sorted({str(matrix.bits) for matrix in kept.values()}))
         kind = f"{NAMES[method]}, {bits} bits"
+    tensors = {name: reader.plain(name, tensor) for name, tensor in tensors.items()}
     return StoredModel(tensors, kept, kind, converted)
 
 
@@ -144,7 +148,8 @@ def _reader(method: str, settings: Mapping[str, Any]) -> _Reader:
     if method == "mlx":
         of_mlx = mlx.MlxSettings.read(settings)
         read = lambda name, found: mlx.MlxMatrix(name, found, of_mlx)  # noqa: E731
-        return _Reader(mlx.PARTS, _has("scales"), read, by_layer=mlx.by_expert)
+        plain = partial(mlx.as_transformers_has_it, str(settings.get("model_type")))
+        return _Reader(mlx.PARTS, _has("scales"), read, by_layer=mlx.by_expert, plain=plain)
     if method == "bitsandbytes":
         if bitsandbytes.has_4_bits(settings):
             is_quantised = _has("weight.absmax")

@@ -95,6 +95,8 @@ def resolve_quantized(path: str, config: Any, by_transformers: bool = False) -> 
             raise ModelError(f"{path!r} holds {' '.join(str(error).split())}") from None
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config
+        if method == "mlx":  # whose files differ from Transformers' by family
+            settings = {**settings, "model_type": config.model_type}
         return Quantised(method, settings)
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
     bits = _bits(settings)
