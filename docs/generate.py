@@ -62,7 +62,7 @@ attention. With
 """
 
 TOWERS_INTRODUCTION = """\
-## Text towers of models that read images
+## Text towers of models that read images or sound
 
 Only the language model is loaded, for text. `tests/parity/test_text_towers.py` compares its logits with the whole
 model's.

@@ -33,7 +33,7 @@ class Case:
     kv_heads: int = 2
     key_dim: int = 24
     value_dim: int = 16
-    window: int = 0
+    reach: int = 0
     softcap: float | None = None
     has_sinks: bool = False
     cut: Cut = SMALL
@@ -49,13 +49,15 @@ CASES = {
     "plain": Case(),
     "one key head": Case(kv_heads=1),
     "no groups": Case(num_heads=2, kv_heads=2, key_dim=64, value_dim=64),
-    "window": Case(window=11),
-    "narrow window": Case(window=1),
+    "window": Case(reach=11),
+    "narrow window": Case(reach=1),
+    "chunk": Case(reach=-11),
+    "narrow chunk": Case(reach=-1),
     "softcap": Case(softcap=1.5),
     "sinks": Case(has_sinks=True),
-    "sinks in a window": Case(has_sinks=True, window=9),
+    "sinks in a window": Case(has_sinks=True, reach=9),
     "int8": Case(cache_dtype=torch.int8),
-    "int8 in a window": Case(torch.float16, torch.int8, window=13),
+    "int8 in a window": Case(torch.float16, torch.int8, reach=13),
     "bfloat16": Case(torch.bfloat16),
     "bfloat16 beside float32": Case(torch.float32, torch.bfloat16),
     "heads of 80 and 40": Case(key_dim=80, value_dim=40),
@@ -141,7 +143,7 @@ class Layer:
             tensor.fill_(float("nan"))
         launch(
             self.query, self.key, self.value, self.entries, reads, scratch, output,
-            case.scaling, case.window, case.softcap, self.sinks, case.cut, case.split,
+            case.scaling, case.reach, case.softcap, self.sinks, case.cut, case.split,
         )  # fmt: skip
         return output
 
@@ -162,8 +164,11 @@ class Layer:
             scores *= case.scaling
             if case.softcap is not None:
                 scores = torch.tanh(scores / case.softcap) * case.softcap
-            if case.window:
-                scores[:, positions <= int(on.positions[row]) - case.window] = -torch.inf
+            position = int(on.positions[row])
+            if case.reach > 0:
+                scores[:, positions <= position - case.reach] = -torch.inf
+            if case.reach < 0:
+                scores[:, positions // -case.reach != position // -case.reach] = -torch.inf
             if self.sinks is not None:
                 scores = torch.cat([scores, self.sinks.double()[:, None]], 1)
             weights = torch.softmax(scores, 1)[:, : len(slots)]

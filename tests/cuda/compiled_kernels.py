@@ -90,9 +90,9 @@ def kernels() -> Iterator[tuple[Any, ...]]:
         sizes = {"KEY_DIM": dim, "VALUE_DIM": dim, "KEY_BLOCK": block, "VALUE_BLOCK": block}
         for is_int8 in (False, True):
             cut = Cut.of(dim, is_int8)
-            for window, softcap in ((0, False), (4096, True)):
+            for reach, softcap in ((0, False), (4096, True), (-8192, False)):
                 constants = sizes | {"GROUP": 4, "TILE": cut.tile, "BLOCK": cut.block, "SPLIT": SPLIT}
-                constants |= {"WINDOW": window, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
+                constants |= {"REACH": reach, "HAS_SOFTCAP": softcap, "IS_INT8": is_int8}
                 yield attention_kernels.attend_splits, constants, cut.num_warps
             yield attention_kernels.write_entries, sizes | {"IS_INT8": is_int8}, 4
         for has_sinks in (False, True):
@@ -111,7 +111,7 @@ def kernels() -> Iterator[tuple[Any, ...]]:
             }
             constants |= {"HAS_CHANGE_BIAS": centres, "NORMS": True, "CENTRES": centres, "HAS_BIAS": centres}
             yield layer_kernels.add_then_norm, constants, warps_of(width)
-    for kind in range(3):
+    for kind in (0, 1, 2, 4):
         constants = {"KIND": kind, "GATED": True, "BLOCK": activation.BLOCK}
         yield layer_kernels.activate_rows, constants, 4
     yield choice_kernels.choose_in_blocks, {"BLOCK": BLOCK}, 4

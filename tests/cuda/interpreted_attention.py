@@ -43,7 +43,7 @@ def cutting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["plain", "window", "bfloat16", "int8", "sinks"])
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "bfloat16", "int8", "sinks"])
 @pytest.mark.usefixtures("cutting")
 def test_a_drafted_row_has_the_bits_of_plain_decoding(name: str, seed: int) -> None:
     """Every node of a tree, and every row of a prompt, as the only row of a pass behind its committed path."""

@@ -43,7 +43,7 @@ def test_rotations(dtype: torch.dtype, dim: int, half: int, norms: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("kind", layer_cases.ACTIVATIONS)
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_activations(dtype: torch.dtype, kind: int, is_gated: bool) -> None:
     layer_cases.check_activation(dtype, kind, is_gated)

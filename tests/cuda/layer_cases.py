@@ -96,11 +96,13 @@ def check_rotation(dtype: torch.dtype, dim: int, half: int, norms: bool) -> None
         check(ours.flatten(0, 1), expected.flatten(0, 1), dtype)
 
 
-ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
-    functional.silu,
-    functional.gelu,
-    lambda rows: functional.gelu(rows, approximate="tanh"),
-]
+ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    0: functional.silu,
+    1: functional.gelu,
+    2: lambda rows: functional.gelu(rows, approximate="tanh"),
+    4: lambda rows: functional.relu(rows).square(),
+}
+"""By the number of their kind."""
 
 
 def check_activation(dtype: torch.dtype, kind: int, is_gated: bool) -> None:

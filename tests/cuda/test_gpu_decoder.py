@@ -57,7 +57,7 @@ def test_the_operators_in_pytorch(dtype: torch.dtype) -> None:
     layer_cases.check_sums(dtype, 44, None, None)
     layer_cases.check_rotation(dtype, 16, 8, norms=False)
     layer_cases.check_rotation(dtype, 22, 6, norms=True)
-    for kind in range(3):
+    for kind in layer_cases.ACTIVATIONS:
         layer_cases.check_activation(dtype, kind, is_gated=kind != 1)
     layer_cases.check_bits(dtype)
 

@@ -51,7 +51,8 @@ def test_a_plan_covers_what_each_row_sees_once(seed: int, many: int, monkeypatch
     "case",
     [
         Case(),
-        Case(window=9),
+        Case(reach=9),
+        Case(reach=-9),
         Case(softcap=2.0, has_sinks=True),
         Case(cache_dtype=torch.int8),
         Case(torch.bfloat16),
@@ -64,7 +65,7 @@ def test_the_operator_in_pytorch(case: Case) -> None:
     scratch = Scratch.of(int(reads.partials[-1]), case.num_heads, case.value_dim, layer.query.device)
     ours = tree_attention(
         layer.query, layer.key, layer.value, *layer.entries, list(reads), *scratch,
-        case.scaling, case.window, case.softcap, layer.sinks,
+        case.scaling, case.reach, case.softcap, layer.sinks,
     )  # fmt: skip
     error = float((ours.double() - layer.expected()).abs().max())
     assert error < (1e-2 if case.dtype == torch.bfloat16 else 1e-5)

@@ -51,7 +51,7 @@ def test_attention_against_float64(name: str) -> None:
         assert Layer.random(case, seed, device=CUDA).error() < 4 * TOLERANCES[case.dtype]
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "bfloat16", "int8", "sinks"])
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "bfloat16", "int8", "sinks"])
 def test_attention_of_a_drafted_row_has_the_bits_of_plain_decoding(name: str) -> None:
     layer = Layer.random(CASES[name], 1, device=CUDA)
     together = layer.by_kernels()

@@ -42,7 +42,7 @@ def test_the_operators_against_float64(dtype: torch.dtype, monkeypatch: pytest.M
         layer_cases.check_sums(dtype, width, *norms)
     for dim, half, norms_heads in ((64, 32, False), (128, 64, True), (22, 6, True), (80, 0, True)):
         layer_cases.check_rotation(dtype, dim, half, norms_heads)
-    for kind in range(3):
+    for kind in layer_cases.ACTIVATIONS:
         layer_cases.check_activation(dtype, kind, is_gated=kind != 1)
     layer_cases.check_bits(dtype)
 

@@ -26,12 +26,6 @@ _SIZES: dict[str, Any] = sizes(32, 2, 4, vocab=64, inner=48)
 _GQA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
 
 
-def _llama4() -> Any:
-    return tf.Llama4ForCausalLM(
-        tf.Llama4TextConfig(**_GQA, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8)
-    )
-
-
 @pytest.fixture(autouse=True)
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that has passed is compared again."""
@@ -43,13 +37,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.RecurrentGemmaForCausalLM(
             tf.RecurrentGemmaConfig(**{**_SIZES, "num_hidden_layers": 3}, lru_width=32)
         ),
-        "linear_attention layers are not plain attention",
+        "its configuration does not say how long its context is",
     ),
     "rwkv": (
         lambda: tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
         "0 of its 2 layers attend through the attention interface",
     ),
-    "llama4": (_llama4, "chunked_attention layers are not plain attention"),
     "t5": (
         lambda: tf.T5ForConditionalGeneration(
             tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
@@ -90,6 +83,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nemotron": (
         lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_GQA)),
         "does not pass the arguments of a call on to its attention",
+    ),
+    "doge": (  # it makes a mask of its values
+        lambda: tf.DogeForCausalLM(tf.DogeConfig(**_GQA)),
+        "model.layers.0.self_attn (DogeAttention) cannot compute a pass whose masks it does not make",
+    ),
+    "gemma4-assistant": (
+        lambda: tf.Gemma4UnifiedAssistantForCausalLM(
+            tf.Gemma4UnifiedAssistantConfig(
+                text_config={
+                    **_GQA,
+                    "num_hidden_layers": 4,
+                    "num_kv_shared_layers": 2,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2,
+                },
+                backbone_hidden_size=32,
+            )
+        ),
+        "it drafts for a Gemma 4 over that model's keys and values",
     ),
     "phimoe-window": (  # its layers do not say that they have a window, only its mask does
         lambda: tf.PhimoeForCausalLM(

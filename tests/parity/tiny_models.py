@@ -111,6 +111,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **_HEADS_OF_8,
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        moe_layers=[1],
+        no_rope_layers=[1, 1, 0],
+        attention_chunk_size=2 * WINDOW,
+        floor_scale=3,
+    ),
     "phi": lambda: tf.PhiConfig(**_SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: tf.Phi3Config(**_SHAPE, sliding_window=WINDOW),
     "phi3-partial": lambda: tf.Phi3Config(**_ODD, partial_rotary_factor=0.5),
@@ -278,6 +287,26 @@ LIKE_OTHERS: dict[str, Callable[[], Any]] = {
         attn_logit_softcapping=3.0,
         final_logit_softcapping=20.0,
         query_pre_attn_scalar=8,
+    ),
+    "olmo3": lambda: tf.Olmo3Config(
+        **_SHAPE,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters={
+            "full_attention": _LLAMA3_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "arcee": lambda: tf.ArceeConfig(**_HEADS_OF_8, attention_bias=True, mlp_bias=True),
+    "granite-swa": lambda: tf.GraniteSWAConfig(
+        **_SHAPE,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        layer_rope_theta=[10_000.0, 0.0, 500.0],
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        embedding_multiplier=2.0,
+        logits_scaling=2.0,
     ),
     "olmoe-clipped": lambda: tf.OlmoeConfig(
         **_SHAPE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.5

@@ -31,10 +31,10 @@ REAL = {
     "1G": Case(BFLOAT16, None, 28, 28, 64, 64, scaling=0.125),
     "8B": Case(BFLOAT16, None, 32, 8, 128, 128, scaling=0.09),
     "heads of 256, capped, in a window": Case(
-        BFLOAT16, None, 8, 4, 256, 256, window=1024, softcap=50.0, scaling=0.06
+        BFLOAT16, None, 8, 4, 256, 256, reach=1024, softcap=50.0, scaling=0.06
     ),
     "8B, int8": Case(BFLOAT16, torch.int8, 32, 8, 128, 128, scaling=0.09),
-    "sinks": Case(BFLOAT16, None, 64, 8, 64, 64, window=128, has_sinks=True, scaling=0.125),
+    "sinks": Case(BFLOAT16, None, 64, 8, 64, 64, reach=128, has_sinks=True, scaling=0.125),
 }
 """Layers of real models, cut as the operator cuts them."""
 LONGEST = 2100

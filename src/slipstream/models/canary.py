@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kv.pool import NO_ENTRIES
-from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, LayerProbe, Probed
+from slipstream.models.attention.base import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    LayerProbe,
+    Probed,
+    Variant,
+    first_seen,
+)
+from slipstream.models.attention.counted import AskedCache, is_told
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
@@ -33,9 +41,10 @@ from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.matrices import unread
 from slipstream.models.mixers.base import Mixers
+from slipstream.models.refusing import refusing
 from slipstream.models.rows import RowGroup
 from slipstream.models.support import context_length, layers_without_state, text_config, unsupported
-from slipstream.models.trial import NUM_TRIAL_ROWS, far_position, num_trial_slots, trial_passes
+from slipstream.models.trial import NUM_TRIAL_ROWS, far_positions, num_trial_slots, trial_passes
 from slipstream.models.weight_check import WeightCheck
 
 log = logging.getLogger(__name__)
@@ -60,26 +69,49 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
     """Try the model out on two rows; every layer must go through the backend, or be one of the `mixers`."""
     num_layers = text_config(model.config).num_hidden_layers
     probe = LayerProbe()
-    with unread(model) as called, contextlib.nullcontext() if mixers is None else mixers.probing():
+    with unread(model) as used, contextlib.nullcontext() if mixers is None else mixers.probing():
         logits = _run_probe(model, backend, probe)
     recurrent = set() if mixers is None else mixers.layers
     known = {*probe.shapes, *recurrent, *layers_without_state(model.config)}
     if known != set(range(num_layers)):
+        other = next((layer for layer in range(num_layers) if layer not in known), num_layers)
         raise unsupported(
             model.config,
             f"{len(known)} of its {num_layers} layers attend through the attention interface or are recurrences that "
-            "are known; the others have an attention of their own or keep state that cannot be rolled back",
+            f"are known; layer {other} has an attention of its own or keeps state that cannot be rolled back",
         )
     if logits.shape[1] != 1:
         raise unsupported(model.config, "it ignores logits_to_keep")
+    if backend.attn_implementation == ATTENTION_NAME:
+        _check_counting(model, backend)
     variants = [probe.masks[layer][0] for layer in range(num_layers) if layer in probe.masks]
     shapes = [probe.shapes.get(layer, NO_ENTRIES) for layer in range(num_layers)]
     states = [] if mixers is None else mixers.shapes
-    return Probed(shapes, variants, int(logits.shape[-1]), frozenset(called), states)
+    return Probed(shapes, variants, int(logits.shape[-1]), used.only_called, states)
+
+
+def _check_counting(model: Any, backend: AttentionBackend) -> None:
+    """Raise `UnsupportedModelError` for layers that ask a cache where their rows are, if they are not told."""
+    cache = AskedCache()
+    with contextlib.suppress(Exception), unread(model), torch.inference_mode():
+        # One that takes no cache asks none.
+        model(
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
+            position_ids=torch.arange(2, device=model.device)[None],
+            use_cache=False,
+            past_key_values=cache,
+            **backend.probe_arguments(LayerProbe()),
+        )
+    if cache.was_asked and not is_told(model):
+        raise unsupported(
+            model.config,
+            "its layers count the tokens before them by the length of a cache, and not by the positions that they are "
+            "given, so that sequences cannot share a pass",
+        )
 
 
 def check_masks(lm: CausalLM) -> None:
-    """Compare each layer's mask, as Transformers would make it, with causality and the sliding window."""
+    """Compare each layer's mask, as Transformers would make it, with causality and the sliding window or chunk."""
     if lm.backend.attn_implementation != ATTENTION_NAME:
         return  # the other backends hand over a mask of their own
     with attention_implementation(lm.model, PROBE_NAME) as switched:
@@ -88,26 +120,29 @@ def check_masks(lm: CausalLM) -> None:
             return
         probe = LayerProbe()
         with unread(lm.model):
-            _run_probe(lm.model, lm.backend, probe)
+            _run_probe(lm.model, lm.backend, probe, "a pass whose masks it does not make")
     positions = boundary_positions(lm.config)
     distance = positions[:, None] - positions[None, :]
     for layer, (variant, intended) in sorted(probe.masks.items()):
         if intended is None:
             continue
         ours = distance >= 0
-        if variant.sliding_window is not None:
-            ours &= distance < variant.sliding_window
+        ours &= positions[None, :] >= first_seen(positions[:, None], variant.reach)
         if intended.shape[-2:] != ours.shape or not bool((intended.cpu() == ours).all()):
-            raise unsupported(lm.config, f"the mask of layer {layer} is neither causal nor a sliding window")
+            raise unsupported(
+                lm.config,
+                f"the mask of layer {layer} is neither causal nor a sliding window, nor a chunk",
+            )
 
 
 class StockPass:
     """The Transformers model with its own attention over the trial text, before its weights are packed."""
 
-    def __init__(self, lm: CausalLM, trial: LayerTrial | None) -> None:
-        """`trial` tries the layers out one by one; None: whole passes are compared."""
+    def __init__(self, lm: CausalLM, trial: LayerTrial | None, variants: Sequence[Variant]) -> None:
+        """`trial` tries the layers out one by one; None: whole passes are compared. `variants` are the layers'."""
         self._lm = lm
-        self._far = far_position(lm.context_length)
+        reaches = [variant.reach for variant in variants]
+        self._far = far_positions(lm.context_length, _numbers(lm.config), reaches)
         self.weights = WeightCheck(lm.config, lm.weight_format)
         self.layers: LayerCheck | None = None
         if trial is not None:
@@ -121,20 +156,23 @@ class StockPass:
         """
         lm = self._lm
         hooked = lm.backend.attn_implementation == ATTENTION_NAME
-        positions = [range(NUM_TRIAL_ROWS)]
-        if self._far is not None:
-            positions.append(range(self._far, self._far + NUM_TRIAL_ROWS))
+        positions = [list(range(NUM_TRIAL_ROWS)), *([self._far] if self._far else [])]
         ids = torch.tensor([lm.trial_tokens()] * len(positions), device=lm.device)
-        places = torch.tensor([list(each) for each in positions], device=lm.device)
-        with attention_implementation(lm.model, "eager") as switched, _refusing(lm.config):
+        places = torch.tensor(positions, device=lm.device)
+        with (
+            attention_implementation(lm.model, "eager") as switched,
+            refusing(lm.model, "a pass with its own attention"),
+        ):
             if hooked and not switched:
                 log.warning("%s: its logits were not checked, it cannot switch its attention", lm.family)
                 return False
             following = contextlib.nullcontext() if self.layers is None else self.layers.following()
             watched = self.weights.watching(self._watched(), self._format_of)
+            apart = len(ids) if self.layers is None else 1  # a layer visits its states once
+            batches = list(zip(ids.chunk(apart), places.chunk(apart), strict=True))
             with torch.inference_mode(), following, watched:
-                logits = lm.model(input_ids=ids, position_ids=places, use_cache=False).logits
-        logits = logits.reshape(-1, logits.shape[-1]).float()
+                made = [_stock_logits(lm.model, *batch) for batch in batches]
+        logits = torch.cat(made).flatten(0, 1).float()
         if self.layers is not None:
             self.weights.take_head(self._head_name)
             self.weights.add_table(lm.model.get_input_embeddings(), self._head)
@@ -190,9 +228,17 @@ class StockPass:
             )
 
 
-def check_logits(lm: CausalLM, expected: Tensor, far: int | None = None) -> None:
+def _stock_logits(model: Any, ids: Tensor, places: Tensor) -> Tensor:
+    seen = torch.ones_like(
+        ids
+    )  # without it, positions that do not follow each other are those of several texts
+    logits: Tensor = model(input_ids=ids, attention_mask=seen, position_ids=places, use_cache=False).logits
+    return logits
+
+
+def check_logits(lm: CausalLM, expected: Tensor, far: Sequence[int] = ()) -> None:
     """Compare the rows of `packed_logits` with `expected` [tokens, vocab], as Transformers computes them."""
-    with _refusing(lm.config):
+    with refusing(lm.model, "packed rows of several sequences"):
         ours, places = packed_logits(lm, far=far)
     errors = _errors(ours, expected[places])
     # In half precision a near-tie in a router may send a row to another expert. That is no fault of the attention. Far
@@ -215,8 +261,8 @@ def check_logits(lm: CausalLM, expected: Tensor, far: int | None = None) -> None
         )
 
 
-def _num_near_rows(errors: Tensor, far: int | None) -> int:
-    return len(errors) - (0 if far is None else NUM_TRIAL_ROWS)
+def _num_near_rows(errors: Tensor, far: Sequence[int]) -> int:
+    return len(errors) - len(far)
 
 
 def check_cache(lm: CausalLM) -> None:
@@ -226,7 +272,7 @@ def check_cache(lm: CausalLM) -> None:
     """
     if lm.cache_dtype == lm.dtype:
         return
-    with _refusing(lm.config):
+    with refusing(lm.model, "packed rows of several sequences"):
         expected, _ = packed_logits(lm, lm.dtype)
         error = _cache_error(lm, lm.cache_dtype, expected)
         if _is_held(lm, lm.cache_dtype, error):
@@ -243,7 +289,7 @@ def check_cache(lm: CausalLM) -> None:
 
 
 def packed_logits(
-    lm: CausalLM, cache_dtype: torch.dtype | None = None, far: int | None = None
+    lm: CausalLM, cache_dtype: torch.dtype | None = None, far: Sequence[int] = ()
 ) -> tuple[Tensor, list[int]]:
     """The trial text's logits by passes as an engine makes them, [rows, vocab], and which token each row is.
 
@@ -270,11 +316,21 @@ def attention_implementation(model: Any, name: str) -> Iterator[bool]:
 
 def boundary_positions(config: Any) -> Tensor:
     """Positions around every length in the configuration: where a window or a chunk would begin or end."""
-    values = text_config(config).to_dict().values()
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    numbers = {number for numbers in lists for number in numbers if type(number) is int}
+    numbers = _numbers(config)
     edges = {edge + shift for number in numbers for edge in (number, 2 * number) for shift in (-1, 0, 1)}
     return torch.tensor(sorted(edge for edge in edges | {0} if 0 <= edge < context_length(config)))
+
+
+def _numbers(config: Any) -> set[int]:
+    """Every whole number of the language model's configuration, those in its lists and its parts among them."""
+
+    def found(value: Any) -> Iterator[int]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        yield from (number for part in parts for number in found(part))
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
+            yield int(value)
+
+    return set(found(text_config(config).to_dict()))
 
 
 def _cache_error(lm: CausalLM, cache_dtype: torch.dtype, expected: Tensor) -> float:
@@ -302,9 +358,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _run_probe(model: Any, backend: AttentionBackend, probe: LayerProbe) -> Tensor:
+def _run_probe(
+    model: Any, backend: AttentionBackend, probe: LayerProbe, passes: str = "a pass without a cache"
+) -> Tensor:
     """Logits of the second of two rows."""
-    with _refusing(model.config), torch.inference_mode():
+    with refusing(model, passes), torch.inference_mode():
         output = model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],
@@ -314,18 +372,6 @@ def _run_probe(model: Any, backend: AttentionBackend, probe: LayerProbe) -> Tens
         )
     logits: Tensor = output.logits
     return logits
-
-
-@contextlib.contextmanager
-def _refusing(config: Any) -> Iterator[None]:
-    """Turn any exception of a model's own code into an `UnsupportedModelError`."""
-    try:
-        yield
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise unsupported(config, lines[0] if lines else type(error).__name__) from None
 
 
 def _visibility(*, mask_function: Any, config: Any, **_: Any) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,7 @@ class Checkpoint:
             return read_gguf_model(self.gguf, self.config)
         if self.quantised is None:
             return None
-        if self.tower is not None:
-            raise ModelError(
-                f"{self.path!r} reads images and has {self.quantised.method} weights, which is not supported together"
-            )
-        method, settings = self.quantised.method, self.quantised.settings
-        return read_quantised(self.path, self.revision, method, settings, unused_by(self.config))
+        return read_weights(self.path, self.revision, self.quantised, self.config, self.tower)
 
     def unused_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the model is known not to read, such as the layers of multi-token prediction.
@@ -94,6 +89,22 @@ class Checkpoint:
         return self.adapter is None and getattr(self.config, "quantization_config", None) is None
 
 
+def read_weights(
+    path: str, revision: str | None, quantised: Quantised, config: Any, tower: TextTower | None
+) -> StoredModel:
+    """The quantised weights of a folder or hub id; of a `tower`, those of its language model, whose `config` it is."""
+    stored = read_quantised(path, revision, quantised.method, quantised.settings, unused_by(config))
+    if tower is None:
+        return stored
+    model = meta_model(config, "eager", False)
+    return replace(
+        stored,
+        tensors=tower.of_language_model(stored.tensors, model),
+        matrices=tower.of_language_model(stored.matrices, model),
+        converted=tower.of_language_model(stored.converted, model),
+    )
+
+
 def open_checkpoint(path: str, revision: str | None, trust_remote_code: bool, lora: str | None) -> Checkpoint:
     """What a name leads to."""
     file = find_gguf(path, revision)
@@ -105,14 +116,14 @@ def open_checkpoint(path: str, revision: str | None, trust_remote_code: bool, lo
     tower = text_tower(config)
     config = config if tower is None else tower.config
     check_config(config)
-    quantised = resolve_quantized(path, config, read_by_transformers(config, tower))
+    quantised = resolve_quantized(path, config, read_by_transformers(config))
     check_weight_files(path)
     return Checkpoint(path, revision, trust_remote_code, config, tower, adapter, quantised=quantised)
 
 
-def read_by_transformers(config: Any, tower: TextTower | None) -> bool:
+def read_by_transformers(config: Any) -> bool:
     """Whether only Transformers knows which tensors of a checkpoint are the weights of a model."""
-    return tower is not None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _open_gguf(file: str, trust_remote_code: bool, lora: str | None) -> Checkpoint:
@@ -155,6 +166,8 @@ def load_weights(
         if kept:
             stored = _fitted(source, stored, experts_in)
         model, loaded = _read_stored(source, stored, make, dtype, attention, bool(kept), narrow or dtype)
+    if source.tower is not None:
+        log.info("%s is more than its language model, which alone was loaded", source.tower.family)
     _check_complete(source, loaded)
     changes: Mapping[str, LowRankChange] = {}
     if source.adapter is not None:
@@ -265,8 +278,8 @@ def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tupl
             reason = "its attention does not go through the attention interface"
             raise unsupported(source.config, reason) from None
     if tower is not None:
-        loaded = {**loaded, "unexpected_keys": tower.without_image_weights(loaded["unexpected_keys"])}
-        log.info("%s reads images; its language model alone was loaded", tower.family)
+        unexpected = tower.of_language_model(dict.fromkeys(loaded["unexpected_keys"]), model)
+        loaded = {**loaded, "unexpected_keys": set(unexpected)}
     return model, loaded
 
 

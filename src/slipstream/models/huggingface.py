@@ -161,13 +161,14 @@ with unused_deferred():
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
     from transformers.utils.hub import cached_file
 
 __all__ = [
+    "CONFIG_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AttentionInterface",
     "AttentionMaskInterface",

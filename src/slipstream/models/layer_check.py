@@ -48,9 +48,9 @@ class LayerCheck:
         trial: LayerTrial,
         shapes: Sequence[LayerShape],
         weights: WeightCheck,
-        far: int | None,
+        far: Sequence[int],
     ) -> None:
-        """`far` is where the text is repeated, see `trial_passes`."""
+        """`far` are the positions at which the text is repeated, see `trial_passes`."""
         self._config, self._trial, self._shapes, self._weights = config, trial, shapes, weights
         self._far = far
         self.states: list[Tensor] = []
@@ -158,7 +158,7 @@ class LayerRest:
         return next((name for name, value in self._found.items() if found[name] != value), None)
 
     def _of(self, layer: LayerStruct) -> dict[str, Any]:
-        found: dict[str, Any] = {"sliding_window": layer.sliding_window, "rotary": layer.rotary}
+        found: dict[str, Any] = {"reach": layer.reach, "rotary": layer.rotary}
         for name in (*_NORMS, "sinks"):
             field = getattr(layer, name)
             field = field if isinstance(field, NormStruct) else NormStruct(weight=field)

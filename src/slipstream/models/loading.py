@@ -13,6 +13,7 @@ import torch
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import AttentionBackend, ModelTraits
+from slipstream.models.attention.counted import tell_positions
 from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
@@ -289,6 +290,7 @@ def adapt(
     """
     options = LoadOptions(**given)
     check_config(model.config)
+    tell_positions(model)
     dtype = dtype or row_dtype(model)
     fmt = weight_format(options.quantization)
     if dtype == torch.float32:
@@ -345,7 +347,7 @@ def _compared(
     eager = lm.executor
     while True:
         lm.executor = executor.unpacked(tried) or eager
-        stock = StockPass(lm, executor.layer_trial(tried))
+        stock = StockPass(lm, executor.layer_trial(tried), tried.probed.variants)
         try:
             lm.was_compared = stock.run()
         except UnsupportedModelError as error:

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -167,27 +168,58 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unread(model: nn.Module) -> Iterator[set[str]]:
+def unread(model: nn.Module) -> Iterator[UsedLayers]:
     """Within the body linear layers, and experts that the kernels know, give zeros of the right shape.
 
-    So a pass that only records what a model does, and not what comes of it, reads no weights. Yields the names of the
-    layers that were called so far.
+    So a pass that only records what a model does, and not what comes of it, reads no weights. Yields which layers were
+    used so far.
     """
-    called: set[str] = set()
+    used = UsedLayers(set(), set())
     experts = {id(module) for module, _ in known_experts(model)}
     stubs: dict[nn.Module, Any] = {}
+    plain: list[nn.Module] = []
     for name, part in model.named_modules():
         if type(part) is nn.Linear or isinstance(part, GroupedLinear):
-            stubs[part] = partial(_zeros, called, name, part.out_features)
+            stubs[part] = partial(_zeros, used.called, name, part.out_features)
         elif id(part) in experts:
             stubs[part] = lambda rows, *_, **__: torch.zeros_like(rows)
+        if type(part) is nn.Linear:
+            part.__dict__["weight_was_read"] = partial(used.read.add, name)
+            part.__class__ = _WatchedLinear
+            plain.append(part)
     for part, forward in stubs.items():
         part.forward = forward
     try:
-        yield called
+        yield used
     finally:
         for part in stubs:
             del part.forward
+        for part in plain:
+            part.__class__ = nn.Linear
+            del part.__dict__["weight_was_read"]
+
+
+@dataclass(frozen=True, slots=True)
+class UsedLayers:
+    """The names of the linear layers that a pass has used."""
+
+    called: set[str]
+    read: set[str]
+    """Those whose weight other code has read: for a product of its own, or to see its type."""
+
+    @property
+    def only_called(self) -> frozenset[str]:
+        """Those that anything may stand for which can be called as they are."""
+        return frozenset(self.called - self.read)
+
+
+class _WatchedLinear(nn.Linear):
+    """What a plain linear layer is within `unread`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            self.__dict__["weight_was_read"]()
+        return super().__getattr__(name)
 
 
 def _zeros(called: set[str], name: str, out_features: int, rows: Tensor) -> Tensor:

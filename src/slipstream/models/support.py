@@ -9,17 +9,21 @@ from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
 
+_DRAFTS = "it drafts for a Gemma 4 over that model's keys and values, and is no model of its own"
+
 _REFUSED = {
     "bloom": _ALIBI,
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
     "mpt": _ALIBI,
     "reformer": "its hashed attention does not see all earlier positions",
     "xlnet": "it does not decode from left to right",
 }
 
 _ATTENDING_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"}
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
 )
-"""Layer types whose masks the attention hook can make. `chunked_attention` has another mask."""
+"""Layer types whose masks the attention hook can make."""
 
 _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types that keep a state; which of them are known is found when the model is loaded (`models.mixers`)."""

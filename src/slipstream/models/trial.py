@@ -1,9 +1,10 @@
-"""The passes that try a loaded model out: a dozen tokens as a chain and as a tree, and once far behind."""
+"""The passes that try a loaded model out: a dozen tokens as a chain and as a tree, and where arithmetic may change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -26,12 +27,25 @@ class TrialPass:
     """Token of the text that each wanted row belongs to, near tokens before far ones."""
 
 
-def far_position(context_length: int) -> int | None:
-    """Return where the text is repeated: at the end of the context, behind every length of the configuration.
+def far_positions(context_length: int, numbers: Iterable[int], reaches: Iterable[int]) -> list[int]:
+    """The positions at which the text is repeated, ascending; none where the context holds it only once.
 
-    None where the context holds the text only once.
+    They are those of the `numbers` of the configuration, at which a family may change its arithmetic, and the last ones
+    of the context, which lie behind all of them. Where a layer does not see all of a text (`reaches`, see `Variant`),
+    they follow each other, because Transformers counts what a row sees token by token; chunks begin where they do.
     """
-    return context_length - NUM_TRIAL_ROWS if context_length >= 2 * NUM_TRIAL_ROWS else None
+    if context_length < 2 * NUM_TRIAL_ROWS:
+        return []
+    reaches = set(reaches)
+    if any(reaches):
+        first = context_length - NUM_TRIAL_ROWS
+        first -= first % max(1, -min(reaches))
+        return list(range(first, first + NUM_TRIAL_ROWS)) if first else []
+    edges = sorted({number for number in numbers if NUM_TRIAL_ROWS <= number < context_length - 1})
+    most = NUM_TRIAL_ROWS - 1
+    chosen = {edges[place * len(edges) // most] for place in range(most)} if edges else set()
+    last = (position for position in range(context_length - 1, 0, -1) if position not in chosen)
+    return sorted(chosen | set(islice(last, NUM_TRIAL_ROWS - len(chosen))))
 
 
 def num_trial_slots(unit: int = 1) -> int:
@@ -40,9 +54,9 @@ def num_trial_slots(unit: int = 1) -> int:
 
 
 def trial_passes(
-    tokens: Sequence[int], wrong: int, slots: SlotMap, far: int | None, unit: int = 1
+    tokens: Sequence[int], wrong: int, slots: SlotMap, far: Sequence[int], unit: int = 1
 ) -> list[TrialPass]:
-    """Passes as an engine makes them over the text `tokens`; the far text follows it where `far` is a position.
+    """Passes as an engine makes them over the text `tokens`; the far text, at the positions `far`, follows it.
 
     Two sequences of the near text share every pass. One is a chain. The other one goes on as a tree,
     and then as a tree below entries of that one; each has the token `wrong` too, so the two hold different entries. The
@@ -80,7 +94,7 @@ def trial_passes(
         TrialPass([tree, others[1]], [6, 7, 6, 7, 8]),
         TrialPass([below, others[2]], [8, 9, 10, 11, 9, 10, 11]),
     ]
-    if far is None:
+    if not far:
         return passes
     text = ids[NUM_TRIAL_ROWS : 2 * NUM_TRIAL_ROWS]
     # Not a chain: entry i of a chain is at position i, and these are the only entries of their sequence.
@@ -89,7 +103,7 @@ def trial_passes(
         0,
         text,
         range(len(text)),
-        positions=range(far, far + len(text)),
+        positions=far,
         tail_seen=[list(range(row + 1)) for row in range(len(text))],
         owner=2,
     )

@@ -16,18 +16,16 @@ from torch import nn
 from slipstream.models.attention.base import AttentionBackend, ModelTraits, Probed
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
-from slipstream.models.checkpoint import read_by_transformers
+from slipstream.models.checkpoint import read_by_transformers, read_weights
 from slipstream.models.configuration import load_config, meta_model, read_config_file
 from slipstream.models.executor.registry import likely_executor
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf, read_gguf_model
 from slipstream.models.files.lora import chosen_adapter, outlined_changes
-from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
 from slipstream.models.files.stored_experts import KEPT
-from slipstream.models.files.unused import unused_by
 from slipstream.models.huggingface import unused_deferred
 from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.load_options import LoadOptions
@@ -185,7 +183,7 @@ def _config(
     tower = text_tower(config)
     config = config if tower is None else tower.config
     check_config(config)
-    quantised = resolve_quantized(path, config, read_by_transformers(config, tower))
+    quantised = resolve_quantized(path, config, read_by_transformers(config))
     if gguf is not None:
         stored = read_gguf_model(gguf, config)
         return config, stored if stored.matrices else None, None
@@ -197,7 +195,7 @@ def _config(
         )
         return config, None, quantised
     with one_line(f"cannot read the weights of {path!r}"):
-        stored = read_quantised(path, revision, quantised.method, quantised.settings, unused_by(config))
+        stored = read_weights(path, revision, quantised, config, tower)
     return config, stored, quantised
 
 

@@ -70,7 +70,7 @@ class WeightCheck:
             gate_up = self._stack(parts.ordered_gate_up, parts.gate_up, was_grouped, parts.is_gated)
             found |= {"gate_up": [gate_up], "down": [self._stack([parts.down], [parts.down], was_grouped)]}
         else:
-            bound = _STORED if experts.are_kept else self._bound(self._format)
+            bound = _STORED if experts.kept_in is not None else self._bound(self._format)
             if experts.are_in_a_file:  # 16 bits round them, which rounds nothing in checkpoints of 16 bits
                 bound = max(bound, _STORED)
             numbers = range(experts.num_experts)

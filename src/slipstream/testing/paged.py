@@ -192,9 +192,7 @@ class PagedPass(AttentionPass):
         self._pool.write(layer, self._new, key[0], value[0])
         outputs: list[Tensor] = []
         for number, entries in enumerate(self._entries):
-            skipped, visible = self._masks.of_group(
-                number, variant.sliding_window, query.shape[1] // key.shape[1]
-            )
+            skipped, visible = self._masks.of_group(number, variant.reach, query.shape[1] // key.shape[1])
             own = slice(self._rows.first_rows[number], self._rows.first_rows[number + 1])
             keys, values = self._pool.read(layer, entries[skipped:])
             outputs.append(

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
-from slipstream.models.attention.base import Variant
+from slipstream.models.attention.base import Variant, first_seen
 from slipstream.models.attention.cache_adapter import CacheAdapterPass
 from slipstream.models.attention.hook import slipstream_attention
 from slipstream.models.attention.masks import Masks
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 SLOTS = range(99)
 
 
-def visible(group: RowGroup, sliding_window: int | None = None) -> list[list[int]]:
+def visible(group: RowGroup, reach: int = 0) -> list[list[int]]:
     """For each row the entries it may see, counted from the sequence's first one."""
     beside = RowGroup(SLOTS, 3, [7, 7], [], [4, 4], [3], [[0, 1], [0, 2]])
-    skipped, mask = Masks(ForwardBatch([beside, group, beside]), CPU).of_group(1, sliding_window, 1)
+    skipped, mask = Masks(ForwardBatch([beside, group, beside]), CPU).of_group(1, reach, 1)
     if mask is None:
         return [list(range(skipped, group.num_entries))] * len(group.token_ids)
     assert mask.shape == (len(group.token_ids), group.num_entries - skipped)
@@ -40,7 +40,7 @@ def test_a_chunk_sees_all_before_it() -> None:
 
 def test_a_single_row_needs_no_mask() -> None:
     masks = Masks(ForwardBatch([RowGroup(SLOTS, 9, [7], [])]), CPU)
-    assert masks.of_group(0, None, 1) == (0, None)
+    assert masks.of_group(0, 0, 1) == (0, None)
     assert masks.of_group(0, 4, 1) == (6, None)
 
 
@@ -53,15 +53,15 @@ def test_a_window_holds_that_many_entries(num_past: int, num_rows: int, window: 
         assert seen == list(range(max(position - window + 1, 0), position + 1))
 
 
-def tree(window: int | None) -> list[list[int]]:
+def tree(reach: int) -> list[list[int]]:
     """Past of 4; stored: the root at 4 and two children at 5; now: a child of each, at 6."""
     tail = [[0, 1, 3], [0, 2, 4]]
     group = RowGroup(SLOTS, 4, [7, 7], [], positions=[6, 6], stored_positions=[4, 5, 5], tail_seen=tail)
-    return visible(group, window)
+    return visible(group, reach)
 
 
 def test_a_tree_row_sees_its_path_only() -> None:
-    assert tree(None) == [[0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 6, 8]]
+    assert tree(0) == [[0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 6, 8]]
 
 
 def test_a_window_counts_depth_not_slots() -> None:
@@ -69,9 +69,27 @@ def test_a_window_counts_depth_not_slots() -> None:
     assert tree(2) == [[5, 7], [6, 8]]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+def test_a_chunk_of_positions_begins_at_its_multiples() -> None:
+    assert tree(-4) == [[4, 5, 7], [4, 6, 8]]
+    assert tree(-5) == [[5, 7], [6, 8]]
+    assert tree(-6) == [[7], [8]]
+    assert tree(-7) == tree(0)
+    far = RowGroup(SLOTS, 0, [7] * 3, [], positions=[7, 8, 9], tail_seen=[[0], [0, 1], [0, 1, 2]])
+    assert visible(far, -8) == [[0], [1], [1, 2]]
+
+
+@pytest.mark.parametrize("num_past", [0, 1, 3, 4, 7])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+def test_a_chunk_holds_what_came_since_its_multiple(num_past: int, num_rows: int, chunk: int) -> None:
+    rows = visible(RowGroup(SLOTS, num_past, [7] * num_rows, []), -chunk)
+    for position, seen in enumerate(rows, start=num_past):
+        assert seen == [entry for entry in range(position + 1) if entry // chunk == position // chunk]
+
+
+@pytest.mark.parametrize("reach", [0, 3, -3])
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_a_tree_may_hang_below_a_chunk(num_tokens: int, window: int | None) -> None:
+def test_a_tree_may_hang_below_a_chunk(num_tokens: int, reach: int) -> None:
     """Past of 2, a chunk of committed tokens, and below its last one: a node, its sibling, and a child of the first."""
     group = tree_rows(SLOTS, 2, [7] * num_tokens, Proposal((7, 7, 7), (-1, -1, 0)), 0)
     root = 1 + num_tokens
@@ -81,10 +99,10 @@ def test_a_tree_may_hang_below_a_chunk(num_tokens: int, window: int | None) -> N
     positions = [*range(2, root + 1), root + 1, root + 1, root + 2]
     depth = [*range(root + 1), root + 1, root + 1, root + 2]  # of each entry
     expected = [
-        [entry for entry in seen if window is None or position - depth[entry] < window]
+        [entry for entry in seen if depth[entry] >= first_seen(position, reach)]
         for seen, position in zip([*chunk, *nodes], positions, strict=True)
     ]
-    assert visible(group, window) == expected
+    assert visible(group, reach) == expected
 
 
 def test_where_rows_and_entries_are() -> None:
@@ -102,8 +120,8 @@ def test_where_rows_and_entries_are() -> None:
 
 def test_views_are_made_once_for_all_layers() -> None:
     masks = Masks(ForwardBatch([RowGroup(SLOTS, 0, [7] * 3, [])]), CPU)
-    mask = masks.of_group(0, None, 2)[1]
-    assert mask is masks.of_group(0, None, 2)[1] is masks.of_group(0, 9, 2)[1]
+    mask = masks.of_group(0, 0, 2)[1]
+    assert mask is masks.of_group(0, 0, 2)[1] is masks.of_group(0, -3, 2)[1] is masks.of_group(0, 9, 2)[1]
     assert mask is not None
     assert mask.shape == (6, 3)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from test_gguf_models import tiny
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config
+from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, Ministral3Config
+from transformers.models.ministral3 import modeling_ministral3
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.models import adapt, load_model
@@ -21,10 +22,10 @@ from slipstream.models.families.known import Llama
 from slipstream.models.families.parts import NormParts
 from slipstream.models.families.registry import FAMILIES
 from slipstream.models.linear.formats import weight_format
-from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedRows, GroupedWeight
+from slipstream.models.linear.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from slipstream.models.linear.packing import pack_linears
 from slipstream.models.matrices import unread
-from slipstream.models.trial import sign_rows
+from slipstream.models.trial import NUM_TRIAL_ROWS, far_positions, sign_rows
 from slipstream.models.verdicts import LoadVerdict
 from tests.kit.gguf_files import write_model
 from tests.kit.marks import needs_kernels
@@ -44,13 +45,10 @@ class _Spoiled(GroupedRows):
 
     def __init__(self, whole: GroupedLinear, change: Callable[[GroupedWeight], GroupedWeight]) -> None:
         super().__init__(whole, 0, whole.out_features)
-        self._change = change
+        self._change, self.has_blocks = change, False
 
     def part(self, begin: int, end: int) -> GroupedWeight:
         return self._change(super().part(begin, end))
-
-    def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        return None
 
 
 def spoiled(linear: Any, fault: str, other: Any) -> Any:
@@ -227,35 +225,92 @@ def test_what_is_wrong_at_far_positions_alone_is_refused(monkeypatch: pytest.Mon
     try:
         with pytest.raises(UnsupportedModelError, match="its layer 0 is not what the fused decoder computes"):
             adapt(ministral())
-        monkeypatch.setattr("slipstream.models.canary.far_position", lambda length: None)
+        monkeypatch.setattr("slipstream.models.canary.far_positions", lambda *_: [])
         assert isinstance(adapt(ministral()).executor, CpuKernels)  # so only the far positions tell
     finally:
         FAMILIES.unregister("ministral3")
 
 
-class Router(nn.Module):
-    """As LongCat-Flash and Hunyuan MoE route: the layer's weight is read, and the layer never called."""
+def test_what_is_wrong_from_one_number_of_the_configuration_to_the_next_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Were queries scaled from the original context to twice of it alone, the end of the context would not tell."""
+    scale = modeling_ministral3.get_llama_4_attn_scale
 
-    def __init__(self) -> None:
+    def between(positions: Tensor, beta: float, original: int) -> Tensor:
+        return torch.where(
+            (positions < 2 * original)[:, None, :, None], scale(positions, beta, original), 1.0
+        )
+
+    monkeypatch.setattr(modeling_ministral3, "get_llama_4_attn_scale", between)
+    FAMILIES.register("ministral3", Llama)
+    try:
+        with pytest.raises(UnsupportedModelError, match="its layer 0 is not what the fused decoder computes"):
+            adapt(ministral())
+        monkeypatch.setattr("slipstream.models.canary.far_positions", lambda *_: list(range(116, 128)))
+        assert isinstance(adapt(ministral()).executor, CpuKernels)
+    finally:
+        FAMILIES.unregister("ministral3")
+
+
+def test_the_text_is_repeated_where_arithmetic_may_change() -> None:
+    assert far_positions(128, [2, 32, 64, 16, 128, 300], [0, 0]) == [16, 32, 64, *range(119, 128)]
+    assert far_positions(128, [], []) == list(range(116, 128))
+    many = far_positions(10_000, range(3, 9_000, 7), [])
+    assert len(many) == len(set(many)) == NUM_TRIAL_ROWS
+    assert (many[0], many[-1]) == (17, 9_999)
+    assert far_positions(128, [32, 64], [0, 5]) == list(range(116, 128))  # a window counts neighbours
+    assert far_positions(128, [32, 64], [0, -9]) == list(range(108, 120))  # a chunk begins there
+    assert far_positions(128, [32, 64], [-128]) == far_positions(23, [16], [0]) == []
+
+
+def test_a_layer_that_counts_by_a_caches_length_is_refused_unless_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama 4 scales queries by where they are; `floor_scale` may lie far behind any position that is tried."""
+    shape = sizes(64, 4, 4, 2, vocab=96, inner=96, head_dim=16, spread=0.2, context=128)
+    config = Llama4TextConfig(
+        **shape,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0, 1, 0],
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    monkeypatch.setattr("slipstream.models.attention.counted.COUNTING", frozenset())
+    with pytest.raises(UnsupportedModelError, match="count the tokens before them by the length of a cache"):
+        adapt(model)
+    monkeypatch.undo()
+    adapt(model)
+
+
+class Router(nn.Module):
+    """As LongCat-Flash routes: the layer's weight is read, and the layer never called. Hunyuan MoE calls it too."""
+
+    def __init__(self, calls: bool) -> None:
         super().__init__()
+        self.calls = calls
         self.classifier = nn.Linear(32, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
 
     def forward(self, rows: Tensor) -> Tensor:
-        chosen = int(nn.functional.linear(rows, self.classifier.weight).sum(0).argmax())
+        weight = self.classifier.weight
+        scores = self.classifier(rows) if self.calls else nn.functional.linear(rows, weight)
+        chosen = int(scores.to(weight.dtype).sum(0).argmax())
         made: Tensor = self.experts[chosen](rows)
         return made
 
 
-def test_layers_that_are_read_and_never_called_stay_plain() -> None:
+@pytest.mark.parametrize("calls", [False, True])
+def test_layers_whose_weight_other_code_reads_stay_plain(calls: bool) -> None:
     torch.manual_seed(0)
-    model, rows = Router().requires_grad_(False), torch.randn(3, 32)
+    model, rows = Router(calls).requires_grad_(False), torch.randn(3, 32)
     expected = model(rows)
-    with unread(model) as called:
+    with unread(model) as used:
         model(rows)
-    assert len(called) == 1
-    assert (
-        pack_linears(model, weight_format("float32"), called=called) == 4
-    )  # experts without a row among them
+    assert len(used.only_called) == 1
+    packed = pack_linears(model, weight_format("float32"), called=used.only_called)
+    assert packed == 4  # experts without a row among them
     assert type(model.classifier) is nn.Linear
     assert torch.allclose(model(rows), expected, atol=1e-5)

@@ -227,6 +227,8 @@ def test_blocks_are_multiplied_as_they_are_unpacked(num_in: int) -> None:
 class SavedInBlocks(Saved):
     """As GGUF's Q4_K."""
 
+    has_blocks = True
+
     def __init__(self, weight: BlockedWeight) -> None:
         super().__init__(weight.as_groups())
         self.blocked = weight

@@ -550,5 +550,5 @@ def test_a_plan_says_in_one_line_what_cannot_be_read(tmp_path: Path, monkeypatch
         raise RuntimeError("a fault\nof two lines")
 
     saved(tmp_path, *FOLDERS["gptq"])
-    monkeypatch.setattr(unloaded, "read_quantised", fail)
+    monkeypatch.setattr(unloaded, "read_weights", fail)
     assert "cannot read the weights of" in refusal(lambda: outline_model(str(tmp_path)))

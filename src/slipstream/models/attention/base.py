@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,26 @@ class Variant:
 
     scaling: float
     sliding_window: int | None = None
+    chunk: int | None = None
+    """A row sees those since the last multiple of this position, its own included."""
     softcap: float | None = None
     sinks: Tensor | None = None
     """[heads]: one logit a head that takes part in the softmax and carries no value."""
+
+    @property
+    def reach(self) -> int:
+        """How far back a row sees, as kernels have it: so many positions, 0 for all, a chunk's size below 0."""
+        return self.sliding_window or -(self.chunk or 0)
+
+
+Position = TypeVar("Position", int, Tensor)
+
+
+def first_seen(position: Position, reach: int) -> Position:
+    """The first position that a row at this one sees, or one before the text's first; see `Variant.reach`."""
+    if reach > 0:
+        return position - reach + 1
+    return position - position % -reach if reach else position * 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +98,7 @@ class Probed:
     """How each layer attends; empty for a model that does not attend through the hook."""
     vocab_size: int
     called: frozenset[str]
-    """The names of the linear layers that it called. A weight that is read by other code is not among them."""
+    """The names of the linear layers that it called, but for those whose weight other code reads."""
     states: list[StateShape] = field(default_factory=list)
     """What its recurrent layers keep of a sequence."""
 

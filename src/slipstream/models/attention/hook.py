@@ -15,6 +15,9 @@ from torch import Tensor
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, LayerProbe, Variant
 from slipstream.models.huggingface import AttentionInterface
 
+CHUNKED = "chunked_attention"
+"""The type of layers that see the chunk which they are in, by the name that configurations give it."""
+
 _IGNORED = frozenset(
     {
         "cache_position",
@@ -28,6 +31,10 @@ _IGNORED = frozenset(
     }
 )
 """Arguments of the interface that say nothing about the arithmetic of packed, causal rows."""
+
+
+class UnsupportedAttention(ValueError):
+    """A layer attends in a way that the hook does not know. The text continues "cannot be decoded: "."""
 
 
 def slipstream_attention(
@@ -45,21 +52,33 @@ def slipstream_attention(
     `others` are the pass that it belongs to, what the model says of the layer, and what Transformers may add.
     """
     slipstream_pass: AttentionPass | LayerProbe | None = others.pop("slipstream_pass", None)
-    shape = [others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")]
+    window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     if slipstream_pass is None:
-        raise ValueError("it does not pass the arguments of a call on to its attention")
+        raise UnsupportedAttention("it does not pass the arguments of a call on to its attention")
     odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
     if odd or dropout:
-        raise ValueError(f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported")
+        raise UnsupportedAttention(
+            f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported"
+        )
     if getattr(module, "is_causal", True) is False:
-        raise ValueError("its attention is not causal")
-    variant = Variant(scaling if scaling is not None else float(query.shape[-1]) ** -0.5, *shape)
+        raise UnsupportedAttention("its attention is not causal")
     layer: int = module.layer_idx  # type: ignore[assignment]
+    factor = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks)
     if isinstance(slipstream_pass, LayerProbe):
         return slipstream_pass.attend(layer, query, key, value, variant, attention_mask), None
     if attention_mask is not None:
-        raise ValueError("its attention layers mask on their own, which packed rows cannot follow")
+        raise UnsupportedAttention("its attention layers mask on their own, which packed rows cannot follow")
     return slipstream_pass.attend(layer, query, key, value, variant), None
+
+
+def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
+    """The chunk of a layer that sees no others; only its configuration says so."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if layer >= len(kinds) or kinds[layer] != CHUNKED:
+        return None
+    return getattr(config, "attention_chunk_size", None)
 
 
 AttentionInterface.register(ATTENTION_NAME, slipstream_attention)

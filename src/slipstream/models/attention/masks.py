@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.models.attention.base import first_seen
 from slipstream.models.batch import ForwardBatch
 
 
@@ -14,44 +15,42 @@ class Masks:
     def __init__(self, rows: ForwardBatch, device: torch.device) -> None:
         self._rows = rows
         self._device = device
-        self._made: dict[tuple[int, int | None, int], tuple[int, Tensor | None]] = {}
+        self._made: dict[tuple[int, int, int], tuple[int, Tensor | None]] = {}
 
-    def of_group(self, number: int, sliding_window: int | None, repeats: int) -> tuple[int, Tensor | None]:
+    def of_group(self, number: int, reach: int, repeats: int) -> tuple[int, Tensor | None]:
         """How many of the oldest entries no row of a group sees, and a mask over the others.
 
         The mask is bool [repeats * rows, entries], True where a row may look, the block of rows repeated
-        for the heads that share a key head; None when every row may look everywhere.
+        for the heads that share a key head; None when every row may look everywhere. See `Variant.reach`.
         """
-        if sliding_window is not None and self._rows.groups[number].num_entries <= sliding_window:
-            sliding_window = None
-        key = (number, sliding_window, repeats)
+        group = self._rows.groups[number]
+        if group.num_entries <= abs(reach) and (reach > 0 or group.positions is None):
+            reach = 0
+        key = (number, reach, repeats)
         if key not in self._made:
-            self._made[key] = self._make(number, sliding_window, repeats)
+            self._made[key] = self._make(number, reach, repeats)
         return self._made[key]
 
-    def _make(self, number: int, sliding_window: int | None, repeats: int) -> tuple[int, Tensor | None]:
+    def _make(self, number: int, reach: int, repeats: int) -> tuple[int, Tensor | None]:
         rows, group = self._rows, self._rows.groups[number]
         skipped = 0
-        if sliding_window is not None:
+        if reach:
             first = min(group.row_positions()) if group.positions is not None else group.num_past
-            skipped = min(max(first - sliding_window + 1, 0), group.num_past)
+            skipped = min(max(first_seen(first, reach), 0), group.num_past)
         if len(group.token_ids) == 1 and group.tail_seen is None:
             return skipped, None
         on = rows.on(self._device)
         own = slice(rows.first_rows[number], rows.first_rows[number + 1])
         entries = torch.arange(skipped, group.num_entries, device=self._device)
         positions = on.positions[own, None]  # [rows, 1]
-        visible = entries < on.run_length[own, None]  # [rows, entries]
-        if sliding_window is not None:
-            visible &= entries > positions - sliding_window
+        oldest = first_seen(positions, reach)
+        visible = (entries < on.run_length[own, None]) & (entries >= oldest)  # [rows, entries]
         if group.tail_seen is not None:
             begin, end = rows.tail_begin[own.start], rows.tail_begin[own.stop]
             lengths = on.tail_begin[own.start + 1 : own.stop + 1] - on.tail_begin[own]
             row = torch.arange(own.stop - own.start, device=self._device)
             row = row.repeat_interleave(lengths, output_size=end - begin)  # [T]: which row sees it
-            seen: bool | Tensor = True
-            if sliding_window is not None:
-                seen = on.tail_positions[begin:end] > positions[row, 0] - sliding_window
+            seen = on.tail_positions[begin:end] >= oldest[row, 0]
             visible[row, on.tail_entries[begin:end] - skipped] = seen
         return skipped, visible.repeat(repeats, 1) if repeats > 1 else visible
 
@@ -63,7 +62,7 @@ class Masks:
         entry = 0
         for number, group in enumerate(rows.groups):
             end = entry + group.num_entries
-            _, visible = self.of_group(number, None, 1)
+            _, visible = self.of_group(number, 0, 1)
             own = slice(rows.first_rows[number], rows.first_rows[number + 1])
             mask[own, entry:end] = True if visible is None else visible
             entry = end

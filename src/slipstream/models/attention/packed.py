@@ -33,7 +33,7 @@ class PackedAttention(AttentionPass):
         repeats = query.shape[1] // key.shape[1]
         outputs: list[Tensor] = []
         for number in range(len(rows.groups)):
-            skipped, visible = self._masks.of_group(number, variant.sliding_window, repeats)
+            skipped, visible = self._masks.of_group(number, variant.reach, repeats)
             keys, values = self._pool.read(layer, self._entries_of(number, skipped))
             outputs.append(
                 attend(

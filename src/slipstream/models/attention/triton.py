@@ -40,7 +40,7 @@ class TritonAttention(AttentionPass):
         rows: Tensor = tree_attention(
             *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
             pool.keys[layer], pool.values[layer], *scales, self._reads, sums, peaks, masses,
-            variant.scaling, variant.sliding_window or 0, variant.softcap, variant.sinks,
+            variant.scaling, variant.reach, variant.softcap, variant.sinks,
         )  # fmt: skip
         return rows[None]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.kernel import Kernel, common_kernel
+from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.native import library
 from slipstream.models.cpu.packed_weight import PackedWeight, packed_bytes
 from slipstream.models.cpu.pages import huge_buffer, release
@@ -38,8 +38,8 @@ class PackedExperts:
         self.router = PackedWeight([parts.router], [bias], _ROUTER_KERNEL)
         hidden, inner, experts = parts.router.shape[1], parts.intermediate, range(parts.num_experts)
         panel = library().slipstream_panel()
-        keeps = keeps and parts.are_kept
-        wide, narrow = _kernels(parts) if keeps else (kernel, kernel)
+        keeps = keeps and parts.kept_in is not None
+        wide, narrow = parts.kept_in if keeps and parts.kept_in is not None else (kernel, kernel)
         room = _Room(wide, hidden, 2 * -(-inner // panel) * panel, len(experts))
         self.gate_up = []
         for expert in experts:
@@ -87,27 +87,19 @@ class PackedExperts:
 def packed_expert_bytes(parts: ExpertParts, kernel: Kernel) -> tuple[int, int, int]:
     """What `PackedExperts` holds, padding included: (panels, scales, sums and inputs' orders, biases)."""
     number, hidden = parts.num_experts, parts.router.shape[1]
-    wide, narrow = _kernels(parts) if parts.are_kept else (kernel, kernel)
+    wide, narrow = parts.kept_in or (kernel, kernel)
     of_all = (
         (1, packed_bytes(_ROUTER_KERNEL, hidden, number), parts.router_bias),
         (number, packed_bytes(wide, hidden, 2 * parts.intermediate), parts.gate_up_bias),
         (number, packed_bytes(narrow, parts.intermediate, hidden), parts.down_bias),
     )
-    kept = [own for expert in range(number) for own in parts.kept_layers(expert)] if parts.are_kept else []
-    orders = sum(int(own[0].order.nbytes) for own in kept if own[0].order is not None)
+    kept = () if parts.kept_in is None else parts.kept_layers(0)
+    orders = number * sum(int(own[0].order.nbytes) for own in kept if own[0].order is not None)
     return (
         sum(count * panels for count, (panels, _, _), _ in of_all),
         sum(count * scales for count, (_, scales, _), _ in of_all) + orders,
         sum(count * biases for count, (_, _, biases), bias in of_all if bias is not None),
     )
-
-
-def _kernels(parts: ExpertParts) -> tuple[Kernel, Kernel]:
-    """What holds gate and up, and the last layer, of experts that are kept as a file has them: the same for all, as the
-    kernels read them."""
-    layers = [parts.kept_layers(expert) for expert in range(parts.num_experts)]
-    wide, narrow = ([layer for own in each for layer in own] for each in zip(*layers, strict=True))
-    return common_kernel(wide), common_kernel(narrow)
 
 
 class _Room:

@@ -87,7 +87,7 @@ def common_kernel(layers: Sequence[GroupedLinear]) -> Kernel:
             raise ModelError(
                 "layers that are computed as one were saved with their inputs in different orders"
             )
-    if all(layer.blocks(0, 1) is not None for layer in layers):
+    if all(layer.has_blocks for layer in layers):
         return blocked_kernel()
     tables = {layer.table for layer in layers}
     bits = max(layer.bits for layer in layers) if len(tables) == 1 else 8

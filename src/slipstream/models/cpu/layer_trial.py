@@ -62,8 +62,8 @@ class LayerTrial(PackedModel):
         """
         self._kept.clear()
         self._shared = frozenset(matrix.data_ptr() for matrix in parts.matrices)
-        window = self._variants[number].sliding_window
-        return self._layer(parts, _kernel(parts.matrices), window, self._sizes.rotaries[number])
+        reach = self._variants[number].reach
+        return self._layer(parts, _kernel(parts.matrices), reach, self._sizes.rotaries[number])
 
     def clear(self) -> None:
         """Forget the layer that was packed last."""

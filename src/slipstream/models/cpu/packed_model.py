@@ -169,9 +169,7 @@ class PackedModel:
         )  # as long as the kernels may read them
         return batch
 
-    def _layer(
-        self, parts: LayerParts, kernel: Kernel, sliding_window: int | None = None, rotary: int = 0
-    ) -> LayerStruct:
+    def _layer(self, parts: LayerParts, kernel: Kernel, reach: int = 0, rotary: int = 0) -> LayerStruct:
         """`rotary` numbers the frequencies; -1: none."""
         heads = [
             None if norm is None else self._norm(norm).weight for norm in (parts.query_norm, parts.key_norm)
@@ -187,7 +185,7 @@ class PackedModel:
             output=self._pack([parts.output], kernel).struct,
             **self._mlp(parts, kernel),
             sinks=None if parts.sinks is None else self._keep(parts.sinks),
-            sliding_window=sliding_window or 0,
+            reach=reach,
             rotary=rotary,
         )
 

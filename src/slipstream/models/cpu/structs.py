@@ -71,7 +71,7 @@ class LayerStruct(Structure):
         ("down", LinearStruct),
         ("mixture", MixtureStruct),
         ("sinks", c_void_p),
-        ("sliding_window", c_int64),
+        ("reach", c_int64),
         ("rotary", c_int64),
     )
 

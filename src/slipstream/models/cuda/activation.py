@@ -48,4 +48,6 @@ def _(rows: Tensor, kind: int, is_gated: bool) -> Tensor:
 def _in_pytorch(numbers: Tensor, kind: int) -> Tensor:
     if kind == ACTIVATIONS["silu"]:
         return functional.silu(numbers)
+    if kind == ACTIVATIONS["relu2"]:
+        return functional.relu(numbers).square()
     return functional.gelu(numbers, approximate="none" if kind == ACTIVATIONS["gelu"] else "tanh")

@@ -71,13 +71,13 @@ def attend_splits(
     scaling, softcap, num_slots, query_row, query_head,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
+    REACH: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
 ):  # fmt: skip
     """The partial of item `program_id(0)` for key head `program_id(1)`.
 
     query [rows, heads, KEY_DIM] by its strides; sums [partials, heads, VALUE_DIM], peaks and masses [partials, heads]
     in float32: for each row and head the sum of exp2(score - peak) · value, the largest score (base 2), and the sum of
-    exp2(score - peak). `WINDOW` is 0 without a sliding window. TILE rows of GROUP heads each: TILE // GROUP rows.
+    exp2(score - peak). `REACH` is as in `Variant`. TILE rows of GROUP heads each: TILE // GROUP rows.
     """
     item = items + tl.program_id(0) * 5
     num_rows = tl.load(item + 1)
@@ -101,8 +101,13 @@ def attend_splits(
         if is_tail:
             end += tl.load(tail_begin + tl.load(item) + 1).to(tl.int32) - tail
         oldest = 0
-        if WINDOW > 0:  # column and position are the same within a run
-            oldest = tl.maximum(tl.min(tl.where(own, position, 1 << 30), 0) - WINDOW + 1, 0) // BLOCK * BLOCK
+        oldest_seen = position * 0
+        if REACH > 0:
+            oldest_seen = position - REACH + 1
+        if REACH < 0:
+            oldest_seen = position // (0 - REACH) * (0 - REACH)
+        if REACH != 0:  # column and position are the same within a run
+            oldest = tl.maximum(tl.min(tl.where(own, oldest_seen, 1 << 30), 0), 0) // BLOCK * BLOCK
         total = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
         total_peak = tl.full([TILE], NOTHING, tl.float32)
         total_mass = tl.zeros([TILE], tl.float32)
@@ -148,8 +153,8 @@ def attend_splits(
                 sees = own[:, None] & inside[None, :]
                 if not is_tail:
                     sees = sees & (c[None, :] < run[:, None])
-                if WINDOW > 0:
-                    sees = sees & (at_position[None, :] > position[:, None] - WINDOW)
+                if REACH != 0:
+                    sees = sees & (at_position[None, :] >= oldest_seen[:, None])
                 score = tl.where(sees, score * LOG2_E, NOTHING)
                 top = tl.maximum(peak, tl.max(score, 1))
                 safe = tl.where(top == NOTHING, 0.0, top)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kv.pool import quantise
+from slipstream.models.attention.base import first_seen
 from slipstream.models.batch import BatchTensors
 from slipstream.models.cuda.attention_plan import SPLIT
 from slipstream.models.cuda.triton_use import runs_triton
@@ -78,7 +79,7 @@ class Scratch(NamedTuple):
 
 def launch(
     query: Tensor, key: Tensor, value: Tensor, entries: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    reads: Reads, scratch: Scratch, output: Tensor, scaling: float, window: int, softcap: float | None,
+    reads: Reads, scratch: Scratch, output: Tensor, scaling: float, reach: int, softcap: float | None,
     sinks: Tensor | None, cut: Cut | None = None, split: int = SPLIT,
 ) -> None:  # fmt: skip
     """The three kernels. query [rows, heads, key_dim], key/value [rows, kv_heads, dim], dense in their last dimension;
@@ -104,7 +105,7 @@ def launch(
         reads.tail_slots, reads.tail_positions, *scratch,
         scaling, softcap or 1.0, num_slots, query.stride(0), query.stride(1),
         num_heads // kv_heads, key_dim, value_dim, key_block, value_block, cut.tile, cut.block, split,
-        window, softcap is not None, is_int8, num_warps=cut.num_warps, num_stages=2, enable_fp_fusion=False,
+        reach, softcap is not None, is_int8, num_warps=cut.num_warps, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     add_partials[(num_rows, num_heads)](
         *scratch,
@@ -126,7 +127,7 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor,
     keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None,
     reads: list[Tensor], sums: Tensor, peaks: Tensor, masses: Tensor,
-    scaling: float, window: int, softcap: float | None, sinks: Tensor | None,
+    scaling: float, reach: int, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """query [rows, heads, key_dim], key/value [rows, kv_heads, dim] -> [rows, heads, value_dim].
 
@@ -145,7 +146,7 @@ def tree_attention(
         Scratch(sums, peaks, masses),
         output,
         scaling,
-        window,
+        reach,
         softcap,
         sinks,
     )
@@ -159,7 +160,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, *
 
 def _in_pytorch(
     query: Tensor, key: Tensor, value: Tensor, entries: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    reads: Reads, scratch: Scratch, output: Tensor, scaling: float, window: int, softcap: float | None,
+    reads: Reads, scratch: Scratch, output: Tensor, scaling: float, reach: int, softcap: float | None,
     sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """What the kernels compute, row by row; the plan is not read."""
@@ -176,8 +177,7 @@ def _in_pytorch(
         behind = slice(int(reads.tail_begin[row]), int(reads.tail_begin[row + 1]))
         slots = torch.cat([torch.arange(begin, begin + run), reads.tail_slots[behind]])
         at = torch.cat([torch.arange(run), reads.tail_positions[behind]])
-        if window:
-            slots = slots[at > reads.positions[row] - window]
+        slots = slots[at >= first_seen(reads.positions[row], reach)]
         seen = []
         for _, held, scales in kept:
             numbers = held[:, slots].to(query.dtype)

@@ -213,7 +213,7 @@ class CpuKernels(PackedModel, Executor):
         self, layer: nn.Module, family: Family, variant: Variant, rotary: int, kernel: Kernel
     ) -> LayerStruct:
         parts = family.layer_parts(layer)
-        struct = self._layer(parts, kernel, variant.sliding_window, rotary)
+        struct = self._layer(parts, kernel, variant.reach, rotary)
         if self._shared.isdisjoint(matrix.data_ptr() for matrix in parts.matrices):
             free_numbers(layer)  # no other layer reads it
             trim_heap()

@@ -11,6 +11,7 @@ ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), 0),
     **dict.fromkeys(("gelu", "gelu_python"), 1),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), 2),
+    "relu2": 4,
 }
 """Transformers' names to the kernels' `Activation`."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.linear.grouped import GroupedLinear
 
 
@@ -21,8 +22,8 @@ class FileStack(ABC):
     ndim = 3
     shape: tuple[int, int, int]
     """That of the parameter."""
-    is_kept: bool = False
-    """Whether kernels hold the weights as the file does; else each expert is rounded once it is read."""
+    kernel: Kernel | None = None
+    """How kernels hold all experts as the file does, all of them alike; None where each is rounded as it is read."""
 
     @abstractmethod
     def read(self, expert: int) -> Tensor:
@@ -31,6 +32,11 @@ class FileStack(ABC):
     @abstractmethod
     def layers(self, expert: int) -> list[GroupedLinear]:
         """Those of one expert as the file has them: gate and up, or one; without biases."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether kernels hold the weights as the file does."""
+        return self.kernel is not None
 
     def __getitem__(self, expert: Any) -> Tensor:
         """As a parameter is indexed by the passes of a Transformers model."""
@@ -122,10 +128,11 @@ class ExpertParts:
         return len(self.stacks) < 2
 
     @property
-    def are_kept(self) -> bool:
-        """Whether kernels hold the weights as a file does."""
-        stacks = (self.gate_up, self.down)
-        return all(isinstance(stack, FileStack) and stack.is_kept for stack in stacks)
+    def kept_in(self) -> tuple[Kernel, Kernel] | None:
+        """How kernels hold gate and up, and the last layer, as a file does; None where they do not."""
+        stacks = [stack for stack in (self.gate_up, self.down) if isinstance(stack, FileStack)]
+        kernels = [stack.kernel for stack in stacks if stack.kernel is not None]
+        return (kernels[0], kernels[1]) if len(kernels) == 2 else None
 
     @property
     def num_experts(self) -> int:
@@ -181,7 +188,7 @@ class ExpertParts:
         return None if self.down_bias is None else self.down_bias.detach()[expert]
 
     def kept_layers(self, expert: int) -> tuple[list[GroupedLinear], list[GroupedLinear]]:
-        """Gate and up, and the last layer, as a file has them, where they `are_kept`."""
+        """Gate and up, and the last layer, as a file has them, where it is known what they are `kept_in`."""
         assert isinstance(self.gate_up, FileStack)
         assert isinstance(self.down, FileStack)
         return self.gate_up.layers(expert), self.down.layers(expert)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.models.families.family import Family
+from slipstream.models.families.frequencies import Rotation
 
 if TYPE_CHECKING:
     from slipstream.models.attention.base import Variant
@@ -111,6 +112,30 @@ class Olmo2(NormedHeads):
     attended_norm = "post_attention_layernorm"
     mlp_norm = None
     mlp_out_norm = "post_feedforward_layernorm"
+
+
+class Olmo3(Olmo2):
+    """OLMo 2 with rotary embeddings by the kind of layer."""
+
+    rotary_kind = "self_attn.attention_type"
+
+
+class Arcee(Family):
+    """Llama with an MLP without a gate."""
+
+    gate = None
+
+
+class GraniteSwa(Granite):
+    """Granite with sinks and windows, whose layers have rotary embeddings of their own, or none."""
+
+    sinks = "self_attn.sinks"
+
+    def rotations(self, model: Any) -> list[Rotation | None]:
+        known = {
+            each.config.rope_parameters["rope_theta"]: Rotation(each) for each in model.model.rotary_embs
+        }
+        return [known[theta] if theta else None for theta in model.config.layer_rope_theta]
 
 
 class SmolLM3(Family):

@@ -24,6 +24,7 @@ FAMILIES = Registry(
     {
         name: f"slipstream.models.families.known:{family}"
         for name, family in {
+            "arcee": "Arcee",
             "cwm": "Llama",
             "gemma": "Gemma",
             "gemma2": "Gemma2",
@@ -31,6 +32,7 @@ FAMILIES = Registry(
             "gpt_neox": "GptNeoX",
             "gpt_oss": "GptOss",
             "granite": "Granite",
+            "granite_swa": "GraniteSwa",
             "internlm3": "Llama",
             "iquestcoder": "Llama",
             "llama": "Llama",
@@ -38,6 +40,7 @@ FAMILIES = Registry(
             "mistral": "Llama",
             "mixtral": "Mixtral",
             "olmo2": "Olmo2",
+            "olmo3": "Olmo3",
             "olmoe": "Olmoe",
             "phi3": "Phi3",
             "qwen2": "Llama",

@@ -227,6 +227,7 @@ class GgufMatrix(GroupedMatrix):
         self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
         self.table = fmt.table
         self.order = None if columns is None else columns.argsort()
+        self.has_blocks = fmt.unpack_blocks is not None and columns is None
 
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""

@@ -72,13 +72,15 @@ class GroupedMatrix(ABC):
     """Whether a code of half the range is nothing everywhere: `minimum == -scale * 2 ** (bits - 1)`. So is a table."""
     table: CodeTable | None = None
     """See `Grouped`; the same of all outputs."""
+    has_blocks: bool = False
+    """Whether the file has eight groups in a block, as the kernels do."""
 
     @abstractmethod
     def part(self, begin: int, end: int) -> Grouped:
         """The outputs from `begin` to `end`, out of the file's own bytes."""
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        """The same outputs as the kernels hold blocks of eight groups; None of a file that has no such blocks."""
+        """The same outputs as the kernels hold blocks of eight groups, where it `has_blocks`; else None."""
         return None
 
     def widened(self, begin: int, end: int) -> Tensor:

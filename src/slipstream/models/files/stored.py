@@ -233,8 +233,6 @@ def quantised_layers(model: Any) -> list[GroupedLinear]:
     table = model.get_input_embeddings()
     if isinstance(table, StoredEmbedding) and table.linear not in found:
         found.append(table.linear)
-    for stack in file_stacks(model):
-        found += [
-            layer for expert in range(stack.shape[0]) for layer in stack.layers(expert) if stack.is_kept
-        ]
+    for stack in (each for each in file_stacks(model) if each.is_kept):
+        found += [layer for expert in range(stack.shape[0]) for layer in stack.layers(expert)]
     return found

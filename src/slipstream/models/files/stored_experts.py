@@ -81,8 +81,7 @@ class StoredStack(FileStack):
         layers = [layer for expert in range(self.shape[0]) for layer in self.layers(expert)]
         if len(layers) < sum(map(len, self._experts)):
             raise ModelError("some of them are not quantised")
-        common_kernel(layers)
-        self.is_kept = True
+        self.kernel = common_kernel(layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class StoredLinear(GroupedLinear):
         bits, group = kernel_groups(matrix)
         has_zeros = not matrix.is_symmetric and matrix.table is None
         super().__init__(matrix.in_features, matrix.out_features, bits, group, has_zeros, matrix.table)
-        self._matrix = matrix
+        self._matrix, self.has_blocks = matrix, matrix.has_blocks
         self.bias = bias
         self.order = None if matrix.order is None else matrix.order.to(torch.int32)
 

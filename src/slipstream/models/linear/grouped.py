@@ -180,6 +180,9 @@ class GroupedLinear(nn.Module, ABC):
     A subclass reads a format of files. Its weight is never held whole in any other form than the file's.
     """
 
+    has_blocks: bool = False
+    """Whether the file has its groups in blocks."""
+
     def __init__(
         self,
         in_features: int,
@@ -205,7 +208,7 @@ class GroupedLinear(nn.Module, ABC):
         """The outputs from `begin` to `end`, out of the file's bytes."""
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
-        """The same outputs where the file has them in blocks; None where it has not, for any outputs."""
+        """The same outputs in blocks, where it `has_blocks`; else None."""
         return None
 
     def numbers(self, begin: int, end: int) -> Tensor:
@@ -259,7 +262,7 @@ class GroupedRows(GroupedLinear):
         super().__init__(
             whole.in_features, end - begin, whole.bits, whole.group, whole.has_zeros, whole.table
         )
-        self._whole, self._begin = whole, begin
+        self._whole, self._begin, self.has_blocks = whole, begin, whole.has_blocks
         self.order = whole.order
         self.bias = None if whole.bias is None else whole.bias.detach()[begin:end]
         self.change = None if whole.change is None else whole.change.outputs(begin, end)

@@ -4,8 +4,8 @@
 #include "vectors.h"
 
 // Mirrored by activations.py.
-// The last one is of gate and up together.
-enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED_SILU };
+// CLAMPED_SILU is of gate and up together.
+enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED_SILU, RELU_SQUARED };
 
 // 1 / (1 + exp(-x))
 inline floats sigmoid(floats x) {
@@ -77,6 +77,7 @@ inline void activate(int32_t activation, const float* values, int size, float* o
   };
   switch (activation) {
     case GELU: return each([](floats x) { return gelu(x); });
+    case RELU_SQUARED: return each([](floats x) { return x < 0.0f ? splat(0.0f) : x * x; });
     case GELU_TANH: return each([](floats x) { return gelu_tanh(x); });
     default: each([](floats x) { return silu(x); });
   }

@@ -52,14 +52,14 @@ struct Visible {
   const int64_t* tail;  // the slots of entries run .. end - 1, those before `first` included
   int end;
 
-  Visible(const Sight& sight, int row, int64_t sliding_window)
+  Visible(const Sight& sight, int row, int64_t reach)
       : begin(sight.run_begin[row]), first(0), run(int(sight.run_length[row])) {
     int64_t tail_begin = sight.tail_begin[row], tail_end = sight.tail_begin[row + 1];
     tail = sight.tail_slots + tail_begin;
     end = run + int(tail_end - tail_begin);
-    if (!sliding_window) return;
+    if (!reach) return;
     // The run holds positions 0 .. run - 1, the tail those that it says.
-    int64_t oldest = sight.positions[row] - sliding_window + 1;
+    int64_t oldest = reach > 0 ? sight.positions[row] - reach + 1 : sight.positions[row] / -reach * -reach;
     first = int(std::clamp<int64_t>(oldest, 0, run));
     while (first >= run && first < end && sight.tail_positions[tail_begin + first - run] < oldest) ++first;
   }
@@ -317,7 +317,7 @@ struct Attention {
   int num_heads, num_kv_heads;
   float scale, cap;        // of scores; a cap of 0: none
   const float* sinks;      // [heads] or null
-  int64_t sliding_window;  // 0: none
+  int64_t reach;           // as in `Layer`
   const float* queries;    // row r, head h: queries + r * query_stride + h * dim
   size_t query_stride;
   float* out;  // row r, head h: out + r * out_stride + h * dim
@@ -371,7 +371,7 @@ struct Attention {
     if (tile.parts == 1) return;
     const int group = num_heads / num_kv_heads, width = padded(keys.dim), from = number_of_wave * plan.wave;
     for (int row = tile.first; row < tile.end; ++row) {
-      const Visible visible(sight, row, sliding_window);
+      const Visible visible(sight, row, reach);
       const int begin = std::max(from, visible.first_partition()), end = std::min(from + plan.wave, visible.end_partition());
       if (begin >= end) continue;
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -424,7 +424,7 @@ struct Attention {
   void seat(Desk& desk, const Tile& tile, int kv_head) const {
     const int group = num_heads / num_kv_heads, dim = keys.dim, width = padded(dim), count = (tile.end - tile.first) * group;
     desk.visible.clear();
-    for (int row = tile.first; row < tile.end; ++row) desk.visible.emplace_back(sight, row, sliding_window);
+    for (int row = tile.first; row < tile.end; ++row) desk.visible.emplace_back(sight, row, reach);
     for (int q = 0; q < count; ++q) {
       const float* from = queries + (tile.first + q / group) * query_stride + size_t(kv_head * group + q % group) * dim;
       float* to = &desk.queries[size_t(q) * width];

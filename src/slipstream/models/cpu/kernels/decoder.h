@@ -242,7 +242,7 @@ class Pass : protected Mixer {
 
   void attend(const Layer& layer, const Entries& keys, const Entries& values) {
     Attention attention{s.attention, s.sight, keys, values, m.num_heads, m.num_kv_heads, m.attention_scale, m.score_cap,
-                        layer.sinks, layer.sliding_window, s.qkv.data(), size_t(qkv_width), s.attended.data(),
+                        layer.sinks, layer.reach, s.qkv.data(), size_t(qkv_width), s.attended.data(),
                         row_stride(m.num_heads * m.head_dim)};
     const int num_merged = int(s.attention.tiles.size()) * m.num_kv_heads;
     for (int wave = 0; wave < s.attention.num_waves; ++wave) {

@@ -26,7 +26,7 @@ struct Layer {
   Linear down;
   Mixture mixture;     // in place of the two, where the model has experts
   const float* sinks;  // [heads] or null: a score a head beside those of entries, which carries no value
-  int64_t sliding_window;  // 0: none
+  int64_t reach;  // positions that a row sees; 0: all; -C: those since the last multiple of C
   int64_t rotary;          // the number of its frequencies; -1: positions do not count
 };
 

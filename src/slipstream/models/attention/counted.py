@@ -1,0 +1,77 @@
+"""Layers that count the tokens before their rows by a cache's length, and not by the positions that they are given.
+
+Packed rows have no cache whose length says where they are. So such a layer gets one that knows its rows' positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+COUNTING = frozenset({"llama4_text"})
+"""Types of models whose layers do: Llama 4 scales queries by where they are in layers without a rotary embedding."""
+
+
+class _Count:
+    """Looks like a cache in which each row finds as many tokens as its position has before it."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """`positions` [N] are the rows'."""
+        self._ahead = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """[N]: what a layer adds to 0 .. N - 1."""
+        return self._ahead
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return the rows as they are: attention keeps them."""
+        return key, value
+
+
+class AskedCache:
+    """Looks like an empty cache; knows whether a layer has asked how long it is."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Zero. A model asks as well, and names no layer."""
+        self.was_asked |= layer_idx is not None
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero: the rows are the first ones."""
+        self.was_asked = True
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Number of keys and the first one's index."""
+        return query_length, 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return the rows as they are."""
+        return key, value
+
+
+def is_told(model: Any) -> bool:
+    """Whether `tell_positions` does something for a model."""
+    return model.config.model_type in COUNTING
+
+
+def tell_positions(model: Any) -> None:
+    """Let the layers of `model` count by the positions that they are given, where its type is in `COUNTING`.
+
+    Passes have one row of tokens then, [1, N].
+    """
+    if is_told(model):
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(_with_count, with_kwargs=True)
+
+
+def _with_count(
+    _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (positions,) = keywords["position_ids"]
+    return args, {**keywords, "past_key_values": _Count(positions)}
