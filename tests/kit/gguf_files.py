@@ -131,6 +131,10 @@ def rounded(tensor: Tensor, kind: str) -> Tensor:
     )
 
 
+SCALES = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+"""Of Gemma 4's routers, which have no name of their own in llama.cpp."""
+
+
 def write_model(
     file: Path,
     arch: str,
@@ -149,44 +153,56 @@ def write_model(
     config, tensors = model.config, {}
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    is_split = "attention.key_length_mla" in keys
     state = {
         name: part
         for name, tensor in model.state_dict().items()
-        for name, part in apart(name, tensor, arch == "gpt-oss")
+        for name, part in apart(name, tensor, arch == "gpt-oss", config if is_split else None)
     }
     for seed, (name, tensor) in enumerate(state.items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        layer, _, scale = name.rpartition(".router.")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        if heads is None or arch not in ("llama", "granite", "smollm3"):
-            heads = 0
+        if scale in SCALES:
+            theirs = f"blk.{layer.rpartition('.')[2]}.{SCALES[scale]}"
+        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        count = counts.get(name.split(".")[-2])
+        rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
+        heads = getattr(config, str(count)) if rotates else 0
         theirs += ".weight" if theirs.endswith("sinks") else ""
-        is_bias = theirs.endswith(".bias")
-        # llama.cpp leaves routers as they are.
-        is_matrix = tensor.ndim > 1 and "ffn_gate_inp" not in theirs and not is_bias
+        plain = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+        left = theirs.endswith(".bias") or any(
+            part in theirs for part in plain
+        )  # llama.cpp leaves these as they are
+        tiled = tiles(name, tensor, config) if arch == "qwen35" else None
+        is_matrix = tensor.ndim > 1 and not left
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
             raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
             centre(kind, raw)
             values = reference(kind, raw).view(tensor.shape)
             raw = raw.reshape(*tensor.shape[:-1], -1)
-            tensor.copy_(unpermuted(values, heads) if heads else values)
+            if tiled is not None:
+                tensor.index_copy_(*tiled, values)
+            else:
+                tensor.copy_(unpermuted(values, heads) if heads else values)
             tensors[theirs] = (kind, raw)
             continue
-        values = tensor.float()
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        values = tensor.float() if tiled is None else tensor.float().index_select(*tiled)
+        one_more = arch in ("gemma", "gemma2", "gemma3") or (arch == "qwen35" and "linear_attn" not in name)
+        if one_more and name.endswith("norm.weight"):
             values = values + 1
-        tensors[theirs] = (permuted(values, heads) if heads else values).numpy()
+        if name.endswith("A_log"):
+            values = -values.exp()
+        tensors[theirs] = (permuted(values, heads) if heads else values).contiguous().numpy()
     sizes = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": keys.get("attention.head_count_kv") or config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,
     }
     own = {f"{arch}.{key}": value for key, value in (sizes | keys).items()}
@@ -197,22 +213,51 @@ def in_turns(both: Tensor) -> dict[str, Tensor]:
     return {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2]}
 
 
-def apart(name: str, tensor: Tensor, is_transposed: bool) -> list[tuple[str, Tensor]]:
-    """A model's tensor as llama.cpp has it: gate and up of experts are two, in the memory of the one."""
-    stem, _, part = name.rpartition(".experts.")
+def apart(name: str, tensor: Tensor, is_transposed: bool, latent: Any) -> list[tuple[str, Tensor]]:
+    """A model's tensor as llama.cpp has it, in the memory of the model's own: gate and up of experts are two but
+    for Gemma's, and so is, by the configuration `latent`, what makes keys and values of DeepSeek's latent vectors."""
+    stem, _, part = name.partition(".experts.")
     if part.endswith("_bias"):  # GPT-OSS's, which has inputs before outputs, and gate and up in turns
         biases = {"down_proj": tensor} if part == "down_proj_bias" else in_turns(tensor)
         return [(f"{stem}.experts.{own}.bias", each) for own, each in biases.items()]
     if tensor.ndim == 3 and is_transposed:
         weights = {"down_proj": tensor} if part == "down_proj" else in_turns(tensor)
         return [(f"{stem}.experts.{own}.weight", each.transpose(1, 2)) for own, each in weights.items()]
-    if part == "gate_up_proj":
+    if part == "gate_up_proj" and name.split(".")[-4] != "layers":
         halves = tensor.chunk(2, dim=1)
         return [
             (f"{stem}.experts.{half}.weight", own)
             for half, own in zip(("gate_proj", "up_proj"), halves, strict=True)
         ]
-    return [(f"{name}.weight", tensor)] if part == "down_proj" else [(name, tensor)]
+    if name.endswith("kv_b_proj.weight") and latent is not None:
+        heads = tensor.view(latent.num_attention_heads, -1, tensor.shape[1])
+        keys, values = heads.split([latent.qk_nope_head_dim, latent.v_head_dim], 1)
+        return [
+            (name.replace("kv_b", "k_b"), keys.transpose(1, 2)),
+            (name.replace("kv_b", "v_b"), values),
+        ]
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        return [(name, tensor.squeeze(1))]
+    if name.endswith("dt_bias"):
+        return [(name.replace("_bias", "_proj.bias"), tensor)]
+    if name.endswith("e_score_correction_bias"):
+        return [(name.replace("gate.moe_statics", "moe_statics").replace("_bias", ".bias"), tensor.flatten())]
+    return [(f"{name}.weight" if part or name.endswith("layer_scalar") else name, tensor)]
+
+
+def tiles(name: str, tensor: Tensor, config: Any) -> tuple[int, Tensor] | None:
+    """How llama.cpp's converter turns the heads of values of Qwen 3.5's recurrent layers: along which dimension, and
+    which of the model's each is. The model has those of one key beside each other; llama.cpp repeats the keys."""
+    part = name.partition(".linear_attn.")[2].partition(".")[0]
+    keys, width = config.linear_num_key_heads, config.linear_value_head_dim
+    small = ("in_proj_a", "in_proj_b", "A_log", "dt_proj")
+    if part not in ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj", *small):
+        return None
+    along = int(part == "out_proj")
+    before = 2 * keys * config.linear_key_head_dim if part in ("in_proj_qkv", "conv1d") else 0
+    width = 1 if part in small else width
+    values = torch.arange(before, tensor.shape[along]).view(keys, -1, width).transpose(0, 1)
+    return along, torch.cat([torch.arange(before), values.flatten()])
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:

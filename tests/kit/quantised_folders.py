@@ -1,4 +1,4 @@
-"""Small checkpoints in the layouts of GPTQ, AWQ and compressed-tensors, packed number by number."""
+"""Small checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and MLX, packed number by number."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Layer:
     group_of: Tensor
     """int64 [in]: the group of each input."""
     bits: int
+    minimums: Tensor | None = None
+    """[out, groups]: what a code of 0 is, where a layout has no zeros."""
 
     @classmethod
     def random(
@@ -73,11 +75,20 @@ class Layer:
     def weight(self) -> Tensor:
         """float32 [out, in]"""
         scales, zeros = self.scales.float()[:, self.group_of], self.zeros[:, self.group_of]
+        if self.minimums is not None:
+            return scales * self.codes + self.minimums.float()[:, self.group_of]
         return scales * (self.codes - zeros)
 
 
 def words(numbers: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int64 [..., n] -> int32 [..., n * bits / 32]: number `places[i]` of every word at its place i."""
+    """int64 [..., n] -> int32 [..., n * bits / 32]: number `places[i]` of every word at its place i.
+
+    Numbers that do not fill words run on from one to the next.
+    """
+    if 32 % bits:
+        shifts = torch.arange(bits)
+        stream = (numbers[..., None] >> shifts & 1).flatten(-2)
+        return (stream.unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1).to(torch.int32)
     each = 32 // bits
     numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % each))
     packed = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // each, dtype=torch.int64)
@@ -121,6 +132,17 @@ def compressed(layer: Layer, packed: bool = True, symmetric: bool = False) -> di
     if not bool((layer.group_of.diff() >= 0).all()):
         tensors["weight_g_idx"] = layer.group_of.to(torch.int32)
     return tensors
+
+
+def mlx(layer: Layer) -> dict[str, Tensor]:
+    """As MLX saves a layer."""
+    layer.scales = layer.scales.bfloat16()
+    layer.minimums = (-layer.zeros * layer.scales).bfloat16()
+    return {
+        "weight": words(layer.codes, layer.bits).view(torch.uint32),
+        "scales": layer.scales,
+        "biases": layer.minimums,
+    }
 
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

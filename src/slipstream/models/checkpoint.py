@@ -222,9 +222,10 @@ def _read_stored(
         log.warning("%r holds %s weights, which are widened to %s", source.path, stored.kind, dtype)
     if stored.converted:
         log.warning(
-            "%r holds FP8 weights, which are converted to %s while they are read; --quantization int8 keeps 8 bits on "
+            "%r holds %s weights, which are converted to %s while they are read; --quantization int8 keeps 8 bits on "
             "a CPU",
             source.path,
+            "/".join(sorted({matrix.kind for matrix in stored.converted.values()})),
             str(narrow).removeprefix("torch."),
         )
     with one_line(f"cannot load the weights of {source.path!r}"), silenced(), creating_models(source.config):

@@ -112,8 +112,8 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     adapter = _adapter(path, options.revision, options.lora)
     stores_its_numbers = adapter is None and getattr(config, "quantization_config", None) is None
     stored = _stored_bytes_per_weight(config)
-    if quantised is not None and not quantised.is_kept:
-        stored = 1.0
+    if quantised is not None and quantised.converted_bytes is not None:
+        stored = quantised.converted_bytes
     native = where.type == "cpu" and resolve_kernels(options.cpu_kernels) == "native"
     computes = torch.float32 if native else resolve_dtype(dtype, where, config)
     # Until the model says in which type it computes.

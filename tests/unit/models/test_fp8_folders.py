@@ -32,13 +32,15 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def in_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight as FP8 numbers, the scales of its blocks, and the numbers that these are."""
+def in_blocks(weight: Tensor, rows: int, columns: int, powers: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight as FP8 numbers, the scales of its blocks (or `powers` of two), and the numbers that these are."""
     outputs, inputs = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
     blocks = padded.view(padded.shape[0] // rows, rows, -1, columns)
     scales = blocks.abs().amax((1, 3)) / 448
-    spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:outputs, :inputs]
+    if powers:
+        scales = scales.log2().ceil().exp2().to(torch.float8_e8m0fnu)
+    spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:outputs, :inputs]
     numbers = (weight / spread).to(torch.float8_e4m3fn)
     return numbers, scales, numbers.float() * spread
 
@@ -56,7 +58,8 @@ def saved(folder: Path, settings: dict[str, Any], model: Any, dtype: str = "bflo
         if not name.endswith("_proj.weight"):
             continue
         size = block or ((1, weight.shape[1]) if weights.get("strategy") == "channel" else weight.shape)
-        stored[name], scales, numbers[name] = in_blocks(weight.float(), *size)
+        powers = settings.get("scale_fmt") == "ue8m0"
+        stored[name], scales, numbers[name] = in_blocks(weight.float(), *size, powers)
         part = "weight_scale" if config_groups else "weight_scale_inv"
         stored[f"{name.removesuffix('weight')}{part}"] = scales if scales.numel() > 1 else scales.reshape(1)
         stored[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1)
@@ -74,6 +77,7 @@ def tiny() -> Any:
 
 CASES = {
     "blocks": FP8,
+    "powers of two": FP8 | {"scale_fmt": "ue8m0"},
     "matrix": {"quant_method": "fp8"},
     "channel": compressed("channel"),
     "tensor": compressed("tensor"),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, normalizers
 
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf_tokenizer import read_tokenizer
@@ -71,6 +72,22 @@ def test_a_sentencepiece_vocabulary_is_restored() -> None:
     ]
     flat = {"scores": [0.0] * len(restored), "merges": merges}  # scores that say nothing, and merges that do
     assert read_tokenizer(sentence_piece_fields(**flat), "x")(text).input_ids[1:] == own
+
+
+def test_gemma_4s_tokenizer_is_restored() -> None:
+    """It puts no space in front of a text, and says what is merged; what all tokens score is the same."""
+    backend = Tokenizer.from_str(byte_fallback().backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    merges = [" ".join(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
+    fields = sentence_piece_fields(model="gemma4", merges=merges)
+    fields["tokenizer.ggml.scores"] = [-1000.0] * len(fields["tokenizer.ggml.tokens"])
+    del fields["tokenizer.ggml.pre"]
+    restored = read_tokenizer(fields, "x")
+    for text in ("The quick brown fox 👍 naïve\n", "    return a + b\n\n\nprint(add(2, 3))\n", " the"):
+        own = backend.encode(text, add_special_tokens=False).ids
+        if "  " not in text:  # tokens of spaces alone are taken first
+            assert restored(text).input_ids == [restored.bos_token_id, *own]
+        assert restored.decode(restored(text).input_ids, skip_special_tokens=True) == text
 
 
 @pytest.mark.parametrize(

@@ -190,12 +190,11 @@ def test_misshapen_weights(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "what"),
     [
-        (
-            {"quant_method": "auto-round", "bits": 4, "group_size": 128},
-            "AutoRound weights (4 bits, groups of 128)",
-        ),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes weights (8 bits)"),
-        ({"load_in_4bit": True}, "bitsandbytes weights (4 bits)"),
+        ({"quant_method": "hqq", "bits": 4, "group_size": 128}, "HQQ weights (4 bits, groups of 128)"),
+        ({"quant_method": "torchao"}, "torchao weights"),
+        ({"quant_method": "exl3", "bits": 4.0}, "EXL3 weights"),
+        ({"quant_method": "fp_quant"}, "FP-Quant weights"),
+        ({"quant_method": "quark"}, "Quark weights"),
         ({"quant_method": "newest"}, "newest-quantised weights"),
     ],
 )

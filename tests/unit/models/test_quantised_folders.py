@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and compressed-tensors: the numbers are the file's, and what does not fit together is refused."""
+"""GPTQ, AWQ, AutoRound, compressed-tensors: the numbers are the file's, and what does not fit together is refused."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def ct_settings(bits: int = 4, form: str = "pack-quantized", **weights: Any) -> 
     }
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
 def test_gptq_has_the_files_numbers(bits: int, act_order: bool, form: str) -> None:
-    layer = Layer.random(48, 128, 32, bits, seed=bits, act_order=act_order)
+    layer = Layer.random(64, 128, 32, bits, seed=bits, act_order=act_order)
     settings = GptqSettings.read(
         {"bits": bits, "group_size": 32, "desc_act": act_order, "checkpoint_format": form}
     )
@@ -67,7 +67,7 @@ def test_gptq_has_the_files_numbers(bits: int, act_order: bool, form: str) -> No
     assert torch.equal(numbers(matrix), layer.weight)
     assert (matrix.order is not None) == act_order
     assert not matrix.is_symmetric
-    middle = Layer.random(48, 128, 32, bits, seed=bits, middle=True)
+    middle = Layer.random(64, 128, 32, bits, seed=bits, middle=True)
     assert GptqMatrix("w", gptq(middle, less_one=form == "gptq"), settings).is_symmetric
 
 
@@ -169,8 +169,15 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "what"),
     [
-        ("gptq", {"bits": 3, "group_size": 128}, "GPTQ weights of 3 bits"),
-        ("gptq", {"bits": 4, "dynamic": {"x": {}}}, "differ in their settings"),
+        ("gptq", {"bits": 5, "group_size": 128}, "GPTQ weights of 5 bits"),
+        ("auto-round", {"bits": 5}, "AutoRound weights (int of 5 bits in groups of 128, packed as"),
+        ("auto-round", {"bits": 8, "packing_format": "auto_round:auto_awq"}, "of 4 bits packed as auto_awq"),
+        (
+            "auto-round",
+            {"bits": 4, "packing_format": "auto_round:llm_compressor"},
+            "auto_round:llm_compressor",
+        ),
+        ("auto-round", {"bits": 4, "data_type": "mx_fp4"}, "AutoRound weights (mx_fp4 of 4 bits"),
         ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "the format 'marlin'"),
         ("awq", {"bits": 8}, "AWQ weights of 8 bits"),
         ("awq", {"bits": 4, "version": "gemv"}, "the layout 'gemv'"),
@@ -228,6 +235,8 @@ def test_damaged_settings_are_read_or_refused_in_one_line() -> None:
         ct_settings() | {"transform_config": {}, "sparsity_config": {"format": "dense"}},
         ct_settings(8, "float-quantized", **blocks),
         {"quant_method": "fp8", "weight_block_size": [64, 32]},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        {"group_size": 64, "bits": 4, "model.embed_tokens": {"group_size": 64, "bits": 8}},
     ]
     for number in range(4000):
         settings = damaged(sound[number % len(sound)], random)
@@ -272,10 +281,13 @@ IDS = [number * 3 % 96 for number in range(20)]
 logits = partial(eager_logits, token_ids=IDS)
 packed_logits = partial(cached_logits, token_ids=IDS)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
 FOLDERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gptq": (random_layer(), gptq, GPTQ),
     "awq": (random_layer(), awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "compressed-tensors": (random_layer(), compressed, ct_settings()),
+    "AutoRound as GPTQ": (random_layer(), gptq, AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}),
+    "AutoRound as AWQ": (random_layer(), awq, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
 }
 
 
@@ -289,6 +301,31 @@ def test_a_folder_has_the_logits_of_its_numbers(method: str, tmp_path: Path) -> 
     assert kept.stored_bits == {4}
     assert kept.weight_type.endswith("4 bits")
     torch.testing.assert_close(logits(kept.model), expected, rtol=1e-5, atol=1e-5)
+
+
+BITS = (2, 3, 4, 8)
+
+
+def of_mixed_bits(name: str, outputs: int, inputs: int) -> Layer:
+    """A layer of other bits and groups than its neighbours."""
+    seed = crc32(name.encode())
+    return Layer.random(outputs, inputs, 32 << seed % 2, BITS[seed // 16 % 4], seed=seed)
+
+
+@pytest.mark.parametrize(
+    "settings", [GPTQ | {"dynamic": {"-:lm_head": {}}}, AUTO_ROUND | {"extra_config": {".*": {"bits": 3}}}]
+)
+def test_layers_of_other_bits_are_read_by_their_shapes(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = saved(tmp_path, of_mixed_bits, gptq, settings)
+    read = read_quantised(str(tmp_path), None, settings["quant_method"], settings)
+    assert {matrix.bits for matrix in read.matrices.values()} == set(BITS)
+    for name, matrix in read.matrices.items():
+        assert torch.equal(matrix.widened(0, matrix.out_features), model.get_submodule(name).weight.data)
+    if settings["quant_method"] == "auto-round":
+        of_awq = settings | {"packing_format": "auto_round:auto_awq"}
+        saved(tmp_path / "awq", small(64), awq, of_awq)
+        wider = read_quantised(str(tmp_path / "awq"), None, "auto-round", of_awq)
+        assert {matrix.group_size for matrix in wider.matrices.values()} == {64}
 
 
 def of_bytes(name: str, outputs: int, inputs: int) -> Layer:
@@ -362,12 +399,15 @@ def test_a_family_that_is_described_wrongly_is_refused(
 
 
 @needs_kernels
-@pytest.mark.parametrize("method", [*FOLDERS, "act-order", "orders", "w8a8"])
+@pytest.mark.parametrize("method", [*FOLDERS, "3 bits", "act-order", "orders", "w8a8"])
 def test_a_folder_stays_packed(method: str, tmp_path: Path) -> None:
     layers, write, settings = FOLDERS.get(method, FOLDERS["gptq"])
     if method in ("act-order", "orders"):
         layers = random_order("k_proj" if method == "orders" else "")
         settings = settings | {"desc_act": True}
+    if method == "3 bits":
+        layers = lambda name, *shape: Layer.random(*shape, 32, 3, seed=crc32(name.encode()))  # noqa: E731
+        settings = settings | {"bits": 3}
     if method == "w8a8":
         layers = of_bytes
         write = lambda layer: compressed(layer, packed=False)  # noqa: E731

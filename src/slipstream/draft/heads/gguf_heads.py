@@ -17,7 +17,8 @@ from torch import Tensor
 from slipstream.draft.methods import DFLASH, EAGLE3
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf import Gguf, GgufTensor, open_gguf
-from slipstream.models.files.gguf_architectures import NO_WEIGHTS, Keys, halves_order
+from slipstream.models.files.gguf_architectures import halves_order
+from slipstream.models.files.gguf_family import NO_WEIGHTS, Keys
 from slipstream.models.files.gguf_model import GgufMatrix, find_gguf
 from slipstream.models.files.gguf_rope import rope_parameters
 

@@ -26,8 +26,11 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which of a word's eight places each of eight outputs lies."""
 
 
-def awq_group_size(settings: Mapping[str, Any]) -> int:
-    """Return a `quantization_config`'s group size, -1 for one group; raises `ModelError` for what cannot be read."""
+def awq_group_size(settings: Mapping[str, Any]) -> int | None:
+    """Return a `quantization_config`'s group size, -1 for one group, None where layers may differ (`dynamic`).
+
+    Raises `ModelError` for what cannot be read.
+    """
     bits = settings.get("bits", settings.get("w_bit"))
     group = settings.get("group_size", settings.get("q_group_size", 128))
     version = str(settings.get("version", "gemm")).lower()
@@ -37,7 +40,7 @@ def awq_group_size(settings: Mapping[str, Any]) -> int:
         raise ModelError(f"AWQ weights in the layout {version!r}: read is gemm")
     if not settings.get("zero_point", True):
         raise ModelError("AWQ weights without zero points are not read")
-    return group
+    return None if settings.get("dynamic") else group
 
 
 class AwqMatrix(GroupedMatrix):
@@ -45,8 +48,11 @@ class AwqMatrix(GroupedMatrix):
 
     bits = 4
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], group_size: int) -> None:
-        """`tensors` are the layer's by `PARTS`; raises `ModelError` where they do not fit together."""
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], group_size: int | None) -> None:
+        """`tensors` are the layer's by `PARTS`, whose scales say the size of groups where it is None.
+
+        Raises `ModelError` where they do not fit together.
+        """
         for part in PARTS:
             if part not in tensors:
                 raise ModelError(f"{name} lacks {part}")
@@ -55,7 +61,9 @@ class AwqMatrix(GroupedMatrix):
         check_matrix(f"{name}.qweight", self._words)
         self.in_features, words = self._words.shape
         self.out_features = 8 * words
-        groups = whole_groups(name, self.in_features, group_size)
+        check_matrix(f"{name}.scales", self._scales)
+        size = self.in_features // len(self._scales) if group_size is None else group_size
+        groups = whole_groups(name, self.in_features, size)
         self.group_size = self.in_features // groups
         numbers = (torch.float16, torch.bfloat16, torch.float32)
         check_shape(f"{name}.qweight", self._words, (self.in_features, words), (torch.int32,))

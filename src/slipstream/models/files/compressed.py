@@ -50,7 +50,9 @@ class CompressedSettings:
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> CompressedSettings:
         """Read a `quantization_config`; raises `ModelError` for what cannot be read."""
-        found = {cls._of_group(weights, form or "pack-quantized") for weights, form in _groups(settings)}
+        found = {
+            cls._of_group(weights, form or "pack-quantized") for weights, form in groups_of_layers(settings)
+        }
         if len(found) > 1:
             raise ModelError("compressed-tensors weights in groups of layers that differ are not read")
         return found.pop()
@@ -63,7 +65,8 @@ class CompressedSettings:
         fits = kind == "int" and (bits == 8 or (bits == 4 and form == "pack-quantized"))
         if form not in _FORMATS or not fits or strategy not in ("group", "channel", "tensor"):
             raise ModelError(
-                f"{named} are not read: known are integers of 4 and 8 bits with a scale a group, channel or tensor"
+                f"{named} are not read: known are integers of 4 and 8 bits with a scale a group, channel or tensor, "
+                "floats of 8 bits, and nvfp4-pack-quantized and mxfp4-pack-quantized"
             )
         size = weights.get("group_size") if strategy == "group" else -1
         if type(size) is not int:
@@ -87,7 +90,8 @@ def is_fp8(settings: Mapping[str, Any]) -> bool:
     Raises `ModelError` for settings that cannot be read.
     """
     return all(
-        weights.get("type") == "float" and weights.get("num_bits") == 8 for weights, _ in _groups(settings)
+        weights.get("type") == "float" and weights.get("num_bits") == 8
+        for weights, _ in groups_of_layers(settings)
     )
 
 
@@ -97,7 +101,7 @@ def fp8_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     Raises `ModelError` for settings that cannot be read.
     """
     found = set()
-    for weights, named in _groups(settings):
+    for weights, named in groups_of_layers(settings):
         form, strategy = named or "float-quantized", weights.get("strategy") or "tensor"
         if form not in _FP8_FORMATS or strategy not in ("tensor", "channel", "block"):
             raise ModelError(
@@ -114,7 +118,7 @@ def fp8_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     return found.pop()
 
 
-def _groups(settings: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
+def groups_of_layers(settings: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
     """What a `quantization_config` says of the weights of each group of layers, and of their format ('': nothing).
 
     Raises `ModelError` for damaged settings, and for weights that are more than integers or FP8 numbers and scales.

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import release
+from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.grouped import check_matrix
 from slipstream.models.linear.fp8 import Fp8Linear
 
 PARTS = ("weight", "weight_scale_inv", "weight_scale")
 """Names of a layer's tensors that its weight needs."""
 
-_SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 _PART_WEIGHTS = 2**22
 """So many weights are converted at a time."""
 
@@ -30,8 +31,10 @@ def is_fp8(tensors: Mapping[str, Tensor]) -> bool:
     return "weight" in tensors and tensors["weight"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Fp8Matrix:
+class Fp8Matrix(ConvertedMatrix):
     """A layer whose weight is FP8 numbers times the scale of their block."""
+
+    kind = "FP8"
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], block: tuple[int, int] | None) -> None:
         """`tensors` are the layer's by `PARTS`, `block` the outputs and inputs that share a scale.
@@ -60,24 +63,20 @@ class Fp8Matrix:
         if scales.dtype not in _SCALE_TYPES:
             raise ModelError(f"{name}.{part} holds {str(scales.dtype).removeprefix('torch.')} numbers")
         self._scales, self._block = scales.float(), block
+        is_group = block[1] >= inputs or block[1] % 16 == 0
+        self.can_be_kept = self._weight.dtype == torch.float8_e4m3fn and is_group
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
         return self._weight.shape[0], self._weight.shape[1]
 
-    @property
-    def can_be_kept(self) -> bool:
-        """Whether `layer` can be had."""
-        whole = self._block[1] >= self._weight.shape[1]
-        return self._weight.dtype == torch.float8_e4m3fn and (whole or self._block[1] % 16 == 0)
-
     def layer(self, bias: Tensor | None = None) -> Fp8Linear:
-        """The layer with the file's own numbers, if it `can_be_kept`."""
+        """See `ConvertedMatrix.layer`."""
         return Fp8Linear(self._weight, self._scales, self._block, bias)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """[out, in] of this type, each number rounded once; the file's pages are given back as they are read."""
+        """See `ConvertedMatrix.widened`."""
         outputs, inputs = self._weight.shape
         found = torch.empty(outputs, inputs, dtype=dtype)
         rows = max(_PART_WEIGHTS // inputs, 1)

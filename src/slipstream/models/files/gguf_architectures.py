@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,29 +12,23 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf import Gguf
+from slipstream.models.files.gguf_family import (
+    AFTER,
+    ATTENTION,
+    EXPERTS,
+    GATE_AND_UP,
+    HEAD_NORMS,
+    MLP,
+    NORMS,
+    OUTPUT,
+    GgufArchitecture,
+    Keys,
+)
+from slipstream.models.files.gguf_gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, gemma4
+from slipstream.models.files.gguf_hybrids import LFM2, QWEN35
+from slipstream.models.files.gguf_mixtures import DEEPSEEK_V3, ERNIE_MOE, GLM4_MOE, deepseek
 from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.models.huggingface import AutoConfig
-
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_AROUND = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **_AFTER}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_OUTPUT = {"attn_output": "self_attn.o_proj"}
-_ATTENTION = {
-    **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
-    **_OUTPUT,
-}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-
-_NEXTN = {
-    **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-    **{"shared_head_norm": "shared_head.norm", "shared_head_head": "shared_head.head"},
-}
-"""Parts of a layer for multi-token prediction beside the usual ones."""
-
-NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
-"""Tensors that say how positions are rotated; a Transformers model has no weights of these names."""
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -47,86 +40,6 @@ _SIZES = {
 """GGUF's key after the family's name to Transformers' key. Every file has these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of a file's family."""
-
-    file: Gguf
-
-    def __contains__(self, key: str) -> bool:
-        return f"{self.file.architecture}.{key}" in self.file.fields
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; a float32 as it is usually written."""
-        value = self.file.fields.get(f"{self.file.architecture}.{key}", default)
-        return float(f"{value:.7g}") if isinstance(value, float) else value
-
-    def number(self, key: str, default: float | None = None) -> float | None:
-        """A finite number; raises `ModelError` for any other value."""
-        value = self.get(key, default)
-        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
-            raise ModelError(
-                f"{self.file.path!r}: {self.file.architecture}.{key} is {value!r:.40}; it must be a number"
-            )
-        return value
-
-    def size(self, key: str) -> int:
-        """A positive number that is the same in all layers; raises `ModelError` for any other value."""
-        value = self.get(key)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise ModelError(f"{self.file.path!r}: the layers differ in {key}, which is not supported")
-            value = value[0]
-        if type(value) is not int or value < 1:
-            raise ModelError(
-                f"{self.file.path!r} does not say the model's sizes: {self.file.architecture}.{key} is {value!r:.40}"
-            )
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """A family of llama.cpp's."""
-
-    model_type: str
-    """Model type of Transformers' configuration."""
-    layer: Mapping[str, str]
-    """Names of a layer's parts: llama.cpp's to Transformers'."""
-    rotates_neighbours: bool = False
-    """Rows of queries and keys are permuted: llama.cpp rotates neighbours, Transformers the halves of a head."""
-    norms_hold_one_more: bool = False
-    """Norms are stored as the factor itself, where Transformers adds 1 to what it has."""
-    experts: Mapping[str, str] = field(default_factory=dict)
-    """Names of a layer's stacks of experts: llama.cpp's to those of one expert's parts, `{}` for its number."""
-    norm_epsilon: str = "rms_norm_eps"
-    more: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = field(default=lambda keys, sizes: {})
-    """What a configuration needs beyond the sizes."""
-
-    def name(self, theirs: str) -> str | None:
-        """Transformers' name of a tensor; None for one that models of this family have not."""
-        stem, _, ending = theirs.rpartition(".")
-        if stem in _ENDS:
-            return f"{_ENDS[stem]}.{ending}"
-        parts = stem.split(".")
-        known = {**self.layer, **self.experts}
-        if len(parts) == 3 and parts[0] == "blk" and parts[2] in known:
-            return f"model.layers.{parts[1]}.{known[parts[2]]}.{ending}"
-        return None
-
-    def prediction_name(self, theirs: str) -> str | None:
-        """As `name`, of a tensor of a layer for multi-token prediction: as DeepSeek-V3's checkpoint names it."""
-        stem, _, ending = theirs.rpartition(".")
-        before, nextn, part = stem.partition(".nextn.")
-        if not nextn:
-            return self.name(theirs)
-        number = before.removeprefix("blk.")
-        return f"model.layers.{number}.{_NEXTN[part]}.{ending}" if part in _NEXTN else None
-
-    def has_experts_in(self, theirs: str) -> bool:
-        """Whether a tensor holds a part of all experts of a layer."""
-        return any(theirs.endswith(f".{stack}.weight") for stack in self.experts)
-
-
 def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention_multiplier": keys.number("attention.scale", 1.0),
@@ -134,42 +47,6 @@ def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "residual_multiplier": keys.number("residual_scale", 1.0),
         "logits_scaling": keys.number("logit_scale", 1.0),
     }
-
-
-def _gemma(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _gemma2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": keys.size("attention.sliding_window"),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
-        "query_pre_attn_scalar": _attention_scalar(sizes, largest=46),
-    }
-
-
-def _gemma3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Five layers with a window, then one without; only the latter has scaled positions."""
-    theta = float(keys.number("rope.freq_base_swa") or 10000.0)
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": keys.size("attention.sliding_window"),
-        "final_logit_softcapping": keys.number("final_logit_softcapping"),
-        "query_pre_attn_scalar": _attention_scalar(sizes, largest=62),
-        "rope_parameters": {
-            "full_attention": sizes["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        },
-    }
-
-
-def _attention_scalar(sizes: Mapping[str, Any], largest: int) -> int:
-    """Which of Gemma's models has another scale than its head's width is in no key: it is known by its layers."""
-    if sizes["num_hidden_layers"] == largest:
-        return int(sizes["hidden_size"] // sizes["num_attention_heads"])
-    return int(sizes["head_dim"])
 
 
 def _phi3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +79,72 @@ def _mixtral(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _seed_oss(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_out_bias": keys.has("attn_output.bias")}
+
+
+def _glm4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    if "rope.dimension_sections" in keys:
+        raise ModelError(
+            f"{keys.file.path!r} holds the text part of a GLM that reads images, whose heads are in another order"
+        )
+    rotated = keys.size("rope.dimension_count") if "rope.dimension_count" in keys else sizes["head_dim"] // 2
+    share = rotated / sizes["head_dim"]
+    return {
+        "attention_bias": keys.has("attn_q.bias"),
+        "rope_parameters": {**sizes["rope_parameters"], "partial_rotary_factor": share},
+    }
+
+
+def _cohere(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": keys.has("attn_q.bias"), "logit_scale": keys.number("logit_scale", 1.0)}
+
+
+def _cohere2(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Three layers with a window, then one without, whose positions are not rotated."""
+    return _cohere(keys, sizes) | {"sliding_window": keys.size("attention.sliding_window")}
+
+
+def _ernie(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_bias": keys.has("attn_q.bias")}
+
+
+def _olmo3_rope(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Only layers without a window have scaled positions."""
+    found = rope_parameters(keys.file, sizes["head_dim"])
+    theta = keys.number("rope.freq_base_swa") or found["rope_theta"]
+    return {
+        "full_attention": found,
+        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _olmo3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    windows = keys.get(
+        "attention.sliding_window_pattern", [True, True, True, False] * sizes["num_hidden_layers"]
+    )
+    if not isinstance(windows, list) or len(windows) < sizes["num_hidden_layers"]:
+        raise ModelError(f"{keys.file.path!r} does not say which of its layers have a window")
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": kinds[: sizes["num_hidden_layers"]],
+    }
+
+
+def _ministral3_rope(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN, and scores that grow slowly beyond the length of the texts that the model was first trained on."""
+    found = rope_parameters(keys.file, sizes["head_dim"])
+    if found["rope_type"] != "yarn":
+        raise ModelError(
+            f"{keys.file.path!r} has rotary positions of kind {found['rope_type']!r}; a Ministral 3 has yarn"
+        )
+    found.pop("attention_factor", None)
+    scale = keys.number("rope.scaling.yarn_log_multiplier", 1.0)
+    beta = keys.number("attention.temperature_scale")
+    return found | {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}
+
+
 def _qwen3_moe(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": keys.size("expert_count"),
@@ -223,57 +166,78 @@ def _gpt_oss(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_LLAMA = _NORMS | _ATTENTION | _MLP
-_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+_LLAMA = NORMS | ATTENTION | MLP
+_COHERE = {"attn_norm": NORMS["attn_norm"]} | ATTENTION | MLP
 
-ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("llama", _LLAMA, rotates_neighbours=True),
     "qwen2": GgufArchitecture("qwen2", _LLAMA),
-    "qwen3": GgufArchitecture("qwen3", _LLAMA | _HEAD_NORMS),
-    "gemma": GgufArchitecture("gemma", _LLAMA, norms_hold_one_more=True, more=_gemma),
-    "gemma2": GgufArchitecture("gemma2", _AROUND | _ATTENTION | _MLP, norms_hold_one_more=True, more=_gemma2),
-    "gemma3": GgufArchitecture(
-        "gemma3_text",
-        _AROUND | _ATTENTION | _MLP | _HEAD_NORMS,
-        norms_hold_one_more=True,
-        more=_gemma3,
-    ),
+    "qwen3": GgufArchitecture("qwen3", _LLAMA | HEAD_NORMS),
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     "phi3": GgufArchitecture(
         "phi3",
-        _NORMS
+        NORMS
         | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-        | _OUTPUT,
+        | OUTPUT,
         more=_phi3,
     ),
     "qwen3moe": GgufArchitecture(
         "qwen3_moe",
-        _NORMS | _ATTENTION | _HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
-        experts=_EXPERTS,
+        NORMS | ATTENTION | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
+        experts=EXPERTS,
         more=_qwen3_moe,
     ),
+    "glm4": GgufArchitecture(
+        "glm4",
+        NORMS
+        | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+        | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+        | ATTENTION,
+        more=_glm4,
+    ),
+    "command-r": GgufArchitecture("cohere", _COHERE, norm_epsilon="layer_norm_eps", more=_cohere),
+    "cohere2": GgufArchitecture("cohere2", _COHERE, norm_epsilon="layer_norm_eps", more=_cohere2),
+    "glm4moe": GLM4_MOE,
+    "deepseek2": DEEPSEEK_V3,
+    "lfm2": LFM2,
+    "qwen35": QWEN35,
+    "seed_oss": GgufArchitecture(
+        "seed_oss",
+        {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}
+        | ATTENTION
+        | MLP,
+        more=_seed_oss,
+    ),
+    "ernie4_5": GgufArchitecture("ernie4_5", _LLAMA, more=_ernie),
+    "ernie4_5-moe": ERNIE_MOE,
+    "mistral3": GgufArchitecture("ministral3", _LLAMA, rotates_neighbours=True, rope=_ministral3_rope),
     "gpt-oss": GgufArchitecture(
         "gpt_oss",
-        {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        | _ATTENTION
+        {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}
+        | ATTENTION
         | {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
-        experts=_EXPERTS,
+        experts=EXPERTS,
         more=_gpt_oss,
     ),
     "granite": GgufArchitecture("granite", _LLAMA, rotates_neighbours=True, more=_granite),
-    "olmo2": GgufArchitecture("olmo2", _AFTER | _ATTENTION | _MLP | _HEAD_NORMS),
+    "olmo2": GgufArchitecture("olmo2", AFTER | ATTENTION | MLP | HEAD_NORMS),
     "smollm3": GgufArchitecture("smollm3", _LLAMA, rotates_neighbours=True),
     "starcoder2": GgufArchitecture(
         "starcoder2",
-        _NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         norm_epsilon="norm_epsilon",
         more=_starcoder2,
     ),
 }
-"""By `general.architecture`. Mistral's models are llama's."""
+ARCHITECTURES |= {"qwen3vl": ARCHITECTURES["qwen3"], "qwen3vlmoe": ARCHITECTURES["qwen3moe"]}
+"""By `general.architecture`. Mistral's models are llama's. Of models that read images, files hold what decodes text."""
 
 _MIXTRAL = GgufArchitecture(
     "mixtral",
-    _NORMS | _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+    NORMS | ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
     rotates_neighbours=True,
     experts={
         "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -285,6 +249,38 @@ _MIXTRAL = GgufArchitecture(
 """What a file of the architecture `llama` holds where it has experts."""
 
 
+_OLMO3 = replace(ARCHITECTURES["olmo2"], model_type="olmo3", rope=_olmo3_rope, more=_olmo3)
+"""What a file of the architecture `olmo2` holds where its layers have windows."""
+
+
+def _llama(keys: Keys) -> GgufArchitecture:
+    return _MIXTRAL if keys.get("expert_count") else ARCHITECTURES["llama"]
+
+
+def _mistral3(keys: Keys) -> GgufArchitecture:
+    """Those before Ministral 3 have no temperature that falls along the text."""
+    has_temperature = "attention.temperature_scale" in keys
+    return (
+        ARCHITECTURES["mistral3"]
+        if has_temperature
+        else GgufArchitecture("mistral", _LLAMA, rotates_neighbours=True)
+    )
+
+
+def _olmo(keys: Keys) -> GgufArchitecture:
+    return _OLMO3 if keys.get("attention.sliding_window") else ARCHITECTURES["olmo2"]
+
+
+_BY_KEYS: Mapping[str, Callable[[Keys], GgufArchitecture]] = {
+    "llama": _llama,
+    "mistral3": _mistral3,
+    "deepseek2": deepseek,
+    "gemma4": gemma4,
+    "olmo2": _olmo,
+}
+"""Architectures that are of several families, which keys tell apart."""
+
+
 def architecture_of(file: Gguf) -> GgufArchitecture:
     """The family of a file; raises `ModelError` for one that is not read."""
     found = ARCHITECTURES.get(file.architecture)
@@ -293,14 +289,15 @@ def architecture_of(file: Gguf) -> GgufArchitecture:
             f"{file.path!r} holds a {file.architecture or 'nameless'} model; of GGUF files these are read: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if not Keys(file).get("expert_count") or found.experts:
-        return found
-    if file.architecture != "llama":
+    keys = Keys(file)
+    found = _BY_KEYS[file.architecture](keys) if file.architecture in _BY_KEYS else found
+    if keys.get("expert_count") and not found.experts:
+        mixtures = [name for name, each in ARCHITECTURES.items() if each.experts]
         raise ModelError(
             f"{file.path!r} holds a {file.architecture} model with experts, which GGUF files are read for of llama "
-            "(Mixtral), qwen3moe and gpt-oss only"
+            f"(Mixtral), {', '.join(mixtures)} only"
         )
-    return _MIXTRAL
+    return found
 
 
 def read_config(file: Gguf) -> Any:
@@ -309,23 +306,10 @@ def read_config(file: Gguf) -> Any:
     Raises `ModelError` where its keys and tensors disagree, so that nothing is made of sizes that are not there.
     """
     architecture, keys = architecture_of(file), Keys(file)
-    sizes: dict[str, Any] = {name: keys.size(key) for key, name in _SIZES.items()}
-    sizes["num_key_value_heads"] = (
-        keys.size("attention.head_count_kv")
-        if "attention.head_count_kv" in keys
-        else sizes["num_attention_heads"]
-    )
-    if "attention.key_length" in keys:
-        sizes["head_dim"] = keys.size("attention.key_length")
-    elif sizes["hidden_size"] % sizes["num_attention_heads"]:
-        raise ModelError(f"{file.path!r} does not say how wide its heads are")
-    else:
-        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-    if keys.get("attention.value_length", sizes["head_dim"]) != sizes["head_dim"]:
-        raise ModelError(f"{file.path!r}: its values are narrower or wider than its keys")
+    sizes = _sizes(architecture, keys)
     _check_shapes(file, sizes)
     _check_vocabulary(file)
-    sizes["rope_parameters"] = rope_parameters(file, sizes["head_dim"])
+    sizes["rope_parameters"] = architecture.rope(keys, sizes)
     epsilon = keys.get("attention.layer_norm_rms_epsilon", keys.get("attention.layer_norm_epsilon"))
     if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
         raise ModelError(f"{file.path!r} does not say the epsilon of its norms")
@@ -333,7 +317,7 @@ def read_config(file: Gguf) -> Any:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
-    if architecture.model_type not in ("llama", "granite", "smollm3", "olmo2"):
+    if architecture.model_type not in ("llama", "granite", "smollm3", "olmo2", "seed_oss"):
         biases = {}
     config: Any = AutoConfig.for_model(
         architecture.model_type,
@@ -350,6 +334,26 @@ def read_config(file: Gguf) -> Any:
     if file.prediction:
         config.num_nextn_predict_layers = keys.size("nextn_predict_layers")
     return config
+
+
+def _sizes(architecture: GgufArchitecture, keys: Keys) -> dict[str, Any]:
+    """The model's sizes, by Transformers' names."""
+    own, path = architecture.sizes(keys), keys.file.path
+    sizes: dict[str, Any] = {name: keys.size(key) for key, name in _SIZES.items() if name not in own} | own
+    if "num_key_value_heads" not in own:
+        key = "attention.head_count_kv"
+        sizes["num_key_value_heads"] = keys.size(key) if key in keys else sizes["num_attention_heads"]
+    if "head_dim" in own:
+        return sizes
+    if "attention.key_length" in keys:
+        sizes["head_dim"] = keys.size("attention.key_length")
+    elif sizes["hidden_size"] % sizes["num_attention_heads"]:
+        raise ModelError(f"{path!r} does not say how wide its heads are")
+    else:
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    if keys.get("attention.value_length", sizes["head_dim"]) != sizes["head_dim"]:
+        raise ModelError(f"{path!r}: its values are narrower or wider than its keys")
+    return sizes
 
 
 def stored_dtype(file: Gguf) -> torch.dtype | None:
@@ -380,27 +384,11 @@ def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
     if heads % kv:
         raise ModelError(f"{file.path!r}: {heads} heads cannot share {kv} heads of keys and values")
     expected: dict[str, tuple[int | None, ...]] = {"token_embd": (None, hidden), "output": (None, hidden)}
-    architecture, keys, inner = architecture_of(file), Keys(file), sizes["intermediate_size"]
-    width, kv_width = heads * sizes["head_dim"], kv * sizes["head_dim"]
-    shapes = {
-        "attn_q": (width, hidden),
-        "attn_k": (kv_width, hidden),
-        "attn_v": (kv_width, hidden),
-        "attn_qkv": (width + 2 * kv_width, hidden),
-        "attn_output": (hidden, width),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner if architecture.layer.get("ffn_up") != "mlp.gate_up_proj" else 2 * inner, hidden),
-        "ffn_down": (hidden, inner),
-    }
-    if architecture.experts:
-        number = keys.size("expert_count")
-        if keys.size("expert_used_count") > number:
-            raise ModelError(f"{file.path!r} uses more experts for a token than the {number} that it has")
-        if "expert_feed_forward_length" in keys:
-            inner = keys.size("expert_feed_forward_length")
-        stacks = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        shapes |= {f"ffn_{part}_exps": (number, *shape) for part, shape in stacks.items()}  # type: ignore[misc]
-    expected |= {f"blk.{layer}.{part}": shape for layer in sorted(numbers) for part, shape in shapes.items()}
+    architecture, keys = architecture_of(file), Keys(file)
+    usual = _usual_shapes(architecture, keys, sizes)
+    for layer in sorted(map(int, numbers)):
+        own = architecture.shapes(keys, sizes, layer) if architecture.shapes is not None else {}
+        expected |= {f"blk.{layer}.{part}": shape for part, shape in {**usual, **own}.items()}
     for stem, shape in expected.items():
         tensor = file.tensors.get(f"{stem}.weight")
         if tensor is None and stem == "token_embd":
@@ -415,6 +403,37 @@ def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"{file.path!r}: {tensor.name} is {' x '.join(map(str, tensor.shape))}, and the keys say {wanted}"
             )
+
+
+def _usual_shapes(
+    architecture: GgufArchitecture, keys: Keys, sizes: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's matrices, by the names of its parts."""
+    heads, kv = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    width, kv_width = heads * sizes["head_dim"], kv * sizes["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q": (width, hidden),
+        "attn_k": (kv_width, hidden),
+        "attn_v": (kv_width, hidden),
+        "attn_qkv": (width + 2 * kv_width, hidden),
+        "attn_output": (hidden, width),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner if architecture.layer.get("ffn_up") != "mlp.gate_up_proj" else 2 * inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    if not architecture.experts:
+        return shapes
+    number = keys.size("expert_count")
+    if keys.size("expert_used_count") > number:
+        raise ModelError(f"{keys.file.path!r} uses more experts for a token than the {number} that it has")
+    if "expert_feed_forward_length" in keys:
+        inner = keys.size("expert_feed_forward_length")
+    shared = inner * keys.count("expert_shared_count", 0)
+    for part in ("gate", "up", "down"):
+        own, of_shared = ((hidden, wide) if part == "down" else (wide, hidden) for wide in (inner, shared))
+        shapes |= {f"ffn_{part}_exps": (number, *own), f"ffn_{part}_shexp": of_shared}
+    return shapes | {GATE_AND_UP: (number, 2 * inner, hidden)}
 
 
 def _check_vocabulary(file: Gguf) -> None:

@@ -15,13 +15,18 @@ from torch import Tensor
 from slipstream.core.model_path import HUB_FILE, check_model_path, gguf_parts, names_gguf
 from slipstream.errors import ModelError
 from slipstream.models.cpu.pages import release
+from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.gguf import Gguf, GgufTensor
-from slipstream.models.files.gguf_architectures import (
+from slipstream.models.files.gguf_architectures import architecture_of, halves_order
+from slipstream.models.files.gguf_family import (
+    APART,
+    GATE_AND_UP,
+    LATENT_PARTS,
     NO_WEIGHTS,
     GgufArchitecture,
-    architecture_of,
-    halves_order,
+    Keys,
 )
+from slipstream.models.files.gguf_latent import LatentMatrix, take_latents
 from slipstream.models.files.grouped import Grouped, GroupedMatrix
 from slipstream.models.files.stored import StoredModel
 from slipstream.models.linear.grouped import BlockedWeight
@@ -67,21 +72,30 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
     _check_complete(file, architecture)
     tensors: dict[str, Tensor] = {}
     matrices: dict[str, GroupedMatrix] = {}
+    converted: dict[str, ConvertedMatrix] = {}
+    for layer, latent in take_latents(file.path, file.tensors.values()).items():
+        stem = f"model.layers.{layer}.self_attn.kv_b_proj"
+        if latent.is_quantised:
+            converted[stem] = latent
+        else:
+            tensors[f"{stem}.weight"] = latent.numbers()
     for entry in _each_matrix(file.tensors.values(), architecture):
         name = transformers_name(file, architecture, entry)
         if name is None:
             continue
         order = row_order(architecture, entry, config)
+        columns = architecture.columns(_part(entry), config)
         if entry.format.dtype is None:
             stem, _, part = name.rpartition(".")
             if part != "weight" or len(entry.shape) != 2:
                 raise ModelError(
                     f"{file.path!r} holds {entry.format.name} blocks in {entry.name}, which is no matrix"
                 )
-            matrices[stem] = GgufMatrix(entry, stem, order)
+            matrices[stem] = GgufMatrix(entry, stem, order, columns)
             continue
-        tensors[name] = _numbers(entry, architecture, order)
-    return StoredModel(_as_gpt_oss_has_them(tensors), matrices, quantised_kinds(file))
+        numbers = _numbers(entry, architecture, order)
+        tensors[name] = numbers if columns is None else numbers[:, columns]
+    return StoredModel(_as_gpt_oss_has_them(tensors), matrices, quantised_kinds(file), converted)
 
 
 def _as_gpt_oss_has_them(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +118,15 @@ def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | 
     tensor = entry.numbers()
     if order is not None:
         tensor = tensor[order]
-    if architecture.norms_hold_one_more and entry.name.endswith("norm.weight"):
+    if entry.name.endswith(".exp_probs_b.bias") and architecture.model_type == "ernie4_5_moe":
+        tensor = tensor[None]  # a group of routers has a row
+    if entry.name.endswith(".shortconv.conv.weight"):
+        tensor = tensor[:, None]  # each channel is convolved by itself
+    if _part(entry) == "ssm_conv1d":
+        tensor = tensor[:, None]
+    if _part(entry) == "ssm_a":
+        tensor = (-tensor.float()).log()
+    if architecture.norms_hold_one_more and entry.name.endswith("norm.weight") and _part(entry) != "ssm_norm":
         tensor = tensor.float() - 1
     return tensor
 
@@ -119,6 +141,8 @@ class GgufPrediction(Mapping[str, Tensor]):
         self._file, self._config = file, config
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._latents:
+            return self._latents[name].widened(torch.float32)
         entry, architecture = self._entry_of[name], architecture_of(self._file)
         order = row_order(architecture, entry, self._config)
         if entry.format.dtype is None:
@@ -126,13 +150,18 @@ class GgufPrediction(Mapping[str, Tensor]):
         return _numbers(entry, architecture, order).clone()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entry_of
+        return name in self._entry_of or name in self._latents
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entry_of)
+        return iter([*self._entry_of, *self._latents])
 
     def __len__(self) -> int:
-        return len(self._entry_of)
+        return len(self._entry_of) + len(self._latents)
+
+    @cached_property
+    def _latents(self) -> dict[str, LatentMatrix]:
+        found = take_latents(self._file.path, self._file.prediction.values())
+        return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": each for layer, each in found.items()}
 
     @cached_property
     def _entry_of(self) -> dict[str, GgufTensor]:
@@ -155,7 +184,11 @@ def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
     """Raise `ModelError` where a layer lacks a weight, before anything is made of the size that the keys say."""
     layers = sorted({int(name.split(".")[1]) for name in file.tensors if name.startswith("blk.")})
     for layer in layers:
+        lacks = architecture.lacks(Keys(file), layer)
         for part in (*architecture.layer, *architecture.experts):
+            has_both = part in APART and f"blk.{layer}.{GATE_AND_UP}.weight" in file.tensors
+            if part in lacks or has_both:
+                continue
             name = f"blk.{layer}.{part}.weight"
             if name not in file.tensors:
                 ours = str(architecture.name(name)).format(0)
@@ -163,27 +196,38 @@ def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
 
 
 def _each_matrix(tensors: Iterable[GgufTensor], architecture: GgufArchitecture) -> Iterator[GgufTensor]:
-    """The tensors of a file, a stack of experts as the matrices that it is made of."""
+    """The tensors of a file, a stack of experts as the matrices that it is made of; without `LatentMatrix`'s parts."""
     for entry in tensors:
+        if _part(entry) in LATENT_PARTS:
+            continue
         if not architecture.has_experts_in(entry.name):
             yield entry
             continue
-        number, rows, _ = entry.shape  # which the configuration was made of
-        for expert in range(number):
-            own = entry.raw[expert * rows : (expert + 1) * rows]
-            yield replace(entry, shape=entry.shape[1:], raw=own, expert=expert)
+        number, rows, width = entry.shape  # which the configuration was made of
+        names = [entry.name]
+        if _part(entry) == GATE_AND_UP:
+            names = [entry.name.replace(GATE_AND_UP, part) for part in APART]
+            rows //= 2
+        for count in range(number * len(names)):
+            expert, part = divmod(count, len(names))
+            own = entry.raw[count * rows : (count + 1) * rows]
+            yield replace(entry, name=names[part], shape=(rows, width), raw=own, expert=expert)
 
 
 class GgufMatrix(GroupedMatrix):
     """A quantised tensor of a GGUF file as a layer's weight."""
 
-    def __init__(self, entry: GgufTensor, name: str, rows: Tensor | None) -> None:
-        """`rows` says which row of the file each output is, None that they are the same."""
+    def __init__(
+        self, entry: GgufTensor, name: str, rows: Tensor | None, columns: Tensor | None = None
+    ) -> None:
+        """`rows` says which row of the file each output is, None that they are the same; `columns` likewise."""
         self.name, self._entry, self._rows = name, entry, rows
         self.out_features, self.in_features = entry.shape
         fmt = entry.format
         self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
-        self.table, self.has_blocks = fmt.table, fmt.unpack_blocks is not None
+        self.table = fmt.table
+        self.order = None if columns is None else columns.argsort()
+        self.has_blocks = fmt.unpack_blocks is not None and columns is None
 
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""
@@ -193,6 +237,8 @@ class GgufMatrix(GroupedMatrix):
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
         """See `GroupedMatrix.blocks`."""
+        if self.order is not None:
+            return None
         found = self._entry.format.read_blocks(self._raw(begin, end))
         release(self._entry.raw)
         return found
@@ -221,17 +267,17 @@ def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTen
 
 
 def _part(entry: GgufTensor) -> str:
-    """The last part but one of a tensor's name: 'attn_q' of 'blk.0.attn_q.weight'."""
-    return entry.name.rpartition(".")[0].rpartition(".")[2]
+    """'attn_q' of 'blk.0.attn_q.weight', and 'ssm_a' of 'blk.0.ssm_a'."""
+    *before, last = entry.name.split(".")
+    return before[-1] if before and last in ("weight", "bias", "scale") else last
 
 
 def row_order(architecture: GgufArchitecture, entry: GgufTensor, config: Any) -> Tensor | None:
     """int64 [rows]: which row of the file each row of the model is; None where they are the same."""
-    part = _part(entry)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
-    if heads is None or not architecture.rotates_neighbours:
-        return None
-    rows = entry.shape[0]
+    count = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(_part(entry))
+    if count is None or not architecture.rotates_neighbours:
+        return architecture.rows(_part(entry), config)
+    rows, heads = entry.shape[0], getattr(config, count)
     if rows % (2 * heads):
         raise ModelError(f"{entry.name} has {rows} rows, which {heads} heads cannot share")
     return halves_order(rows, heads)

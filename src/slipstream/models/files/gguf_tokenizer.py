@@ -49,13 +49,14 @@ WORDS: Mapping[str, list[dict[str, Any]]] = {
 _SAME = {
     **dict.fromkeys(("phi-2", "olmo"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact"), "smollm"),
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "pixtral", "lfm2"), "llama-bpe"),
+    **dict.fromkeys(("chatglm-bpe", "glm4"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen",), "qwen2"),
 }
 """Other names of the same rules."""
-_TAKES_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
+_TAKES_WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
 """Rules under which a word that is a token is taken as it is, whatever the merges."""
-_BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"})
+_BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
 """Rules under which a prompt begins with the begin token where the file does not say."""
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
@@ -74,15 +75,16 @@ def read_tokenizer(fields: Mapping[str, Any], path: str) -> Any:
         raise ModelError(f"{path!r} holds a damaged tokenizer: the token {twice[0]!r:.40} more than once")
     if kind == "gpt2" and _SAME.get(words, words) in WORDS:
         backend = _byte_level(fields, path, tokens, words)
-    elif kind == "llama":
-        backend = sentence_piece(fields, path, tokens)
+    elif kind in ("llama", "gemma4"):  # the latter has merges, and no scores that differ
+        backend = sentence_piece({"tokenizer.ggml.add_space_prefix": kind == "llama", **fields}, path, tokens)
     else:
         raise ModelError(
             f"{path!r} has a tokenizer of kind {kind!r:.40}, {words!r:.40}, which cannot be restored here; known are "
-            f"llama, and gpt2 with {', '.join([*WORDS, *_SAME])}. Pass --tokenizer with the model's folder or hub id"
+            f"llama, gemma4, and gpt2 with {', '.join([*WORDS, *_SAME])}. Pass --tokenizer with the model's folder or "
+            "hub id"
         )
     roles = _roles(fields, tokens)
-    begins = bool(fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or words in _BEGINS))
+    begins = bool(fields.get("tokenizer.ggml.add_bos_token", kind != "gpt2" or words in _BEGINS))
     ends = bool(fields.get("tokenizer.ggml.add_eos_token", False))
     around = [roles.get("bos_token") if begins else None, "$A", roles.get("eos_token") if ends else None]
     if around != [None, "$A", None]:

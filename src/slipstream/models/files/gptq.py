@@ -24,10 +24,13 @@ from slipstream.models.files.grouped import (
     sorted_by_group,
     unpacked,
     whole_groups,
+    word_run,
 )
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """Names of a layer's tensors."""
+
+BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +42,20 @@ class GptqSettings:
     """-1: one group of all inputs."""
     act_order: bool
     zeros_less_one: bool
+    differ: bool = False
+    """Whether layers may have other bits and groups, which are read off the shapes of their tensors."""
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> GptqSettings:
         """Read a `quantization_config`; raises `ModelError` for what cannot be read."""
         bits, group = settings.get("bits"), settings.get("group_size", 128)
-        if type(bits) is not int or bits not in (2, 4, 8) or type(group) is not int:
-            raise ModelError(f"GPTQ weights of {bits} bits in groups of {group}: read are 2, 4 and 8 bits")
-        if settings.get("dynamic"):
-            raise ModelError("GPTQ weights whose layers differ in their settings (dynamic) are not read")
+        if type(bits) is not int or bits not in BITS or type(group) is not int:
+            raise ModelError(f"GPTQ weights of {bits} bits in groups of {group}: read are 2, 3, 4 and 8 bits")
         form = settings.get("checkpoint_format") or "gptq"
         if form not in ("gptq", "gptq_v2"):
             raise ModelError(f"GPTQ weights in the format {form!r}: read are gptq and gptq_v2")
-        return cls(bits, group, bool(settings.get("desc_act", False)), form == "gptq")
+        differ = bool(settings.get("dynamic"))
+        return cls(bits, group, bool(settings.get("desc_act", False)), form == "gptq", differ)
 
 
 class GptqMatrix(GroupedMatrix):
@@ -62,22 +66,31 @@ class GptqMatrix(GroupedMatrix):
         for part in PARTS[:3]:
             if part not in tensors:
                 raise ModelError(f"{name} lacks {part}")
-        self.name, self.bits, self._less_one = name, settings.bits, settings.zeros_less_one
-        each = 32 // self.bits
-        self._words, self._scales = tensors["qweight"], tensors["scales"]
-        check_matrix(f"{name}.qweight", self._words)
-        self.in_features, self.out_features = self._words.shape[0] * each, self._words.shape[1]
-        groups = whole_groups(name, self.in_features, settings.group_size)
+        self.name, self._less_one = name, settings.zeros_less_one
+        self._words, self._zeros, self._scales = (tensors[part] for part in PARTS[:3])
+        for part in PARTS[:3]:
+            check_matrix(f"{name}.{part}", tensors[part])
+        rows, self.out_features = self._words.shape
+        self.bits, group = settings.bits, settings.group_size
+        if settings.differ:
+            self.bits = self._zeros.shape[1] * 32 // self.out_features
+            group = max(rows * 32 // max(self.bits, 1) // len(self._scales), 1)
+        if self.bits not in BITS:
+            raise ModelError(f"{name} has {self.bits} bits: read are 2, 3, 4 and 8")
+        each, words = word_run(self.bits)
+        self.in_features = rows * 32 // self.bits
+        groups = whole_groups(name, self.in_features, group)
         self.group_size = self.in_features // groups
-        if self.out_features % each:
-            raise ModelError(f"{name}: {self.out_features} outputs do not fill words of {each}")
+        if self.out_features % each or rows % words:
+            raise ModelError(
+                f"{name}: {self.in_features} x {self.out_features} numbers do not fill its words"
+            )
         numbers = (torch.float16, torch.bfloat16, torch.float32)
-        check_shape(
-            f"{name}.qweight", self._words, (self.in_features // each, self.out_features), (torch.int32,)
-        )
+        check_shape(f"{name}.qweight", self._words, (rows, self.out_features), (torch.int32,))
         check_shape(f"{name}.scales", self._scales, (groups, self.out_features), numbers)
-        check_shape(f"{name}.qzeros", tensors["qzeros"], (groups, self.out_features // each), (torch.int32,))
-        self._zeros = tensors["qzeros"]
+        check_shape(
+            f"{name}.qzeros", self._zeros, (groups, self.out_features // each * words), (torch.int32,)
+        )
         half = 2 ** (self.bits - 1)
         self.is_symmetric = bool((unpacked(self._zeros, self.bits) == half - self._less_one).all())
         forget(self._zeros)
@@ -90,12 +103,12 @@ class GptqMatrix(GroupedMatrix):
 
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""
-        each = 32 // self.bits
+        each, words = word_run(self.bits)
         codes = unpacked(self._words[:, begin:end].T.contiguous(), self.bits)
         if self.order is not None:
             codes = codes[:, self.order]
         first = begin // each
-        zeros = unpacked(self._zeros[:, first : -(-end // each)], self.bits)
+        zeros = unpacked(self._zeros[:, first * words : -(-end // each) * words], self.bits)
         zeros = zeros[:, begin - first * each : end - first * each]
         if self._less_one:
             zeros = zeros + 1 & 2**self.bits - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
@@ -126,10 +127,26 @@ def sorted_by_group(name: str, index: Tensor, num_groups: int) -> Tensor | None:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., n] -> uint8 [..., n * 32 / bits]: the integers of every word, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    integers: Tensor = (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
-    return integers
+    """int32 [..., n] -> uint8 [..., n * 32 / bits]: the integers of every word, the lowest bits first.
+
+    Where they do not fill words, they run on from one word to the next, and n words are a multiple of `word_run`'s.
+    """
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        integers: Tensor = (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
+        return integers
+    bytes_ = words.contiguous().view(torch.uint8)
+    eights = bytes_.view(*bytes_.shape[:-1], -1, bits)  # the bytes of eight integers
+    first = torch.arange(0, 8 * bits, bits)
+    low, high = (eights[..., bit // 8].int() for bit in (first, first + bits - 1))
+    found: Tensor = (low | high << 8) >> (first % 8).int() & 2**bits - 1
+    return found.to(torch.uint8).flatten(-2)
+
+
+def word_run(bits: int) -> tuple[int, int]:
+    """(integers, words) of the shortest run of whole words that holds whole integers."""
+    length = math.lcm(bits, 32)
+    return length // bits, length // 32
 
 
 def forget_at_the_end(matrix: GroupedMatrix, end: int, *tensors: Tensor) -> None:

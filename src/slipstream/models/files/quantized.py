@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError
-from slipstream.models.files.quantised_folder import READ, check_settings, is_kept
+from slipstream.models.files.mlx import names_mlx
+from slipstream.models.files.quantised_folder import READ, check_settings, converted_bytes
 
 log = logging.getLogger(__name__)
 
 _NAMES = {
-    "bitsandbytes": "bitsandbytes",
-    "auto-round": "AutoRound",
     "gguf": "GGUF",
     "hqq": "HQQ",
     "torchao": "torchao",
@@ -24,6 +25,14 @@ _NAMES = {
     "bitnet": "BitNet",
     "fbgemm_fp8": "FBGEMM FP8",
     "nvfp4": "NVFP4",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fp_quant": "FP-Quant",
+    "quark": "Quark",
+    "eetq": "EETQ",
+    "higgs": "HIGGS",
+    "spqr": "SpQR",
+    "vptq": "VPTQ",
     "mxfp8": "MXFP8",
 }
 
@@ -41,7 +50,12 @@ class Quantised:
     @property
     def is_kept(self) -> bool:
         """Whether they stay as they are stored; others are converted while they are read."""
-        return is_kept(self.method, self.settings)
+        return self.converted_bytes is None
+
+    @property
+    def converted_bytes(self) -> float | None:
+        """Bytes of a weight in the file, where they are converted while they are read."""
+        return converted_bytes(self.method, self.settings)
 
 
 def resolve_quantized(path: str, config: Any, by_transformers: bool = False) -> Quantised | None:
@@ -52,6 +66,8 @@ def resolve_quantized(path: str, config: Any, by_transformers: bool = False) -> 
     model. Raises `ModelError` where they cannot be read.
     """
     quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        quantization = _otherwise_said(path, config)
     if quantization is None:
         return None
     settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
@@ -77,7 +93,10 @@ def resolve_quantized(path: str, config: Any, by_transformers: bool = False) -> 
             check_settings(method, settings)
         except ModelError as error:
             raise ModelError(f"{path!r} holds {' '.join(str(error).split())}") from None
-        del config.quantization_config
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
+        if method == "mlx":  # whose files differ from Transformers' by family
+            settings = {**settings, "model_type": config.model_type}
         return Quantised(method, settings)
     what = _NAMES.get(method, f"{method or 'unknown'}-quantised")
     bits = _bits(settings)
@@ -96,10 +115,27 @@ def _check_widening(path: str, method: str) -> None:
         )
 
 
+def _otherwise_said(path: str, config: Any) -> Mapping[str, Any] | None:
+    """What tools say that do not say it in the key `quantization_config`: MLX, and older versions of ModelOpt."""
+    found = getattr(config, "quantization", None)
+    if isinstance(found, Mapping) and names_mlx(found):
+        return found
+    file = Path(path) / "hf_quant_config.json"
+    if not file.is_file():
+        return None
+    try:
+        says = json.loads(file.read_text(encoding="utf-8"))["quantization"]
+        return {**says, "quant_method": "modelopt"}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise ModelError(f"cannot read {str(file)!r}: it must be a JSON object with quantization") from None
+
+
 def _method_of(settings: Mapping[str, Any]) -> str:
     """The method of quantisation by the name that Transformers gives it; empty where none is named."""
     method = " ".join(str(settings.get("quant_method", "")).split())
-    method = method.removeprefix("QuantizationMethod.").lower()
+    method = method.removeprefix("QuantizationMethod.").lower().removeprefix("intel/")
+    if names_mlx(settings):
+        return "mlx"
     if not method and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return "bitsandbytes"
     return method

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 from slipstream.models.families.experts import file_stacks
-from slipstream.models.files.fp8 import Fp8Matrix
+from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.files.lora import WIDENS
-from slipstream.models.files.stored_experts import KEPT, StoredStack, take_experts, take_stacks
+from slipstream.models.files.stored_experts import KEPT, StoredStack, joined, take_experts, take_stacks
 from slipstream.models.files.stored_linear import StoredLinear, kernel_groups
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.linear.low_rank import LowRankChange
@@ -35,9 +35,9 @@ class StoredModel:
     """Those that are quantised, by the names of their layers."""
     kind: str
     """As messages say it: 'GPTQ, 4 bits'."""
-    converted: Mapping[str, Fp8Matrix] = field(default_factory=dict)
+    converted: Mapping[str, ConvertedMatrix] = field(default_factory=dict)
     """Those that are converted while they are read."""
-    narrow: Mapping[str, Fp8Matrix] = field(default_factory=dict)
+    narrow: Mapping[str, ConvertedMatrix] = field(default_factory=dict)
     """Those in FP8 that stay so; see `keeping_fp8`."""
     stacks: Mapping[str, StoredStack] = field(default_factory=dict)
     """Experts that stay in the file until they are packed, by the names of the parameters that they stand for; see
@@ -56,7 +56,7 @@ class StoredModel:
             for name, matrix in self.matrices.items()
         }
         stand_ins |= {name: nothing.expand(stack.shape) for name, stack in self.stacks.items()}
-        return {**self.tensors, **stand_ins}
+        return joined({**self.tensors, **stand_ins})
 
     def stacked(self, model: Any) -> StoredModel:
         """The same with those experts as `stacks` that only we can put together for `model`, which may be without
@@ -78,7 +78,7 @@ class StoredModel:
             for begin, end in bounds(matrix):
                 weight[begin:end] = matrix.widened(begin, end)
             found[f"{name}.weight"] = weight
-        return found
+        return joined(found)
 
     def converted_to(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Those that are converted, as plain numbers of this type, and those in FP8 as `state` has them."""
@@ -104,10 +104,10 @@ class StoredModel:
     def fit(self, model: Any, experts_in: str | None = None) -> StoredModel:
         """These weights, once it is sure that `model` (it may be without numbers) can have them as they are.
 
-        Experts become `stacks`, to be rounded to the format `experts_in`, or kept as they are (`KEPT`). Biases of
-        nothing that the model has not, which some tools write for every layer, are left out. Raises `ModelError` for a
-        matrix that is no plain layer's, has another shape, or has groups that no kernel holds, and for experts that
-        nothing may hold.
+        Experts become `stacks`, to be rounded to the format `experts_in`, or kept as they are (`KEPT`); what chooses
+        among them is widened. Biases of nothing that the model has not, which some tools write for every layer, are
+        left out. Raises `ModelError` for a matrix that is no plain layer's, has another shape, or has groups that no
+        kernel holds, and for experts that nothing may hold.
         """
         modules = dict(model.named_modules())
         taken = take_experts(self.matrices, self.tensors, model, self.kind, experts_in)
@@ -132,7 +132,9 @@ class StoredModel:
             if name in names or not name.endswith(".bias") or bool(tensor.any())
         }
         kind = f"{self.kind}, experts in {experts_in}" if taken.stacks and experts_in != KEPT else self.kind
-        return replace(self, tensors=tensors, matrices=matrices, kind=kind, stacks=taken.stacks)
+        return replace(
+            self, tensors={**tensors, **taken.routers}, matrices=matrices, kind=kind, stacks=taken.stacks
+        )
 
     def install(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,7 +91,9 @@ class TakenExperts:
     stacks: Mapping[str, StoredStack]
     """By the name of the parameter in whose place they are."""
     names: frozenset[str]
-    """Names of the layers that they replace, as the file has them."""
+    """Names of the layers that they replace, and of the routers, as the file has them."""
+    routers: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weights of those routers that the file holds quantised, widened, by their names in the file."""
 
 
 def take_experts(
@@ -141,7 +143,15 @@ def take_experts(
                 ) from None
             stacks[f"{holder}.{parameter}"] = stack
         names |= {name for name, _ in held[holder].values()}
-    return TakenExperts(stacks, frozenset(names))
+    weights = {id(parts.router) for parts in known.values()}
+    routers = {
+        f"{name}.weight": matrix.widened(0, matrix.out_features)
+        for name, matrix in matrices.items()
+        if id(getattr(modules.get(_renamed(name)), "weight", None)) in weights
+    }
+    return TakenExperts(
+        stacks, frozenset(names | {name.removesuffix(".weight") for name in routers}), routers
+    )
 
 
 def take_stacks(
@@ -208,11 +218,40 @@ def _stacks(
         raise ModelError(f"{more[0]} is one expert more than the configuration's {parts.num_experts}")
 
 
+def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For Transformers: with the experts that are in no block of a layer as the stacks that its models have.
+
+    All other experts it joins by itself. Raises `ModelError` where one lacks a part.
+    """
+    held: dict[tuple[str, str], dict[tuple[int, int], Tensor]] = defaultdict(dict)
+    for name in list(tensors):
+        seen = _NAME.fullmatch(name.removesuffix(".weight"))
+        place = None if seen is None or not seen["block"].isdecimal() else _place(seen[0])
+        if place is not None:
+            held[place[0], place[1]][place[2:]] = tensors.pop(name)
+    for (holder, parameter), parts in held.items():
+        places = 1 + max(place for _, place in parts)
+        wanted = [(expert, place) for expert in range(len(parts) // places) for place in range(places)]
+        if sorted(parts) != wanted:
+            raise ModelError(f"{holder} lacks a part of {parameter} of an expert")
+        each = [parts.pop(key) for key in wanted]
+        stack = torch.stack(
+            [torch.cat(each[first : first + places]) for first in range(0, len(each), places)]
+        )
+        tensors[f"{holder}.{parameter}"] = stack
+    return tensors
+
+
 def _holder(name: str) -> str:
     """The module that has the experts, of which this names a layer."""
     seen = _NAME.fullmatch(name)
     assert seen is not None
-    return f"{seen['layer']}.{_BLOCKS.get(seen['block'], seen['block'])}.experts"
+    return _renamed(f"{seen['layer']}.{seen['block']}.experts")
+
+
+def _renamed(name: str) -> str:
+    """What Transformers calls a module of a checkpoint."""
+    return ".".join(_BLOCKS.get(part, part) for part in name.split("."))
 
 
 def _place(name: str) -> tuple[str, str, int, int] | None:
