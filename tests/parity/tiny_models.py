@@ -155,6 +155,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "opt": lambda: tf.OPTConfig(
         **sizes(32, 3, 4, vocab=VOCAB, ffn_dim=48, context=128, word_embed_proj_dim=32)
     ),
+    "nemotron": lambda: tf.NemotronConfig(**_SHAPE),
     "olmo2": lambda: tf.Olmo2Config(**_SHAPE),
     "olmo2-odd": lambda: tf.Olmo2Config(**_ODD),
     "smollm3": lambda: tf.SmolLM3Config(**_ODD, no_rope_layers=[1, 0, 1], mlp_bias=True),

@@ -18,8 +18,27 @@ T = TypeVar("T")
 
 _KNOWN = frozenset(
     {
-        *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5"),
-        *("fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+        *(
+            "aria",
+            "aya_vision",
+            "cohere2_vision",
+            "deepseek_vl",
+            "deepseek_vl_hybrid",
+            "emu3",
+            "emu3_text_model",
+            "exaone4_5",
+        ),
+        *(
+            "exaone4_5",
+            "fast_vlm",
+            "fuyu",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_unified",
+            "glm46v",
+            "glm4v",
+        ),
         *("glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision", "granite_docling"),
         *("granite_speech", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
         *("janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video"),
