@@ -68,9 +68,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "ALiBi",
     ),
-    "gpt-j": (
-        lambda: tf.GPTJForCausalLM(
-            tf.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    "gpt-neo": (
+        lambda: tf.GPTNeoForCausalLM(
+            tf.GPTNeoConfig(
+                vocab_size=64,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+            )
         ),
         "does not go through the attention interface",
     ),
