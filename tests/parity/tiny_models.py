@@ -317,11 +317,37 @@ LIKE_OTHERS: dict[str, Callable[[], Any]] = {
         embedding_multiplier=2.0,
         logits_scaling=2.0,
     ),
+    "nemotron": lambda: tf.NemotronConfig(**_SHAPE),
+    "stablelm": lambda: tf.StableLmConfig(**_SHAPE, use_qkv_bias=True),
+    "hunyuan-moe": lambda: tf.HunYuanMoEV1Config(
+        **_HEADS_OF_8, num_experts=4, moe_topk=2, num_shared_expert=1
+    ),
+    "gptj": lambda: tf.GPTJConfig(**_GPT2, rotary_dim=4),
+    "codegen": lambda: tf.CodeGenConfig(**_GPT2, rotary_dim=4),
+    "gpt-neox-japanese": lambda: tf.GPTNeoXJapaneseConfig(
+        **{key: value for key, value in _NEOX.items() if key != "intermediate_size"},
+        intermediate_multiple_size=2,
+    ),
+    "xglm": lambda: tf.XGLMConfig(
+        vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=3, attention_heads=4, max_position_embeddings=128
+    ),
     "olmoe-clipped": lambda: tf.OlmoeConfig(
         **_SHAPE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.5
     ),
 }
 """Families whose modules are those of a family above, or nearly so: fewer tests look at them."""
+
+NOT_FUSED = (
+    "olmoe-clipped",
+    "nemotron",
+    "stablelm",
+    "hunyuan-moe",
+    "gptj",
+    "codegen",
+    "gpt-neox-japanese",
+    "xglm",
+)
+"""Those of `LIKE_OTHERS` that run layer by layer."""
 
 
 def randomise(model: Any, seed: int = 0, scale: float = 1.5) -> None:

@@ -30,7 +30,7 @@ from slipstream.models.attention.base import (
     first_seen,
 )
 from slipstream.models.attention.counted import AskedCache, is_told
-from slipstream.models.attention.hook import slipstream_attention
+from slipstream.models.attention.hook import leading_to, slipstream_attention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu.layer_trial import LayerTrial
@@ -95,14 +95,15 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
 def _check_counting(model: Any, backend: AttentionBackend) -> None:
     """Raise `UnsupportedModelError` for layers that ask a cache where their rows are, if they are not told."""
     cache = AskedCache()
-    with contextlib.suppress(Exception), unread(model), torch.inference_mode():
+    probe = LayerProbe()
+    with contextlib.suppress(Exception), unread(model), leading_to(probe), torch.inference_mode():
         # One that takes no cache asks none.
         model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],
             use_cache=False,
             past_key_values=cache,
-            **backend.probe_arguments(LayerProbe()),
+            **backend.probe_arguments(probe),
         )
     if cache.was_asked and not is_told(model):
         raise unsupported(
@@ -364,7 +365,7 @@ def _run_probe(
     model: Any, backend: AttentionBackend, probe: LayerProbe, passes: str = "a pass without a cache"
 ) -> Tensor:
     """Logits of the second of two rows."""
-    with refusing(model, passes), torch.inference_mode():
+    with refusing(model, passes), leading_to(probe), torch.inference_mode():
         output = model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from slipstream.errors import UnsupportedModelError
@@ -28,6 +29,18 @@ _ATTENDING_LAYERS = frozenset(
 _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types that keep a state; which of them are known is found when the model is loaded (`models.mixers`)."""
 
+_CHOICE = (
+    "a cache of what their indexer keeps of each token, and a choice among tokens that drafts do not change"
+)
+_STATE = "a cache from which what drafts have left can be taken back"
+_NEEDED = {
+    "indexed_attention": _CHOICE,
+    "minimax_m3_sparse": _CHOICE,
+    "compressed_sparse_attention": "a cache of compressed blocks, and a choice among them",
+    "heavily_compressed_attention": "a cache of compressed blocks, and a choice among them",
+}
+"""What layers would need that are not known."""
+
 _STATELESS_LAYERS = frozenset({"mlp", "moe", "dense"})
 """Layer types in which no row depends on another."""
 
@@ -51,13 +64,29 @@ def check_config(config: Any) -> None:
         config
     ):
         raise unsupported(config, _not_causal(config))
+    kinds = getattr(text_config(config), "layer_types", None) or ()
     known = _ATTENDING_LAYERS | _RECURRENT_LAYERS | _STATELESS_LAYERS
-    others = sorted(set(getattr(text_config(config), "layer_types", None) or ()) - known)
+    others = sorted(set(kinds) - known)
     if others:
-        names = ", ".join(others)
+        needed = "; ".join(dict.fromkeys(_NEEDED.get(kind, _STATE) for kind in others))
+        first = next(layer for layer, kind in enumerate(kinds) if kind in others)
         raise unsupported(
-            config, f"its {names} layers are not plain attention, so drafts cannot be masked or rolled back"
+            config,
+            f"its {', '.join(others)} layers are not plain attention (the first is layer {first}); they would need "
+            f"{needed}",
         )
+    _check_reach(config, kinds)
+
+
+def _check_reach(config: Any, kinds: Collection[str]) -> None:
+    """Raise `UnsupportedModelError` where layers of a kind say that they see less than one position."""
+    for kind, name in (
+        ("sliding_attention", "sliding_window"),
+        ("chunked_attention", "attention_chunk_size"),
+    ):
+        size = getattr(text_config(config), name, None)
+        if kind in kinds and (type(size) is not int or size < 1):
+            raise unsupported(config, f"its {kind} layers have {name} {size!r}, which must be 1 or more")
 
 
 def layers_without_state(config: Any) -> set[int]:

@@ -121,7 +121,7 @@ class AttentionPass(ABC):
 class AttentionBackend(ABC):
     """How a model attends over the cache. An instance belongs to one model; engines in several threads may share it."""
 
-    attn_implementation: ClassVar[str] = ATTENTION_NAME
+    attn_implementation: str = ATTENTION_NAME
     """What the Transformers model is loaded with."""
     layout: ClassVar[type[SlotAccounting]] = SegmentAccounting
     """Which slots sequences get in a cache that this backend reads."""

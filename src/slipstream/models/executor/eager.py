@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionPass
 from slipstream.models.attention.gpu import without_cudnn
+from slipstream.models.attention.hook import leading_to
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.executor.base import (
@@ -130,7 +131,7 @@ class EagerExecutor(Executor):
         given = {"input_ids": on.token_ids[None]}
         if rows.added is not None:
             given = {"inputs_embeds": (self.embed(on.token_ids) + rows.added)[None]}
-        with without_cudnn(self.model.device):
+        with without_cudnn(self.model.device), leading_to(attention):
             output = (call or self.model)(
                 **given,
                 position_ids=on.positions[None],
