@@ -52,7 +52,7 @@ OF_TEXT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), _rope(1, 1, 0, partial_rotary_factor=0.5)),
     **dict.fromkeys(("glm4v", "paddleocr_vl", "qwen2_5_omni_thinker"), _rope(1, 1, 2)),
     "hunyuan_vl": {**_rope(1, 1, 2), "head_dim": 8},
-    **{family: _LINEAR for family in ("minicpm_ocr", "minicpmv4_6", "qwen3_5", "qwen3_5_moe")},
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"), _LINEAR),
     "lfm2_vl": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "gemma3n": {
         "activation_sparsity_pattern": [0.5, 0.0],
