@@ -22,9 +22,11 @@ class LayerShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    source: int | None = None
+    """Number of the earlier layer whose entries it reads; None: it has entries of its own."""
 
     def elements(self) -> int:
-        """Numbers stored for one token; a layer that keeps a state instead stores none."""
+        """Numbers of one token, in this layer or in the one that it reads; none where it keeps a state instead."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -37,8 +39,8 @@ class KVPool:
 
     `keys[layer]` is [kv_heads, slots, key_dim]: the entries of a head lie one behind the other, so that attention over
     consecutive slots is one stream through memory. They are rounded to `cache_dtype` once, when they are written; int8
-    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. `features`, [slots, feature_width], are
-    hidden states that a drafter wants kept with them.
+    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. A layer that reads another's entries has
+    that one's tensors. `features`, [slots, feature_width], are hidden states that a drafter wants kept with them.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ class KVPool:
         key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in shapes]
         value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in shapes]
         scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
+        self._sources = [
+            number if shape.source is None else shape.source for number, shape in enumerate(shapes)
+        ]
         self._stacks: list[Tensor] = []
         self.keys = self._by_layer(key_sizes, self.cache_dtype, device)
         self.values = self._by_layer(value_sizes, self.cache_dtype, device)
@@ -77,13 +82,15 @@ class KVPool:
         self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
         """A tensor [kv_heads, slots, ...] a layer; those of one size are parts of one stack."""
+        own = {number: size for number, size in enumerate(sizes) if self._sources[number] == number}
         stacks = {
             size: torch.empty(count, *size, dtype=dtype, device=device)
-            for size, count in Counter(sizes).items()
+            for size, count in Counter(own.values()).items()
         }
         self._stacks += stacks.values()
         parts = {size: iter(stack) for size, stack in stacks.items()}
-        return [next(parts[size]) for size in sizes]
+        held = {number: next(parts[size]) for number, size in own.items()}
+        return [held[source] for source, _ in zip(self._sources, sizes, strict=False)]
 
     @property
     def slots(self) -> range:
@@ -97,7 +104,12 @@ class KVPool:
         return [*(stack.movedim(2, 0) for stack in self._stacks if stack.numel()), *features]
 
     def write(self, layer: int, where: slice | Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for."""
+        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for.
+
+        A layer that reads another's entries keeps nothing: they are there.
+        """
+        if self._sources[layer] != layer:
+            return
         if self.cache_dtype == torch.int8:
             key, self.key_scales[layer][:, where] = quantise(key)
             value, self.value_scales[layer][:, where] = quantise(value)
@@ -154,10 +166,16 @@ class KVPool:
         return states + sum(tensor.nbytes for tensor in self.tensors)
 
 
+def runnable(shapes: Sequence[LayerShape], layers: Sequence[int]) -> tuple[int, ...]:
+    """Those of `layers` that can run alone: the ones whose entries are written by one of them."""
+    return tuple(layer for layer in layers if shapes[layer].source in (None, *layers))
+
+
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token costs, scales included."""
-    scales = 2 * sum(shape.num_kv_heads for shape in shapes) if dtype == torch.int8 else 0
-    return sum(shape.elements() for shape in shapes) * dtype.itemsize + scales * torch.float32.itemsize
+    own = [shape for shape in shapes if shape.source is None]
+    scales = 2 * sum(shape.num_kv_heads for shape in own) if dtype == torch.int8 else 0
+    return sum(shape.elements() for shape in own) * dtype.itemsize + scales * torch.float32.itemsize
 
 
 def quantise(entries: Tensor) -> tuple[Tensor, Tensor]:
