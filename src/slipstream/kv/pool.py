@@ -63,17 +63,21 @@ class KVPool:
         self.dtype = dtype
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
 
-        key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in shapes]
-        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in shapes]
-        scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
         self._sources = [
             number if shape.source is None else shape.source for number, shape in enumerate(shapes)
         ]
+        own = [number for number, source in enumerate(self._sources) if source == number]
+        stored = [shapes[number] for number in own]
+        key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in stored]
+        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in stored]
+        scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
         self._stacks: list[Tensor] = []
         self.keys = self._by_layer(key_sizes, self.cache_dtype, device)
         self.values = self._by_layer(value_sizes, self.cache_dtype, device)
         self.key_scales = self._by_layer(scale_sizes, torch.float32, device)
         self.value_scales = self._by_layer(scale_sizes, torch.float32, device)
+        for kind in (self.keys, self.values, self.key_scales, self.value_scales):
+            kind[:] = [kind[own.index(source)] for source in self._sources] if kind else []
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
         self.states: StatePool | None = None
         """States of the recurrent layers, of a model that has some; these store no keys and values."""
@@ -82,15 +86,13 @@ class KVPool:
         self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
         """A tensor [kv_heads, slots, ...] a layer; those of one size are parts of one stack."""
-        own = {number: size for number, size in enumerate(sizes) if self._sources[number] == number}
         stacks = {
             size: torch.empty(count, *size, dtype=dtype, device=device)
-            for size, count in Counter(own.values()).items()
+            for size, count in Counter(sizes).items()
         }
         self._stacks += stacks.values()
         parts = {size: iter(stack) for size, stack in stacks.items()}
-        held = {number: next(parts[size]) for number, size in own.items()}
-        return [held[source] for source, _ in zip(self._sources, sizes, strict=False)]
+        return [next(parts[size]) for size in sizes]
 
     @property
     def slots(self) -> range:

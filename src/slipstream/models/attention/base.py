@@ -91,7 +91,7 @@ class LayerProbe:
         """
         same = (number for number, *known in self._entries if known[0] is key and known[1] is value)
         source = next(same, None)
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], source)
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], source=source)
         self._entries.append((layer, key, value))
 
 
