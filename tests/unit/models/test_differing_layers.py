@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,11 +18,14 @@ from slipstream.core.proposal import Proposal
 from slipstream.errors import UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.families.known import Gemma4, Gemma4Experts, Gemma4Inputs
+from slipstream.models.outline import outline_model
 from slipstream.models.rows import tree_rows
 from tests.kit.folders import kept_folder
 from tests.kit.marks import needs_kernels
+from tests.kit.quantised_folders import Layer, gptq, quantise_folder
 from tests.parity.tiny_models import FAMILIES, save_tiny
 
 pytestmark = needs_kernels
@@ -92,6 +97,35 @@ def test_a_rows_bits_do_not_depend_on_its_batch(form: str, quantization: str | N
     logits = lm.forward([tree_rows(pool.slots, BEGIN, TEXT[BEGIN:70], TREE, 0)], pool).logits
     assert torch.equal(logits[:10], alone[BEGIN:70])
     assert torch.equal(logits[[11, 13, 14]], alone[70:73])
+
+
+def test_an_embedding_of_layers_stays_quantised_as_a_file_holds_it(tmp_path: Path) -> None:
+    state = load_file(Path(folder("gemma4-shared")) / "model.safetensors")
+    names = ("embed_tokens_per_layer", "per_layer_model_projection", "gate_proj", "up_proj")
+    wide = [name.removesuffix(".weight") for name in state if name.removesuffix(".weight").endswith(names)]
+    layers = {name: Layer.rounded(state[f"{name}.weight"], 16, 4) for name in wide}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+    shutil.copytree(folder("gemma4-shared"), tmp_path / "stored")
+    quantise_folder(tmp_path / "stored", {name: gptq(layer) for name, layer in layers.items()}, settings)
+    plain = AutoModelForCausalLM.from_pretrained(folder("gemma4-shared"), attn_implementation="eager")
+    for name, layer in layers.items():
+        plain.get_submodule(name).weight.data = layer.weight
+    with torch.inference_mode():
+        wanted = plain(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    lm = load_model(str(tmp_path / "stored"), quantization="float32", cpu_kernels="native")
+    assert isinstance(lm.executor, CpuKernels)
+    assert isinstance(lm.executor._input_table, PackedWeight)
+    outline = outline_model(lm.path, quantization="float32")
+    assert (lm.weight_bytes, lm.num_parameters) == (outline.weight_bytes, outline.num_parameters)
+    assert lm.executor.read_bytes < lm.weight_bytes - lm.executor._input_table.least_bytes
+    pool = empty(lm)
+    ours = lm.forward([RowGroup(pool.slots, 0, TEXT, range(LENGTH))], pool).logits
+    # Rows of what is quantised are rounded.
+    assert float((ours - wanted).norm() / wanted.norm()) < 0.05
+    exact = load_model(str(tmp_path / "stored"), quantization="float32", cpu_kernels="torch")
+    pool = empty(exact)
+    theirs = exact.forward([RowGroup(pool.slots, 0, TEXT, range(LENGTH))], pool).logits
+    assert float((theirs - wanted).norm() / wanted.norm()) < 1e-3
 
 
 def test_nothing_is_written_for_a_layer_that_reads_another_one() -> None:
