@@ -465,6 +465,20 @@ struct Shortages {
 
 Shortages shortages;
 
+// The same pass where the logits of some rows are wanted, some twice: then not all rows run the last layers.
+void check_wanted(const Model& model, Batch batch, Scratch* scratch, const Exact<float>& expected) {
+  Exact<int64_t> wanted(between(0, batch.num_rows));
+  for (size_t i = 0; i < wanted.size; ++i) wanted[i] = between(0, batch.num_rows - 1);
+  Exact<float> logits(wanted.size * model.vocab);
+  batch.num_taps = 0, batch.num_logit_rows = int(wanted.size);
+  batch.logit_rows = wanted.get(), batch.logits = logits.get();
+  const int threads = between(1, 3);
+  in_scarcity([&] { return slipstream_forward(&model, &batch, scratch, threads); });
+  for (size_t i = 0; i < wanted.size; ++i)
+    if (!same_bits(&logits[i * model.vocab], &expected[wanted[i] * model.vocab], model.vocab))
+      differs("a wanted row", 0, "than where all are");
+}
+
 std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratch, const std::vector<Row>& rows) {
   const Model& model = network.model;
   std::vector<int64_t> token, position, slot, run_begin, run_length, tail_begin{0}, tail_slots, tail_positions, logit_rows, fast_rows;
@@ -502,6 +516,7 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
     return status;
   });
   for (const Exact<float>* results : {&first, &last, &inputs, &logits}) take(results->get(), results->size);
+  if (between(0, 2) == 0) check_wanted(model, batch, scratch, logits);
   return {logits.get(), logits.get() + logits.size};
 }
 

@@ -128,6 +128,24 @@ def test_an_embedding_of_layers_stays_quantised_as_a_file_holds_it(tmp_path: Pat
     assert float((theirs - wanted).norm() / wanted.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_only_wanted_rows_run_the_layers_that_store_nothing(quantization: str | None) -> None:
+    """With the bits that they have where all rows run them, and entries of all rows."""
+    lm = loaded("gemma4-shared", quantization=quantization)
+    pool, other = empty(lm), empty(lm)
+    cuts = [(0, 40, []), (40, 70, [29, 3, 29]), (70, LENGTH, [0])]
+    for begin, end, rows in cuts:
+        group = RowGroup(pool.slots, begin, TEXT[begin:end], range(end - begin))
+        whole = lm.forward([group], other, [lm.num_layers]).logits
+        group = RowGroup(pool.slots, begin, TEXT[begin:end], rows)
+        assert torch.equal(lm.forward([group], pool).logits, whole[rows])
+    for ours, theirs in zip(pool.keys, other.keys, strict=True):
+        assert torch.equal(ours[:, :LENGTH], theirs[:, :LENGTH])
+    tree = tree_rows(pool.slots, BEGIN, TEXT[BEGIN:70], TREE, 0)
+    some = dataclasses.replace(tree, logit_rows=[11, 14])
+    assert torch.equal(lm.forward([some], pool).logits, lm.forward([tree], pool).logits[[11, 14]])
+
+
 def test_nothing_is_written_for_a_layer_that_reads_another_one() -> None:
     lm = loaded("gemma4-shared")
     assert [shape.source for shape in lm.shapes] == [None] * 4 + [2, 3]

@@ -57,7 +57,36 @@ class Pass : protected Mixer {
     return (of_layer + scratch.attention_operations()) * model.num_layers + 8 + batch.num_taps;
   }
 
-  void run() {
+  // The layers of the end go on with the states and inputs that the beginning has left.
+  enum Part { WHOLE, BEGINNING, END };
+
+  void run(Part part = WHOLE) {
+    if (part == END) {
+      each_row([&](int row) { place(row); });
+    } else {
+      begin();
+    }
+    for (int i = 0; i < b.num_layers; ++i) {
+      int64_t number = b.layers[i];
+      const Layer& current = m.layers[number];
+      layer(current, keys_of(number), values_of(number));
+      if (current.input_gate.panels) add_inputs(current, number);
+      if (current.scale != 1.0f) scale_states(current.scale);
+      if (number + 1 < m.num_layers) tap(number + 1);
+    }
+    if (part != BEGINNING) head();
+  }
+
+ protected:
+  const Batch& b;
+
+  template <typename Each>
+  void each_row(Each each) {
+    share(b.num_rows, each);
+  }
+
+  // states = the embeddings, inputs = what layers are given besides.
+  void begin() {
     each_row([&](int row) {
       float* state = &s.states[size_t(row) * m.hidden];
       embed(m, b.token_ids[row], state);
@@ -69,23 +98,6 @@ class Pass : protected Mixer {
     });
     tap(0);
     if (m.inputs.width) make_inputs();
-    for (int i = 0; i < b.num_layers; ++i) {
-      int64_t number = b.layers[i];
-      const Layer& current = m.layers[number];
-      layer(current, keys_of(number), values_of(number));
-      if (current.input_gate.panels) add_inputs(current, number);
-      if (current.scale != 1.0f) scale_states(current.scale);
-      if (number + 1 < m.num_layers) tap(number + 1);
-    }
-    head();
-  }
-
- protected:
-  const Batch& b;
-
-  template <typename Part>
-  void each_row(Part part) {
-    share(b.num_rows, part);
   }
 
   // The rotary angles of a row's position.
