@@ -175,9 +175,7 @@ class PackedModel:
         )  # as long as the kernels may read them
         return batch
 
-    def _layer(
-        self, parts: LayerParts, kernel: Kernel, heads: HeadSizes, reach: int = 0
-    ) -> LayerStruct:
+    def _layer(self, parts: LayerParts, kernel: Kernel, heads: HeadSizes, reach: int = 0) -> LayerStruct:
         of_heads = [
             None if norm is None else self._norm(norm).weight for norm in (parts.query_norm, parts.key_norm)
         ]
