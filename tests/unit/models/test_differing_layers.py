@@ -72,7 +72,7 @@ def test_logits_are_transformers_own(form: str, dtype: torch.dtype) -> None:
     pool = empty(lm)
     ours = lm.forward([RowGroup(pool.slots, 0, TEXT, range(LENGTH))], pool).logits
     assert float((ours - expected(form, dtype)).abs().max()) < 1e-4
-    widths = {tensor.dtype for tensor in (lm.executor._input_table,) if isinstance(tensor, Tensor)}
+    widths = {tensor.dtype for tensor in (lm.executor.input_table,) if isinstance(tensor, Tensor)}
     assert widths <= {dtype}
 
 
@@ -114,10 +114,10 @@ def test_an_embedding_of_layers_stays_quantised_as_a_file_holds_it(tmp_path: Pat
         wanted = plain(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
     lm = load_model(str(tmp_path / "stored"), quantization="float32", cpu_kernels="native")
     assert isinstance(lm.executor, CpuKernels)
-    assert isinstance(lm.executor._input_table, PackedWeight)
+    assert isinstance(lm.executor.input_table, PackedWeight)
     outline = outline_model(lm.path, quantization="float32")
     assert (lm.weight_bytes, lm.num_parameters) == (outline.weight_bytes, outline.num_parameters)
-    assert lm.executor.read_bytes < lm.weight_bytes - lm.executor._input_table.least_bytes
+    assert lm.executor.read_bytes < lm.weight_bytes - lm.executor.input_table.least_bytes
     pool = empty(lm)
     ours = lm.forward([RowGroup(pool.slots, 0, TEXT, range(LENGTH))], pool).logits
     # Rows of what is quantised are rounded.

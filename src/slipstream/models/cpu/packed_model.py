@@ -47,7 +47,7 @@ class PackedModel:
     """A table that is not multiplied with."""
     _table: PackedWeight | None = None
     """One that is packed."""
-    _input_table: Tensor | PackedWeight | None = None
+    input_table: Tensor | PackedWeight | None = None
     """One whose rows are what layers are given besides the states."""
     _head: PackedWeight | None = None
     """The output layer, where it is this model's own."""
@@ -83,7 +83,7 @@ class PackedModel:
 
     def _is_table(self, kept: Any) -> bool:
         """Whether a pass reads of it one row for each of its own."""
-        return any(kept is table for table in (self._embedding, self._table, self._input_table))
+        return any(kept is table for table in (self._embedding, self._table, self.input_table))
 
     @property
     def scratch_bytes(self) -> int:
@@ -231,7 +231,7 @@ class PackedModel:
         stored = getattr(inputs.table, "linear", None)
         table = self._keep_table(inputs.table.weight) if stored is None else None
         packed = LinearStruct() if stored is None else self._pack([stored], kernel).struct
-        self._input_table = self._kept[-1]
+        self.input_table = self._kept[-1]
         return InputsStruct(
             width=inputs.width,
             table_kind=0 if table is None else TABLE_KINDS[table.dtype],
