@@ -50,6 +50,7 @@ class Pair:
 IN_THE_KERNELS = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 IN_THE_KERNELS += ["phi3-longrope", "granite", "olmo2", "smollm3", "starcoder2", "gpt-neox"]
 IN_THE_KERNELS += ["mixtral", "mixtral-odd", "qwen3-moe", "qwen3-moe-odd", "gpt-oss", "gpt-oss-odd"]
+IN_THE_KERNELS += [family for family in FAMILIES if family.startswith("gemma4")]
 IN_THE_KERNELS += [
     f"{family}-odd"
     for family in ("llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "gpt-neox")

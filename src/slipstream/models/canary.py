@@ -149,7 +149,8 @@ class StockPass:
         self.weights = WeightCheck(lm.config, lm.weight_format)
         self.layers: LayerCheck | None = None
         if trial is not None:
-            self.layers = LayerCheck(lm.config, trial, lm.shapes, self.weights, self._far)
+            tokens = lm.trial_tokens()
+            self.layers = LayerCheck(lm.config, trial, lm.shapes, self.weights, tokens, self._far)
         self._head = lm.model.get_output_embeddings()
 
     def run(self) -> bool:
@@ -216,7 +217,10 @@ class StockPass:
         lm, count, expected = self._lm, NUM_TRIAL_ROWS, self.layers.states[0]  # [tokens, hidden]
         pool, slots = lm.trial_cache(count)
         rows = ForwardBatch([RowGroup(slots, 0, lm.trial_tokens(), [])])
-        hidden = executor.forward(rows, pool, [0], []).hidden
+        wanted = [0] if self.layers.given[0] is None else [0, -1]
+        hidden = executor.forward(rows, pool, wanted, []).hidden
+        if -1 in hidden:
+            self.layers.check_packed_inputs(hidden[-1])
         fitted = lm.weight_format.of_head().weight_error or 0.0
         rounded = 0.02 if lm.stored_bits else 0.0  # zeros of groups, see `WeightCheck`
         bound = TOLERANCE[torch.float32]

@@ -337,7 +337,7 @@ class _SharedKVCascade(CascadeDrafter, SharedKVDrafter):
         SharedKVDrafter.__init__(self, "cascade", options, context, options.copy_format)
         self.layers = chosen_layers("cascade", options.skip_layers, options.exit_layer, context)
         if self.layers is not None:
-            self.model.check_layers()
+            self.model.check_layers(self.layers)
         config = dataclasses.replace(context.engine_config, quantization=self.model.quantization)
         self._add_inner(options, config, context.max_model_len)
 

@@ -165,6 +165,6 @@ class EagerExecutor(Executor):
 def _expert_share(config: Any) -> float:
     """Which part of a mixture's experts one row is sent to; 1 where there is no mixture."""
     text = text_config(config)
-    chosen = getattr(text, "num_experts_per_tok", None)
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     return chosen / experts if chosen and experts else 1.0

@@ -10,6 +10,7 @@
 #include "fitting.h"
 #include "heads.h"
 #include "recurrent.h"
+#include "wanted.h"
 
 // What the functions return that may lack memory; see native.py.
 enum Status : int { DONE = 0, OUT_OF_MEMORY = 1 };
@@ -30,12 +31,25 @@ Team& team_of(int threads) {
 // A row's logits may be wanted twice.
 size_t most_rows(const Batch& batch) { return std::max(batch.num_rows, batch.num_logit_rows); }
 
+void run_part(const Model& model, const Batch& batch, Scratch& scratch, Team& team, Pass::Part part) {
+  scratch.divide(model, batch, team.size());
+  scratch.plan_attention(model, batch, team.size());
+  team.run(Pass::num_operations(model, batch, scratch), [&](int rank) { Pass(model, batch, scratch, team, rank).run(part); });
+}
+
 void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
   Team& team = team_of(threads);
   scratch.reserve(model, most_rows(batch), quantises(model));
-  scratch.divide(model, batch, team.size());
-  scratch.plan_attention(model, batch, team.size());
-  team.run(Pass::num_operations(model, batch, scratch), [&](int rank) { Pass(model, batch, scratch, team, rank).run(); });
+  const int num_common = num_common_layers(model, batch);
+  if (num_common == batch.num_layers || batch.num_logit_rows == batch.num_rows)
+    return run_part(model, batch, scratch, team, Pass::WHOLE);
+  Batch common = batch;
+  common.num_layers = num_common;
+  run_part(model, common, scratch, team, Pass::BEGINNING);
+  if (!batch.num_logit_rows) return;
+  const WantedRows wanted(batch, num_common);
+  wanted.take(model, scratch);
+  run_part(model, wanted.batch, scratch, team, Pass::END);
 }
 
 void run_eagle(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, int threads) {
