@@ -22,10 +22,16 @@ class LayerShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    values_in_keys: bool = False
+    """Whether a value is the first `value_dim` numbers of its key, and nothing is stored for it: latent attention."""
 
     def elements(self) -> int:
         """Numbers stored for one token; a layer that keeps a state instead stores none."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
+
+    def scales(self) -> int:
+        """Scales stored for one token in a cache of int8."""
+        return self.num_kv_heads * (1 if self.values_in_keys else 2)
 
 
 NO_ENTRIES = LayerShape(0, 0, 0)
@@ -37,8 +43,9 @@ class KVPool:
 
     `keys[layer]` is [kv_heads, slots, key_dim]: the entries of a head lie one behind the other, so that attention over
     consecutive slots is one stream through memory. They are rounded to `cache_dtype` once, when they are written; int8
-    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. `features`, [slots, feature_width], are
-    hidden states that a drafter wants kept with them.
+    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. Where values are in the keys
+    (`LayerShape`), `values[layer]` is a view of these, and their scales are the keys'. `features`,
+    [slots, feature_width], are hidden states that a drafter wants kept with them.
     """
 
     def __init__(
@@ -62,13 +69,25 @@ class KVPool:
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
 
         key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in shapes]
-        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in shapes]
-        scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
+        self._in_keys = [shape.values_in_keys for shape in shapes]
+        own = [shape for shape in shapes if not shape.values_in_keys]  # values of their own
+        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in own]
+        is_int8 = self.cache_dtype == torch.int8
+        scale_sizes = [size[:2] for size in key_sizes] if is_int8 else []
         self._stacks: list[Tensor] = []
         self.keys = self._by_layer(key_sizes, self.cache_dtype, device)
-        self.values = self._by_layer(value_sizes, self.cache_dtype, device)
         self.key_scales = self._by_layer(scale_sizes, torch.float32, device)
-        self.value_scales = self._by_layer(scale_sizes, torch.float32, device)
+        values = iter(self._by_layer(value_sizes, self.cache_dtype, device))
+        self.values = [
+            keys[..., : shape.value_dim] if shape.values_in_keys else next(values)
+            for shape, keys in zip(shapes, self.keys, strict=True)
+        ]
+        value_scale_sizes = [size[:2] for size in value_sizes] if is_int8 else []
+        scales = iter(self._by_layer(value_scale_sizes, torch.float32, device))
+        self.value_scales = [
+            of_keys if shape.values_in_keys else next(scales)
+            for shape, of_keys in zip(shapes, self.key_scales, strict=False)
+        ]
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
         self.states: StatePool | None = None
         """States of the recurrent layers, of a model that has some; these store no keys and values."""
@@ -97,11 +116,15 @@ class KVPool:
         return [*(stack.movedim(2, 0) for stack in self._stacks if stack.numel()), *features]
 
     def write(self, layer: int, where: slice | Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for."""
+        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for; keys
+        alone where values are in them."""
         if self.cache_dtype == torch.int8:
             key, self.key_scales[layer][:, where] = quantise(key)
-            value, self.value_scales[layer][:, where] = quantise(value)
         self.keys[layer][:, where] = key.to(self.cache_dtype)
+        if self._in_keys[layer]:
+            return
+        if self.cache_dtype == torch.int8:
+            value, self.value_scales[layer][:, where] = quantise(value)
         self.values[layer][:, where] = value.to(self.cache_dtype)
 
     def read(self, layer: int, where: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +179,7 @@ class KVPool:
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token costs, scales included."""
-    scales = 2 * sum(shape.num_kv_heads for shape in shapes) if dtype == torch.int8 else 0
+    scales = sum(shape.scales() for shape in shapes) if dtype == torch.int8 else 0
     return sum(shape.elements() for shape in shapes) * dtype.itemsize + scales * torch.float32.itemsize
 
 

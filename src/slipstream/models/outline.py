@@ -38,6 +38,7 @@ from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quant
 from slipstream.models.linear.grouped import GroupedLinear, plain_bits
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
+from slipstream.models.mixers.latent import latent_projections
 from slipstream.models.resolve import (
     resolve_cache_dtype,
     resolve_dtype,
@@ -181,6 +182,7 @@ class ModelOutline(ModelIdentity):
             if read_out
             else table.numel() * self._itemsize(table),
             other_bytes=sum(biases for _, _, biases in sizes)
+            + self._widened_bytes
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
             adapter_bytes=self.executor_type.adapter_bytes(self.model, self.is_native),
         )
@@ -193,6 +195,12 @@ class ModelOutline(ModelIdentity):
             return 0
         is_head = table.linear is self.model.get_output_embeddings()
         return 0 if is_head else sum(self._group_bytes([table.linear]))
+
+    @property
+    def _widened_bytes(self) -> int:
+        """Return the bytes of what attention over latents reads where the file holds it quantised."""
+        widened = [part for part in latent_projections(self.model) if isinstance(part, GroupedLinear)]
+        return sum(part.in_features * part.out_features for part in widened) * torch.float32.itemsize
 
     @property
     def maps_weights(self) -> bool:

@@ -39,6 +39,7 @@ _PARTITION = 256
 _TILE = 64
 _PARTS_A_THREAD = 4
 _KEPT = 4 * 2**20
+_LATENT_ROWS = 32
 _TILE_BYTES, _PART_BYTES, _VISIBLE_BYTES, _PARTIAL_BYTES = 40, 4, 32, 8
 
 
@@ -66,6 +67,8 @@ class PassSizes:
     """Experts of a layer; 0: it has an MLP."""
     num_chosen: int = 1
     """How many of them a row visits."""
+    latent: int = 0
+    """Numbers of a token's latent, where the CPU kernels attend over latents; see `models.mixers.latent`."""
 
     @classmethod
     def of(cls, model: ModelIdentity) -> PassSizes:
@@ -89,6 +92,9 @@ class PassSizes:
             num_rotaries=_num_rotaries(config),
             num_experts=num_experts if is_mixture else 0,
             num_chosen=num_chosen if is_mixture else 1,
+            latent=widest.value_dim
+            if widest.values_in_keys and model.is_native and not widest.value_dim % _WIDE
+            else 0,
         )
 
     def row_bytes(self) -> int:
@@ -120,6 +126,10 @@ class PassSizes:
         if self.fused:
             of_experts = 4 * (2 * self.num_experts + 1) if self.num_experts else 0
             return self._attention_bytes(num_rows, num_tokens, num_threads) + of_experts
+        if self.latent:
+            rows = num_rows * self.num_heads * (self.head_dim + self.latent)
+            desks = num_threads * _LATENT_ROWS * (_PARTITION + self.latent)
+            return 4 * (rows + desks) + self._attention_bytes(num_rows, num_tokens, num_threads)
         rows = min(num_rows, num_tokens) * max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
@@ -244,6 +254,11 @@ def _experts_of(config: Any) -> tuple[int, int]:
 def _expert_width(config: Any) -> int:
     """Width inside one expert."""
     return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+def _latent(shape: LayerShape) -> int:
+    """Numbers of a latent that the CPU kernels attend over; 0 where there is none, or it fills no vectors."""
+    return shape.value_dim if shape.values_in_keys and shape.value_dim % _WIDE == 0 else 0
 
 
 def _intermediate(config: Any, hidden: int) -> int:
