@@ -54,10 +54,12 @@ FAMILIES_INTRODUCTION = """\
 
 `tests/parity/test_families.py` compares tiny random models of each family with Transformers' own: whole and chunked
 prompts, packed batches, draft trees, hidden states, greedy text, in float32, and some in bfloat16 and float16.
+`test_latent_caches.py` does so for families with latents.
 
 *Whole pass* means that one call of the CPU kernels computes all layers, with weights in any format that they have.
 *Layer by layer* means that Transformers' code runs; in it the kernels compute the linear layers and PyTorch the
-attention. With
+attention. *Latents* are what the cache of such a model holds on a CPU, and there the kernels attend too
+([latent attention](../guides/checkpoints.md#latent-attention)). With
 `cpu_kernels="torch"`, and on other devices, everything runs in PyTorch.
 """
 
@@ -123,10 +125,13 @@ def tested_models_page() -> str:
     parts = [TESTED_INTRODUCTION, FAMILIES_INTRODUCTION, "| family | tested as | on a CPU |", "|---|---|---|"]
     by_type: dict[str, list[str]] = {}
     tiny = tests["tiny_models"]
-    for name, config in {**tiny["FAMILIES"], **tiny["LIKE_OTHERS"], **tiny["RECURRENT"]}.items():
+    families = ("FAMILIES", "LATENT", "LIKE_OTHERS", "RECURRENT")
+    for name, config in {key: made for each in families for key, made in tiny[each].items()}.items():
         by_type.setdefault(config().model_type, []).append(name)
+    latent = {config().model_type for config in tiny["LATENT"].values()}
     for model_type, names in by_type.items():
-        parts.append(_row(f"`{model_type}`", ", ".join(names), _cpu_path(model_type)))
+        way = _cpu_path(model_type) + (", latents" if model_type in latent else "")
+        parts.append(_row(f"`{model_type}`", ", ".join(names), way))
     parts += ["", TOWERS_INTRODUCTION, "| checkpoint | its language model | on a CPU |", "|---|---|---|"]
     for make in tests["test_text_towers"]["FAMILIES"].values():
         config = make().config

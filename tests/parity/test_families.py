@@ -125,7 +125,7 @@ class Decoder:
         self.cache.commit(self.owner, token_ids, range(len(token_ids)) if kept is None else kept)
         left = list(self.cache.accounting.slots(self.owner)[self.num_past :])
         for tensor in self.cache.pool.tensors:
-            tensor[left] = float("nan")
+            tensor[left] = float("nan") if tensor.is_floating_point() else 1
 
     def feed(self, token_ids: Sequence[int]) -> Tensor:
         """Compute and commit; logits of every row."""

@@ -61,7 +61,49 @@ _GPT2: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+_LATENT: dict[str, Any] = {
+    **{**_NO_GQA, "intermediate_size": 64},
+    **{
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+    },
+}
+_GROUPED_EXPERTS: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2},
+    **{"topk_group": 1, "n_shared_experts": 1},
+}
+_DEEPSEEK: dict[str, Any] = {**_LATENT, **_GROUPED_EXPERTS, "first_k_dense_replace": 1}
+_YARN: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+    **{"mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 32, "beta_slow": 1},
+}
+
+LATENT: dict[str, Callable[[], Any]] = {
+    "deepseek-v2": lambda: tf.DeepseekV2Config(**{**_DEEPSEEK, "q_lora_rank": None, "kv_lora_rank": 20}),
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**_DEEPSEEK, rope_parameters=_YARN),
+    "glm4-moe-lite": lambda: tf.Glm4MoeLiteConfig(
+        **_LATENT, **_GROUPED_EXPERTS, mlp_layer_types=["dense", "sparse", "sparse"]
+    ),
+    "axk1": lambda: tf.AXK1Config(**_DEEPSEEK),
+    "longcat-flash": lambda: tf.LongcatFlashConfig(
+        **{
+            name: size
+            for name, size in _LATENT.items()
+            if name not in ("num_hidden_layers", "intermediate_size")
+        },
+        **{"num_layers": 2, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8},
+        **{"ffn_hidden_size": 48, "expert_ffn_hidden_size": 24},
+    ),
+    "youtu": lambda: tf.YoutuConfig(**_LATENT),
+    "minicpm3": lambda: tf.MiniCPM3Config(**_LATENT),
+}
+"""Families whose keys and values are made of one latent a token. One has a latent that fills no vector."""
+
 FAMILIES: dict[str, Callable[[], Any]] = {
+    **{name: LATENT[name] for name in ("deepseek-v2", "deepseek-v3", "youtu")},
     "llama": lambda: tf.LlamaConfig(**_NO_GQA),
     "llama-gqa": lambda: tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "llama3-odd": lambda: tf.LlamaConfig(**_ODD, rope_parameters=_LLAMA3_ROPE),

@@ -24,10 +24,16 @@ class LayerShape:
     value_dim: int
     source: int | None = None
     """Number of the earlier layer whose entries it reads; None: it has entries of its own."""
+    values_in_keys: bool = False
+    """Whether a value is the first `value_dim` numbers of its key, and nothing is stored for it: latent attention."""
 
     def elements(self) -> int:
         """Numbers of one token, in this layer or in the one that it reads; none where it keeps a state instead."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
+
+    def scales(self) -> int:
+        """Scales of one token in a cache of int8."""
+        return self.num_kv_heads * (1 if self.values_in_keys else 2)
 
 
 NO_ENTRIES = LayerShape(0, 0, 0)
@@ -40,7 +46,8 @@ class KVPool:
     `keys[layer]` is [kv_heads, slots, key_dim]: the entries of a head lie one behind the other, so that attention over
     consecutive slots is one stream through memory. They are rounded to `cache_dtype` once, when they are written; int8
     entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. A layer that reads another's entries has
-    that one's tensors. `features`, [slots, feature_width], are hidden states that a drafter wants kept with them.
+    that one's tensors. Where values are in the keys (`LayerShape`), `values[layer]` is a view of these, and their
+    scales are the keys'. `features`, [slots, feature_width], are hidden states that a drafter wants kept with them.
     """
 
     def __init__(
@@ -68,14 +75,26 @@ class KVPool:
         ]
         own = [number for number, source in enumerate(self._sources) if source == number]
         stored = [shapes[number] for number in own]
+        self._in_keys = [shape.values_in_keys for shape in shapes]
+        with_values = [shape for shape in stored if not shape.values_in_keys]
         key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in stored]
-        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in stored]
-        scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
+        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in with_values]
+        is_int8 = self.cache_dtype == torch.int8
+        scale_sizes = [size[:2] for size in key_sizes] if is_int8 else []
         self._stacks: list[Tensor] = []
         self.keys = self._by_layer(key_sizes, self.cache_dtype, device)
-        self.values = self._by_layer(value_sizes, self.cache_dtype, device)
         self.key_scales = self._by_layer(scale_sizes, torch.float32, device)
-        self.value_scales = self._by_layer(scale_sizes, torch.float32, device)
+        values = iter(self._by_layer(value_sizes, self.cache_dtype, device))
+        self.values = [
+            keys[..., : shape.value_dim] if shape.values_in_keys else next(values)
+            for shape, keys in zip(stored, self.keys, strict=True)
+        ]
+        value_scale_sizes = [size[:2] for size in value_sizes] if is_int8 else []
+        scales = iter(self._by_layer(value_scale_sizes, torch.float32, device))
+        self.value_scales = [
+            of_keys if shape.values_in_keys else next(scales)
+            for shape, of_keys in zip(stored, self.key_scales, strict=False)
+        ]
         for kind in (self.keys, self.values, self.key_scales, self.value_scales):
             kind[:] = [kind[own.index(source)] for source in self._sources] if kind else []
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
@@ -108,14 +127,17 @@ class KVPool:
     def write(self, layer: int, where: slice | Tensor, key: Tensor, value: Tensor) -> None:
         """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for.
 
-        A layer that reads another's entries keeps nothing: they are there.
+        Keys alone where values are in them. A layer that reads another's entries keeps nothing: they are there.
         """
         if self._sources[layer] != layer:
             return
         if self.cache_dtype == torch.int8:
             key, self.key_scales[layer][:, where] = quantise(key)
-            value, self.value_scales[layer][:, where] = quantise(value)
         self.keys[layer][:, where] = key.to(self.cache_dtype)
+        if self._in_keys[layer]:
+            return
+        if self.cache_dtype == torch.int8:
+            value, self.value_scales[layer][:, where] = quantise(value)
         self.values[layer][:, where] = value.to(self.cache_dtype)
 
     def read(self, layer: int, where: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +198,7 @@ def runnable(shapes: Sequence[LayerShape], layers: Sequence[int]) -> tuple[int, 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token costs, scales included."""
     own = [shape for shape in shapes if shape.source is None]
-    scales = 2 * sum(shape.num_kv_heads for shape in own) if dtype == torch.int8 else 0
+    scales = sum(shape.scales() for shape in own) if dtype == torch.int8 else 0
     return sum(shape.elements() for shape in own) * dtype.itemsize + scales * torch.float32.itemsize
 
 

@@ -6,6 +6,8 @@ back with its queries, keys and values (`attention`). What cannot work is refuse
 encoder-decoders, recurrences that are not known (`mixers`), ALiBi, chunked attention. What the configuration cannot
 tell is tried out (`canary`).
 
+Attention over latents, which the cache holds in the place of every head, is in `mixers.latent`.
+
 A weight is held once. Layers are packed one after the other, and each one's unpacked weights are given back before the
 next. Matrices of a 16-bit checkpoint stay in their type (`matrices`), except experts of families that the kernels do
 not know, matrices of several types, and matrices that get an adapter, which are widened as they are read. An embedding

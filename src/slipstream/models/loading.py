@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.models.attention.base import AttentionBackend, ModelTraits
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits
 from slipstream.models.attention.counted import tell_positions
 from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, not_kept, open_checkpoint
 from slipstream.models.configuration import meta_model
+from slipstream.models.cpu import threads
 from slipstream.models.cpu.native import fingerprint, unavailable
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
@@ -57,6 +58,7 @@ from slipstream.models.matrices import (
     widened,
 )
 from slipstream.models.mixers.base import Mixers
+from slipstream.models.mixers.latent import attends_in_the_kernels, hold_latents
 from slipstream.models.mixers.registry import RECURRENCES, recurrences
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
@@ -301,6 +303,9 @@ def adapt(
     traits = ModelTraits(model.config, model.device, dtype, native and pack and options.fuses)
     name = options.attention_backend
     backend = choose_backend(name, traits)
+    if backend.holds_latents:
+        is_native = native and pack and dtype == torch.float32 and model.device.type == "cpu"
+        hold_latents(model, ATTENTION_NAME, threads.available() if is_native else 0)
     checked_format(
         options.quantization, model.device, dtype, likely_executor(options.executor, backend).decodes
     )
@@ -378,7 +383,8 @@ def _tell_cache_dtype(lm: CausalLM, requested: str) -> None:
         else f" (kv_cache_dtype auto, {'with' if fused else 'without'} the fused decoder)"
     )
     log.info("%s: keys and values are kept in %s%s", lm.family, name, why)
-    if requested != "auto" and not fused and lm.cache_dtype.itemsize < lm.dtype.itemsize:
+    widens = fused or attends_in_the_kernels(lm.model)
+    if requested != "auto" and not widens and lm.cache_dtype.itemsize < lm.dtype.itemsize:
         _warn_of_copies(name)
 
 

@@ -38,6 +38,7 @@ from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quant
 from slipstream.models.linear.grouped import GroupedLinear, plain_bits
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices, plain_matrices
+from slipstream.models.mixers.latent import latent_projections
 from slipstream.models.resolve import (
     resolve_cache_dtype,
     resolve_dtype,
@@ -178,6 +179,7 @@ class ModelOutline(ModelIdentity):
             embedding_bytes=self._packed_table_bytes()
             + (0 if table is None or read_out else table.numel() * self._itemsize(table)),
             other_bytes=sum(biases for _, _, biases in sizes)
+            + self._widened_bytes
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
             adapter_bytes=self.executor_type.adapter_bytes(self.model, self.is_native),
         )
@@ -190,6 +192,12 @@ class ModelOutline(ModelIdentity):
         tables = [part.linear for part in self.model.modules() if isinstance(part, StoredEmbedding)]
         head = self.model.get_output_embeddings()
         return sum(sum(self._group_bytes([table])) for table in tables if table is not head)
+
+    @property
+    def _widened_bytes(self) -> int:
+        """Return the bytes of what attention over latents reads where the file holds it quantised."""
+        widened = [part for part in latent_projections(self.model) if isinstance(part, GroupedLinear)]
+        return sum(part.in_features * part.out_features for part in widened) * torch.float32.itemsize
 
     @property
     def maps_weights(self) -> bool:

@@ -21,8 +21,10 @@ from slipstream.models.attention.packed import PackedBackend
 from slipstream.models.canary import probe_layers
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.configuration import meta_model
+from slipstream.models.cpu import threads
 from slipstream.models.huggingface import creating_models
 from slipstream.models.longrope import resolve_frequencies
+from slipstream.models.mixers.latent import hold_latents
 from slipstream.models.outline import ModelOutline
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.unloaded import probed_outline
@@ -101,6 +103,9 @@ def single_layer(
         )
     resolve_frequencies(model, like.context_length)
     model = model.to(like.device).eval().requires_grad_(False)
+    if like.backend.holds_latents:
+        is_native = like.executor.is_native and dtype == torch.float32
+        hold_latents(model, ATTENTION_NAME, threads.available() if is_native else 0)
     probed = probe_layers(model, PackedBackend(ModelTraits(config, like.device, dtype, native=False)))
     prefix = f"{model.base_model_prefix}."
     called = frozenset(name.removeprefix(prefix) for name in probed.called if name.startswith(prefix))
@@ -110,6 +115,8 @@ def single_layer(
 def single_layer_outline(like: ModelOutline, config: Any) -> SingleLayer:
     """The same without weights, on the meta device."""
     model = meta_model(config, ATTENTION_NAME, False)
+    if like.backend.holds_latents:
+        hold_latents(model, ATTENTION_NAME)
     traits = ModelTraits(config, like.device, like.dtype, native=False)
     return SingleLayer(model, probed_outline(model, PackedBackend(traits)).shapes[0], frozenset())
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.models.attention.base import AttentionBackend, ModelTraits, Probed
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits, Probed
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers, read_weights
@@ -31,6 +31,7 @@ from slipstream.models.linear.formats import OF_DTYPE
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.matrices import has_only_plain_matrices
 from slipstream.models.mixers.base import Mixers
+from slipstream.models.mixers.latent import hold_latents
 from slipstream.models.mixers.registry import recurrences
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
@@ -130,6 +131,8 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype
+    if backend.holds_latents:
+        hold_latents(model, ATTENTION_NAME)
     probed = probed_outline(model, backend)
     stored_as = ""
     if stored_weights is not None and dtype == "auto" and (where.type == "cpu" or decodes):

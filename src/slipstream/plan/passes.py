@@ -39,6 +39,7 @@ _PARTITION = 256
 _TILE = 64
 _PARTS_A_THREAD = 4
 _KEPT = 4 * 2**20
+_LATENT_ROWS = 32
 _TILE_BYTES, _PART_BYTES, _VISIBLE_BYTES, _PARTIAL_BYTES = 40, 4, 32, 8
 
 
@@ -74,6 +75,8 @@ class PassSizes:
     """Numbers that all layers are given of a token besides the states."""
     input_width: int = 0
     """Those of one layer."""
+    latent: int = 0
+    """Numbers of a token's latent, where the CPU kernels attend over latents; see `models.mixers.latent`."""
 
     @classmethod
     def of(cls, model: ModelIdentity) -> PassSizes:
@@ -102,6 +105,9 @@ class PassSizes:
             heads=tuple(dict.fromkeys((shape.num_kv_heads, shape.key_dim) for shape in model.shapes)),
             num_inputs=input_width * len(model.shapes),
             input_width=input_width,
+            latent=widest.value_dim
+            if widest.values_in_keys and model.is_native and not widest.value_dim % _WIDE
+            else 0,
         )
 
     def row_bytes(self) -> int:
@@ -158,6 +164,12 @@ class PassSizes:
                 self._attention_bytes(*heads, num_rows, num_tokens, num_threads) for heads in self.heads
             )
             return sum(of_heads) + num_threads * self._arranged_bytes() + of_experts
+        if self.latent:
+            rows = num_rows * self.num_heads * (self.head_dim + self.latent)
+            desks = num_threads * _LATENT_ROWS * (_PARTITION + self.latent)
+            return 4 * (rows + desks) + self._attention_bytes(
+                self.num_kv_heads, self.head_dim, num_rows, num_tokens, num_threads
+            )
         rows = min(num_rows, num_tokens) * max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
@@ -288,6 +300,11 @@ def _is_beside(config: Any) -> bool:
 def _expert_width(config: Any) -> int:
     """Width inside one expert."""
     return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+def _latent(shape: LayerShape) -> int:
+    """Numbers of a latent that the CPU kernels attend over; 0 where there is none, or it fills no vectors."""
+    return shape.value_dim if shape.values_in_keys and shape.value_dim % _WIDE == 0 else 0
 
 
 def _intermediate(config: Any, hidden: int) -> int:

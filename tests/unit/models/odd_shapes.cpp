@@ -984,6 +984,127 @@ void check_walks(int number_of_case) {
   }
 }
 
+// A layer of latent attention, its weights, and what the rows of one text give it.
+struct LatentLayer {
+  Latent latent{};
+  Exact<float> weight, queries, made;
+  Exact<uint16_t> halves;
+
+  explicit LatentLayer(int length)
+      : weight(draw_widths()), queries(numbers(size_t(length) * latent.num_heads * (latent.nope + latent.rope))),
+        made(numbers(size_t(length) * latent.width())), halves(upper_halves({weight.get(), weight.get() + weight.size})) {
+    const int kinds[] = {FLOAT32, BFLOAT16, FLOAT16};
+    latent.weight_kind = kinds[between(0, 2)];
+    latent.weight = latent.weight_kind == FLOAT32 ? (const void*)weight.get() : halves.get();
+    latent.entry_type = between(0, 3);
+    latent.scale = 1.0f / std::sqrt(float(latent.nope + latent.rope));
+  }
+
+  size_t query_size() const { return size_t(latent.num_heads) * (latent.nope + latent.rope); }
+
+ private:
+  // Now and then more heads or numbers than are taken at once.
+  std::vector<float> draw_widths() {
+    latent.num_heads = between(0, 5) ? between(1, 5) : TILE + 3;
+    latent.rank = WIDE * between(1, 3);
+    latent.rope = between(1, 20);
+    latent.nope = between(0, 5) ? between(1, 40) : PARTITION + 3;
+    latent.value = between(0, 5) ? between(1, 40) : PARTITION + 5;
+    return numbers(size_t(latent.num_heads) * (latent.nope + latent.value) * latent.rank);
+  }
+};
+
+// Entries that nobody has written are NaN, or have the scale NaN.
+struct LatentCache {
+  const int num_slots;
+  Exact<uint8_t> entries;
+  Exact<float> scales;
+
+  LatentCache(const Latent& latent, int num_slots)
+      : num_slots(num_slots), entries(size_t(num_slots) * latent.width() * (latent.entry_type == ENTRY_INT8 ? 1 : latent.entry_type ? 2 : 4)),
+        scales(latent.entry_type == ENTRY_INT8 ? num_slots : 0) {
+    std::fill_n(entries.get(), entries.size, 0xff);
+    std::fill_n(scales.get(), scales.size, NAN);
+  }
+};
+
+// What the rows, of which `token` says which row of the text each is, give; heads' queries of a row lie side by side or not.
+std::vector<float> attend_to_latents(const LatentLayer& layer, LatentCache& cache, LatentScratch* scratch, const std::vector<Row>& rows) {
+  Latent latent = layer.latent;
+  const size_t n = rows.size(), query = latent.nope + latent.rope, width = latent.width();
+  std::vector<int64_t> position, slot, run_begin, run_length, tail_begin{0}, tail_slots, tail_positions;
+  Exact<float> queries(n * layer.query_size()), made(n * width), out(n * latent.num_heads * latent.value);
+  const bool heads_first = between(0, 1);
+  latent.query_row = heads_first ? query : layer.query_size();
+  latent.query_head = heads_first ? n * query : query;
+  for (size_t i = 0; i < n; ++i) {
+    const Row& row = rows[i];
+    for (int head = 0; head < latent.num_heads; ++head)
+      std::copy_n(layer.queries.get() + row.token * layer.query_size() + head * query, query,
+                  queries.get() + i * latent.query_row + head * latent.query_head);
+    std::copy_n(layer.made.get() + row.token * width, width, made.get() + i * width);
+    position.push_back(row.position);
+    slot.push_back(row.slot);
+    run_begin.push_back(row.run_begin);
+    run_length.push_back(row.run_length);
+    tail_slots.insert(tail_slots.end(), row.tail_slots.begin(), row.tail_slots.end());
+    tail_positions.insert(tail_positions.end(), row.tail_positions.begin(), row.tail_positions.end());
+    tail_begin.push_back(tail_slots.size());
+  }
+  Exact<int64_t> arrays[] = {Exact(position), Exact(run_begin), Exact(run_length), Exact(tail_begin), Exact(tail_slots),
+                             Exact(tail_positions), Exact(slot)};
+  latent.num_rows = int(n);
+  latent.num_slots = cache.num_slots;
+  latent.queries = queries.get(), latent.made = made.get(), latent.out = out.get(), latent.slots = arrays[6].get();
+  latent.numbers = cache.entries.get(), latent.scales = cache.scales.get();
+  latent.positions = arrays[0].get(), latent.run_begin = arrays[1].get(), latent.run_length = arrays[2].get();
+  latent.tail_begin = arrays[3].get(), latent.tail_slots = arrays[4].get(), latent.tail_positions = arrays[5].get();
+  const int threads = between(1, 3);
+  in_scarcity([&] { return slipstream_latent(&latent, scratch, threads); });
+  take(out.get(), out.size);
+  return {out.get(), out.get() + out.size};
+}
+
+// A text row by row, then in chunks beside its own beginning as another text, then its end as a path of a tree.
+void check_latents(int number_of_case) {
+  static std::mt19937_64 own(83);  // the other cases' draws stay as they are
+  std::swap(generator, own);
+  const int length = between(0, 9) ? between(2, 60) : between(2, 2 * PARTITION + 40), split = between(1, length - 1);
+  const LatentLayer layer(length);
+  LatentScratch* scratch = slipstream_new_latent_scratch();
+  LatentCache lone(layer.latent, length), shared(layer.latent, 3 * length);
+  const size_t width = size_t(layer.latent.num_heads) * layer.latent.value;
+  auto of_text = [&](int start, int position) { return Row{position, position, start + position, start, position + 1, {}, {}}; };
+  std::vector<std::vector<float>> alone;
+  for (int i = 0; i < length; ++i) alone.push_back(attend_to_latents(layer, lone, scratch, {of_text(0, i)}));
+  for (int begin = 0, end; begin < split; begin = end) {
+    end = std::min(split, begin + between(1, LATENT_ROWS + 9));
+    std::vector<Row> rows;
+    for (int start : {length, 0})
+      for (int i = begin; i < end; ++i) rows.push_back(of_text(start, i));
+    const std::vector<float> out = attend_to_latents(layer, shared, scratch, rows);
+    for (int i = 0; i < int(rows.size()); ++i)
+      if (!same_bits(&out[i * width], alone[rows[i].token].data(), width)) differs("a chunk's row over latents", number_of_case);
+  }
+  // A wrong node, of a token of the beginning, beside each right one.
+  std::vector<Row> tree;
+  std::vector<int64_t> slots, positions;
+  for (int position = split; position < std::min(length, split + length / 2); ++position)
+    for (bool right : {false, true}) {
+      const int64_t slot = 2 * length + int(tree.size());
+      Row row{right ? position : 0, position, slot, 0, split, slots, positions};
+      row.tail_slots.push_back(slot);
+      row.tail_positions.push_back(position);
+      if (right) slots = row.tail_slots, positions = row.tail_positions;
+      tree.push_back(row);
+    }
+  const std::vector<float> out = attend_to_latents(layer, shared, scratch, tree);
+  for (size_t i = 1; i < tree.size(); i += 2)
+    if (!same_bits(&out[i * width], alone[tree[i].token].data(), width)) differs("a node over latents", number_of_case);
+  slipstream_free_latent_scratch(scratch);
+  std::swap(generator, own);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -999,6 +1120,7 @@ int main(int, char** arguments) {
     check_chains(i);
     check_heads(i);
     check_walks(i);
+    check_latents(i);
   }
   std::printf("memory was short in reserve %d, divide %d, plan %d times\n", shortages.in_reserve, shortages.in_divide,
               shortages.in_plan);

@@ -337,6 +337,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Layer": structs.LayerStruct,
     "Model": structs.ModelStruct,
     "Batch": structs.BatchStruct,
+    "Latent": structs.LatentStruct,
     "Eagle": structs.EagleStruct,
     "States": structs.StatesStruct,
     "Walk": structs.WalkStruct,
@@ -368,9 +369,8 @@ def test_every_struct_is_laid_out_as_in_the_sources(tmp_path: Path) -> None:
             numbers = f"offsetof({name}, {member}), sizeof({name}::{member})"
             lines.append(f'std::printf("{name}.{field} %zu %zu\\n", {numbers});')
     program = tmp_path / "layout.cpp"
-    headers = "".join(
-        f'#include "{builds.SOURCES / name}.h"\n' for name in ("chain", "eagle", "heads", "recurrent")
-    )
+    files = ("chain", "eagle", "heads", "latent", "recurrent")
+    headers = "".join(f'#include "{builds.SOURCES / name}.h"\n' for name in files)
     program.write_text(
         f"#include <cstddef>\n#include <cstdio>\n{headers}int main() {{\n{chr(10).join(lines)}\n}}\n"
     )

@@ -23,6 +23,7 @@ from slipstream.kv.state import StateShape
 from slipstream.models.attention.own_cache import asks_a_cache
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.linear.formats import WeightFormat
+from slipstream.models.mixers.latent import LatentHeads
 
 ATTENTION_NAME = "slipstream"
 """The attention that Transformers models are loaded with; see `hook`."""
@@ -39,6 +40,8 @@ class Variant:
     softcap: float | None = None
     sinks: Tensor | None = None
     """[heads]: one logit a head that takes part in the softmax and carries no value."""
+    values_in_keys: bool = False
+    """Whether a value is the first numbers of its key, and only the key is stored."""
 
     @property
     def reach(self) -> int:
@@ -80,18 +83,18 @@ class LayerProbe:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant, mask: Tensor | None
     ) -> Tensor:
         """As `AttentionPass.attend`, with the layer's mask; the answer is all zeros."""
-        self.record(layer, key, value)
+        self.record(layer, key, value, variant.values_in_keys)
         self.masks[layer] = (variant, mask)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def record(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def record(self, layer: int, key: Tensor, value: Tensor, values_in_keys: bool = False) -> None:
         """key/value [1, kv_heads, N, dim], as they would be stored.
 
         A layer that is given the very tensors of an earlier one stores nothing: it reads that one's entries.
         """
         same = (number for number, *known in self._entries if known[0] is key and known[1] is value)
         source = next(same, None)
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], source=source)
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], source, values_in_keys)
         self._entries.append((layer, key, value))
 
 
@@ -124,6 +127,12 @@ class AttentionPass(ABC):
         query [1, heads, N, key_dim], key/value [1, kv_heads, N, dim] -> [1, N, heads, value_dim].
         """
 
+    def attend_to_latents(
+        self, layer: int, heads: LatentHeads, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
+        """As `attend`, where key and value are latents (`LatentHeads.expand_kv`) and the query is the layer's own."""
+        return heads.expand(self.attend(layer, heads.absorb(query), key, value, variant))
+
 
 class AttentionBackend(ABC):
     """How a model attends over the cache. An instance belongs to one model; engines in several threads may share it."""
@@ -147,6 +156,11 @@ class AttentionBackend(ABC):
         if asks_a_cache(traits.config):
             return "its attention reads keys from a cache, not the attention interface"
         return None
+
+    @property
+    def holds_latents(self) -> bool:
+        """Whether its passes attend where values are in the keys (`Variant`); else the cache has every head's."""
+        return False
 
     @abstractmethod
     def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:

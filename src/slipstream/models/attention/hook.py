@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, LayerProbe, Variant
 from slipstream.models.huggingface import AttentionInterface
+from slipstream.models.mixers.latent import LatentHeads
 
 CHUNKED = "chunked_attention"
 """The type of layers that see the chunk which they are in, by the name that configurations give it."""
@@ -80,13 +81,17 @@ def slipstream_attention(
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedAttention("its attention is not causal")
+    latent = module if isinstance(module, LatentHeads) else None
     layer: int = module.layer_idx  # type: ignore[assignment]
     factor = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks)
+    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks, latent is not None)
     if isinstance(slipstream_pass, LayerProbe):
-        return slipstream_pass.attend(layer, query, key, value, variant, attention_mask), None
+        output = slipstream_pass.attend(layer, query, key, value, variant, attention_mask)
+        return (output if latent is None else output.new_zeros(*output.shape[:3], latent.v_head_dim)), None
     if attention_mask is not None:
         raise UnsupportedAttention("its attention layers mask on their own, which packed rows cannot follow")
+    if latent is not None:
+        return slipstream_pass.attend_to_latents(layer, latent, query, key, value, variant), None
     return slipstream_pass.attend(layer, query, key, value, variant), None
 
 

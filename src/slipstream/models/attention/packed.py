@@ -13,6 +13,8 @@ from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, Variant
 from slipstream.models.attention.masks import Masks
 from slipstream.models.batch import ForwardBatch
+from slipstream.models.cpu.latent import attend_to_latents
+from slipstream.models.mixers.latent import LatentHeads
 
 
 class PackedAttention(AttentionPass):
@@ -47,6 +49,15 @@ class PackedAttention(AttentionPass):
         heads = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)  # [heads, N, value_dim]
         return heads.transpose(0, 1)[None].contiguous()
 
+    def attend_to_latents(
+        self, layer: int, heads: LatentHeads, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
+        is_plain = not variant.reach and variant.softcap is None and variant.sinks is None
+        if not heads.native_threads or not self._rows.contiguous or not is_plain:
+            return super().attend_to_latents(layer, heads, query, key, value, variant)
+        layer = self._first_layer + layer
+        return attend_to_latents(self._rows, self._pool, layer, heads, query, key, variant.scaling)
+
     def _entries_of(self, number: int, skipped: int) -> slice | Tensor:
         """What picks a group's entries, but the first `skipped`, out of the pool."""
         if (number, skipped) not in self._entries:
@@ -57,6 +68,10 @@ class PackedAttention(AttentionPass):
 
 class PackedBackend(AttentionBackend):
     """PyTorch's attention, on any device, for models that attend through the attention interface."""
+
+    @property
+    def holds_latents(self) -> bool:
+        return self.traits.device.type == "cpu"
 
     def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:
         return PackedAttention(rows, pool)

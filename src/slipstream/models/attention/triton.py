@@ -49,6 +49,7 @@ class TritonBackend(PackedBackend):
     """Our Triton kernels; passes whose slots are not consecutive attend as `packed` does."""
 
     executor = "cuda_kernels"
+    holds_latents = False  # their keys are wider than the kernels take
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

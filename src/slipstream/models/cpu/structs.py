@@ -138,6 +138,20 @@ class BatchStruct(Structure):
     )
 
 
+class LatentStruct(Structure):
+    """`Latent` of latent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_rows", "num_heads", "rank", "rope", "nope", "value")),
+        *((name, c_int32) for name in ("weight_kind", "entry_type")),
+        *((name, c_float) for name in ("scale", "unused")),
+        *((name, c_int64) for name in ("num_slots", "query_row", "query_head")),
+        *((name, c_void_p) for name in ("weight", "queries", "made", "slots", "numbers", "scales", "out")),
+        *((name, c_void_p) for name in ("positions", "run_begin", "run_length", "tail_begin")),
+        *((name, c_void_p) for name in ("tail_slots", "tail_positions", "shared_begin", "shared_length")),
+    )
+
+
 class EagleStruct(Structure):
     """`Eagle` of eagle.h."""
 

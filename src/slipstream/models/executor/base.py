@@ -31,6 +31,7 @@ from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.mixers.base import Mixers
+from slipstream.models.mixers.latent import latent_projections
 from slipstream.models.weight_check import WeightCheck
 
 
@@ -190,21 +191,23 @@ class Executor(ABC):
     @classmethod
     def packed_groups(cls, model: Any) -> list[list[nn.Linear | GroupedLinear]]:
         """The linear layers of a model, loaded or not, that it packs, together where it packs them as one."""
-        linears = (part for part in model.modules() if isinstance(part, nn.Linear | GroupedLinear))
+        own = {id(part) for part in latent_projections(model)}
+        linears = (part for part in model.modules() if id(part) not in own)
         return [[part] for part in linears if type(part) is nn.Linear or isinstance(part, GroupedLinear)]
 
     @classmethod
     def adapter_bytes(cls, model: Any, is_native: bool) -> int:
         """What an adapter takes that is kept apart from quantised layers of a model, loaded or not: packed with these
         where the CPU kernels compute them (`is_native`), else as it is read."""
+        merged = {id(part) for part in latent_projections(model)}  # it is added to their weights
         if not is_native:
-            changes = [layer.change for layer in quantised_layers(model)]
+            changes = [layer.change for layer in quantised_layers(model) if id(layer) not in merged]
             return sum(change.nbytes for change in changes if change is not None)
         table = model.get_input_embeddings()
         # A tied table's rows are read out of the layer as it was before it was packed.
         change = table.linear.change if isinstance(table, StoredEmbedding) else None
         grouped = [part for part in model.modules() if isinstance(part, GroupedLinear)]
-        packed = sum(packed_adapter_bytes([layer]) for layer in grouped)
+        packed = sum(packed_adapter_bytes([layer]) for layer in grouped if id(layer) not in merged)
         return packed + (0 if change is None else change.nbytes)
 
     @classmethod

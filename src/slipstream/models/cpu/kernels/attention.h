@@ -340,7 +340,7 @@ struct Attention {
     if (begin == end) return;
     Desk& desk = plan.desks[rank];
     seat(desk, tile, kv_head);
-    const int group = num_heads / num_kv_heads, width = padded(keys.dim), count = (tile.end - tile.first) * group;
+    const int group = num_heads / num_kv_heads, width = padded(values.dim), count = (tile.end - tile.first) * group;
     for (int partition = begin; partition < end; ++partition) {
       each_reading(desk, tile, partition, [&](Seats seats, int64_t slot) {
         if (!any_sees(desk, seats, partition)) return;
@@ -374,7 +374,7 @@ struct Attention {
   void merge_parts(int number, int kv_head, int number_of_wave) const {
     const Tile& tile = plan.tiles[number];
     if (tile.parts == 1) return;
-    const int group = num_heads / num_kv_heads, width = padded(keys.dim), from = number_of_wave * plan.wave;
+    const int group = num_heads / num_kv_heads, width = padded(values.dim), from = number_of_wave * plan.wave;
     for (int row = tile.first; row < tile.end; ++row) {
       const Visible visible(sight, row, reach);
       const int begin = std::max(from, visible.first_partition()), end = std::min(from + plan.wave, visible.end_partition());
@@ -394,8 +394,8 @@ struct Attention {
 
  private:
   void finish(const Partial& total, const float* sums, int row, int head) const {
-    float* to = out + row * out_stride + size_t(head) * keys.dim;
-    ::finish(total, sums, keys.dim, sinks ? sinks + head : nullptr, to);
+    float* to = out + row * out_stride + size_t(head) * values.dim;
+    ::finish(total, sums, values.dim, sinks ? sinks + head : nullptr, to);
   }
 
   size_t place_of(const Tile& tile, int row, int head) const {
@@ -458,31 +458,33 @@ struct Attention {
       if (run.first == run.end) continue;
       all = {std::min(all.first, run.first), std::max(all.end, run.end)};
     }
-    const int dim = keys.dim, width = padded(dim), count = (seats.end - seats.first) * (num_heads / num_kv_heads);
+    const int count = (seats.end - seats.first) * (num_heads / num_kv_heads);
     const Number *key = keys.at<Number>(kv_head, slot), *value = values.at<Number>(kv_head, slot);
-    if (width == dim && (count < MANY || std::is_same_v<Number, float>)) {
-      score_all(desk, seats, partition, all, key, size_t(dim));
+    const bool fills_vectors = keys.dim % WIDE == 0 && values.dim % WIDE == 0;
+    if (fills_vectors && (count < MANY || std::is_same_v<Number, float>)) {
+      score_all(desk, seats, partition, all, key, keys.step());
       make_weights(desk, seats, partition, kv_head, slot);
-      weigh_all(desk, seats, partition, all, kv_head, value, size_t(dim));
+      weigh_all(desk, seats, partition, all, kv_head, value, values.step());
     } else {
-      widen_all(key, all, desk.widened);
-      score_all(desk, seats, partition, all, (const float*)desk.widened.data(), size_t(width));
+      const float* widened = desk.widened.data();
+      widen_all(keys, key, all, desk.widened);
+      score_all(desk, seats, partition, all, widened, padded(keys.dim));
       make_weights(desk, seats, partition, kv_head, slot);
-      widen_all(value, all, desk.widened);
-      weigh_all(desk, seats, partition, all, kv_head, (const float*)desk.widened.data(), size_t(width));
+      if (value != key) widen_all(values, value, all, desk.widened);
+      weigh_all(desk, seats, partition, all, kv_head, widened, padded(value == key ? keys.dim : values.dim));
     }
   }
 
   // [PARTITION, padded dim] float32
   template <typename Number>
-  void widen_all(const Number* from, Span all, std::vector<float>& to) const {
-    const int width = padded(keys.dim);
-    for (int i = all.first; i < all.end; ++i) widen_one(from + size_t(i) * keys.dim, &to[size_t(i) * width]);
+  static void widen_all(const Entries& entries, const Number* from, Span all, std::vector<float>& to) {
+    const int width = padded(entries.dim);
+    for (int i = all.first; i < all.end; ++i) widen_one(from + i * entries.step(), entries.dim, &to[size_t(i) * width]);
   }
 
   template <typename Number>
-  void widen_one(const Number* from, float* to) const {
-    const int dim = keys.dim, width = padded(dim);
+  static void widen_one(const Number* from, int dim, float* to) {
+    const int width = padded(dim);
     int d = 0;
     for (; d + WIDE <= dim; d += WIDE) store(to + d, widen_wide(from + d));
     if (d == width) return;
@@ -541,7 +543,7 @@ struct Attention {
 
   template <typename Number>
   void weigh_all(Desk& desk, Seats seats, int partition, Span all, int kv_head, const Number* value, size_t stride) const {
-    const int width = padded(keys.dim), group = num_heads / num_kv_heads, first = seats.first * group, last = seats.end * group;
+    const int width = padded(values.dim), group = num_heads / num_kv_heads, first = seats.first * group, last = seats.end * group;
     std::fill(&desk.sums[size_t(first) * width], &desk.sums[size_t(first) * width] + size_t(last - first) * width, 0.0f);
     for (int block = all.first; block < all.end; block = (block / BLOCK + 1) * BLOCK) {
       const int end = std::min(all.end, (block / BLOCK + 1) * BLOCK);
@@ -593,7 +595,7 @@ struct Attention {
 
   void weigh_single(Desk& desk, float weight, int kv_head, int64_t single, float* sums) const {
     with_single(desk, values, kv_head, single, [&](const float* value) {
-      weigh_run<1>(&weight, value, 0, 0, 1, sums, padded(keys.dim));
+      weigh_run<1>(&weight, value, 0, 0, 1, sums, padded(values.dim));
     });
   }
 
@@ -601,10 +603,10 @@ struct Attention {
   void with_single(Desk& desk, const Entries& entries, int kv_head, int64_t single, Use use) const {
     float* to = desk.single.data();
     switch (keys.type) {
-      case ENTRY_FLOAT32: widen_one(entries.at<float>(kv_head, single), to); break;
-      case ENTRY_BFLOAT16: widen_one(entries.at<bfloat16>(kv_head, single), to); break;
-      case ENTRY_FLOAT16: widen_one(entries.at<float16>(kv_head, single), to); break;
-      case ENTRY_INT8: widen_one(entries.at<int8_t>(kv_head, single), to); break;
+      case ENTRY_FLOAT32: widen_one(entries.at<float>(kv_head, single), entries.dim, to); break;
+      case ENTRY_BFLOAT16: widen_one(entries.at<bfloat16>(kv_head, single), entries.dim, to); break;
+      case ENTRY_FLOAT16: widen_one(entries.at<float16>(kv_head, single), entries.dim, to); break;
+      case ENTRY_INT8: widen_one(entries.at<int8_t>(kv_head, single), entries.dim, to); break;
     }
     use(to);
   }

@@ -77,17 +77,21 @@ inline float narrow(const float* from, int size, int8_t* to) {
   return largest / 127.0f;
 }
 
-// One layer's keys or values: [kv_heads, slots, dim] numbers and, for int8, [kv_heads, slots] scales.
+// One layer's keys or values: [kv_heads, slots, dim] numbers and, for int8, [kv_heads, slots] scales. Values that are the
+// first numbers of their keys lie as far apart as these: `stride` numbers; 0: `dim`.
 struct Entries {
   int32_t type;
   int dim;
   int64_t num_slots;
   void* numbers;
   float* scales;
+  int stride = 0;
+
+  size_t step() const { return stride ? stride : dim; }
 
   template <typename Number>
   Number* at(int head, int64_t slot) const {
-    return (Number*)numbers + (head * num_slots + slot) * dim;
+    return (Number*)numbers + (head * num_slots + slot) * step();
   }
 
   float& scale(int head, int64_t slot) const { return scales[head * num_slots + slot]; }

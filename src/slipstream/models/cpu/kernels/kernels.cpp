@@ -9,6 +9,7 @@
 #include "eagle.h"
 #include "fitting.h"
 #include "heads.h"
+#include "latent.h"
 #include "recurrent.h"
 #include "wanted.h"
 
@@ -50,6 +51,12 @@ void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int thre
   const WantedRows wanted(batch, num_common);
   wanted.take(model, scratch);
   run_part(model, wanted.batch, scratch, team, Pass::END);
+}
+
+void run_latent(const Latent& latent, LatentScratch& scratch, int threads) {
+  Team& team = team_of(threads);
+  scratch.reserve(latent, team.size());
+  team.run(LatentPass::num_operations(scratch), [&](int rank) { LatentPass(latent, scratch, team, rank).run(); });
 }
 
 void run_eagle(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, int threads) {
@@ -313,6 +320,18 @@ Status slipstream_draft(const Model* model, const Batch* batch, const Chains* ch
     draft(*batch, model->vocab, *chains,
           [&](const Batch& level, const std::vector<int64_t>&) { run_pass(*model, level, *scratch, threads); });
   });
+}
+
+// Null where there is no memory.
+LatentScratch* slipstream_new_latent_scratch() { return new (std::nothrow) LatentScratch; }
+
+void slipstream_free_latent_scratch(LatentScratch* scratch) { delete scratch; }
+
+size_t slipstream_latent_scratch_bytes(const LatentScratch* scratch) { return scratch->num_bytes(); }
+
+// One layer's latent attention of all rows, which it stores.
+Status slipstream_latent(const Latent* latent, LatentScratch* scratch, int threads) {
+  return status_of([&] { run_latent(*latent, *scratch, threads); });
 }
 
 Status slipstream_eagle(const Eagle* eagle, const Batch* batch, const States* states, Scratch* scratch, int threads) {
