@@ -39,7 +39,7 @@ struct LatentScratch {
   std::vector<float> absorbed, attended;  // [rows, heads, rank + rope], [rows, heads, rank]
   std::vector<std::vector<float>> desks;  // of each thread
   Sight sight;
-  AttentionPlan plan;
+  AttentionPlan plan{1, 0};
 
   static size_t desk_numbers(const Latent& l) { return size_t(LATENT_ROWS) * (PARTITION + l.rank); }
 
@@ -49,7 +49,8 @@ struct LatentScratch {
     if (desks.size() < size_t(threads)) desks.resize(threads);
     for (auto& desk : desks) make_room(desk, desk_numbers(l));
     sight = {l.positions, l.run_begin, l.run_length, l.tail_begin, l.tail_slots, l.tail_positions, l.shared_begin, l.shared_length};
-    plan.make(sight, l.num_rows, l.num_heads, 1, l.width(), threads);
+    plan.dim = l.width();
+    plan.make(sight, l.num_rows, l.num_heads, threads);
   }
 
   size_t num_bytes() const {
