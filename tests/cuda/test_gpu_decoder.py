@@ -37,8 +37,17 @@ TEXT = [(7 * i + 3) % 128 for i in range(15)]
 DECODED = [
     name
     for name in CONFIGS
-    if CONFIGS[name]().model_type in KNOWN.names() and name not in ("qwen3-moe-mixed", "olmoe-clipped")
+    if CONFIGS[name]().model_type in KNOWN.names()
+    and not KNOWN.load(CONFIGS[name]().model_type).is_of_cpu_kernels()
+    and name not in ("qwen3-moe-mixed", "olmoe-clipped")
 ]
+OTHERS = [
+    "gpt2",
+    "olmoe-clipped",
+    "qwen3-moe-mixed",
+    *(name for name in CONFIGS if name.startswith("gemma4")),
+]
+"""Families that it does not know, or only the CPU's."""
 MIXTURES = [name for name in DECODED if KNOWN.load(CONFIGS[name]().model_type).experts is not None]
 LIKE_LLAMA = ("cwm", "internlm3", "iquestcoder", "ministral", "seed-oss")
 """Whose bits are those of a family that is tested."""
@@ -368,14 +377,24 @@ def test_a_model_that_is_compared_stays() -> None:
     assert lm.kernels == "decoder"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmoe-clipped", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_run_by_another(name: str) -> None:
     lm = adapt(tiny(name, torch.float32), native=False, attention_backend=f"{ON_CPU}:KernelsOnCpu")
     assert type(lm.executor) is RecordedExecutor
     with pytest.raises(
-        ConfigError, match=r"cannot run \w+: (the fused decoder knows|its queries, keys|it lacks a part)"
+        ConfigError,
+        match=r"cannot run \w+: (the fused decoder knows|its queries, keys|it lacks a part|the fused decoder of a GPU)",
     ):
         in_decoder(tiny(name, torch.float32))
+
+
+def test_layers_that_differ_in_width_are_run_by_another() -> None:
+    model = tiny("llama", torch.float32)
+    mlp = model.model.layers[1].mlp
+    for name, shape in (("gate_proj", (32, 60)), ("up_proj", (32, 60)), ("down_proj", (60, 32))):
+        setattr(mlp, name, torch.nn.Linear(*shape, bias=False))
+    with pytest.raises(ConfigError, match="its layers differ in width"):
+        in_decoder(model)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------

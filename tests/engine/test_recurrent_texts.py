@@ -14,6 +14,7 @@ from slipstream.core.request import RequestOptions
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.kv.checkpoints import StateAccounting
 from slipstream.kv.state import input_bytes, state_bytes
+from slipstream.models.mixers.gated_delta import GatedDelta
 from slipstream.plan.planner import Planner
 from slipstream.plan.process import USUAL
 from tests.kit.recurrent_models import recurrent_model
@@ -145,6 +146,47 @@ def test_preempted_sequences_go_on(expected: tuple[str, Any]) -> None:
     assert [answer[0] for answer in answers(tight, prompts())] == [each[0] for each in wanted[0]]
     assert tight.engine.stats().num_preemptions > 0 or family == "lfm2"
     assert tight.engine.integrity() == []
+
+
+@pytest.mark.parametrize("spec", [None, {"method": "token_recycling"}])
+@pytest.mark.parametrize("fails_in", [(1,), (2, 4), (5,), (7, 8)])
+def test_a_failed_pass_is_made_again(
+    fails_in: tuple[int, ...], spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails when one recurrence has changed its states and others have not."""
+    plain = engine("qwen3.5", max_num_seqs=1, enable_prefix_caching=False)
+    wanted = answers(plain, prompts())
+    llm = engine("qwen3.5", spec, max_num_batched_tokens=30)
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for i in range(len(prompts()))
+    ]
+    compute, calls, failing = GatedDelta.compute, 0, False
+
+    def faulty(self: GatedDelta, *given: Any, **others: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if failing and calls == 2:
+            raise MemoryError("no room")
+        return compute(self, *given, **others)
+
+    monkeypatch.setattr(GatedDelta, "compute", faulty)
+    told: dict[str, list[int]] = {}
+    for name, prompt in enumerate(prompts()):
+        llm.engine.add_request(f"{name}", prompt, params[name])
+        told[f"{name}"] = []
+    step = 0
+    while llm.engine.has_unfinished:
+        step, calls, failing = step + 1, 0, step + 1 in fails_in
+        if failing:
+            with pytest.raises(MemoryError, match="no room"):
+                llm.engine.step()
+            continue
+        for update in llm.engine.step():
+            told[update.request_id] += update.token_ids
+    assert list(told.values()) == [answer[0] for answer in wanted]
+    assert llm.engine.integrity() == []
+    assert [answer[0] for answer in answers(llm, prompts())] == [answer[0] for answer in wanted]
 
 
 NUM_STEPS = 100

@@ -43,10 +43,17 @@ def _rope(*sections: int, **others: float) -> dict[str, Any]:
     return {"rope_parameters": {**rope, "mrope_section": list(sections)}}
 
 
+_LINEAR: dict[str, Any] = {
+    **_rope(1, 1, 0, partial_rotary_factor=0.5),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "shared_expert_intermediate_size": 24},
+}
 OF_TEXT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), _rope(1, 1, 0, partial_rotary_factor=0.5)),
     **dict.fromkeys(("glm4v", "paddleocr_vl", "qwen2_5_omni_thinker"), _rope(1, 1, 2)),
     "hunyuan_vl": {**_rope(1, 1, 2), "head_dim": 8},
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"), _LINEAR),
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "gemma3n": {
         "activation_sparsity_pattern": [0.5, 0.0],
         "hidden_size_per_layer_input": 8,

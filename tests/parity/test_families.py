@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, LIKE_OTHERS, RECURRENT, VOCAB, WINDOW, save_tiny
+from tiny_models import FAMILIES, LIKE_OTHERS, NOT_FUSED, RECURRENT, VOCAB, WINDOW, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +50,7 @@ class Pair:
 IN_THE_KERNELS = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 IN_THE_KERNELS += ["phi3-longrope", "granite", "olmo2", "smollm3", "starcoder2", "gpt-neox"]
 IN_THE_KERNELS += ["mixtral", "mixtral-odd", "qwen3-moe", "qwen3-moe-odd", "gpt-oss", "gpt-oss-odd"]
+IN_THE_KERNELS += [family for family in FAMILIES if family.startswith("gemma4")]
 IN_THE_KERNELS += [
     f"{family}-odd"
     for family in ("llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "gpt-neox")
@@ -323,7 +324,7 @@ def test_the_families_that_the_kernels_know_run_in_them(
 @pytest.mark.parametrize("family", LIKE_OTHERS)
 def test_families_like_others(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     pair = make_pair(family, tmp_path_factory)
-    assert isinstance(pair.ours.executor, CpuKernels) == (family != "olmoe-clipped")
+    assert isinstance(pair.ours.executor, CpuKernels) == (family not in NOT_FUSED)
     test_weights_are_random_enough(pair)
     test_chunked_prefill(pair)
     test_draft_tree_and_commit(pair, [range(-1, 7)])

@@ -33,12 +33,6 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "recurrent-gemma": (
-        lambda: tf.RecurrentGemmaForCausalLM(
-            tf.RecurrentGemmaConfig(**{**_SIZES, "num_hidden_layers": 3}, lru_width=32)
-        ),
-        "its configuration does not say how long its context is",
-    ),
     "rwkv": (
         lambda: tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
         "0 of its 2 layers attend through the attention interface",
@@ -74,15 +68,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "ALiBi",
     ),
-    "gpt-j": (
-        lambda: tf.GPTJForCausalLM(
-            tf.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    "gpt-neo": (
+        lambda: tf.GPTNeoForCausalLM(
+            tf.GPTNeoConfig(
+                vocab_size=64,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+            )
         ),
         "does not go through the attention interface",
-    ),
-    "nemotron": (
-        lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_GQA)),
-        "does not pass the arguments of a call on to its attention",
     ),
     "doge": (  # it makes a mask of its values
         lambda: tf.DogeForCausalLM(tf.DogeConfig(**_GQA)),
@@ -101,6 +97,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             )
         ),
         "it drafts for a Gemma 4 over that model's keys and values",
+    ),
+    "zamba2": (
+        lambda: tf.Zamba2ForCausalLM(
+            tf.Zamba2Config(
+                **_GQA, n_mamba_heads=4, mamba_d_state=6, chunk_size=8, layers_block_type=["hybrid", "hybrid"]
+            )
+        ),
+        "one attention serves several of its layers and is not told which",
+    ),
+    "zamba": (
+        lambda: tf.ZambaForCausalLM(
+            tf.ZambaConfig(
+                **{**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 4},
+                mamba_d_state=6,
+                mamba_dt_rank=4,
+                layers_block_type=["linear_attention", "linear_attention"],
+            )
+        ),
+        "calls mamba_selective_scan more than once in a pass",
     ),
     "phimoe-window": (  # its layers do not say that they have a window, only its mask does
         lambda: tf.PhimoeForCausalLM(
@@ -139,6 +154,39 @@ def test_refused(name: str, tmp_path: Path) -> None:
     assert "\n" not in message
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma2", {"sliding_window": 0}, "its sliding_attention layers have sliding_window 0"),
+        (
+            "llama4",
+            {"attention_chunk_size": None},
+            "its chunked_attention layers have attention_chunk_size None",
+        ),
+        ("llama4", {"attention_chunk_size": -8}, "its chunked_attention layers have attention_chunk_size -8"),
+    ],
+)
+def test_layers_that_see_nothing_are_refused_before_weights_are_read(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{reason}, which must be 1 or more"):
+        load_model(str(tmp_path))
+
+
+def test_layers_that_are_not_known_are_named_with_what_they_would_need(tmp_path: Path) -> None:
+    tf.DeepseekV32Config(**_SIZES).save_pretrained(tmp_path)
+    reason = (
+        r"its indexed_attention layers are not plain attention \(the first is layer 0\); they would need a cache of "
+        "what their indexer keeps"
+    )
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(tmp_path))
 
 
 def tiny_llama() -> Any:

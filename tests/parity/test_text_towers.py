@@ -140,52 +140,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     **{
         family: partial(whole_tower, family)
         for family in (
-            *(
-                "aria",
-                "aya_vision",
-                "cohere2_vision",
-                "deepseek_vl",
-                "deepseek_vl_hybrid",
-                "emu3",
-                "exaone4_5",
-            ),
-            *(
-                "fuyu",
-                "glm46v",
-                "glm4v",
-                "glm4v_moe",
-                "glm_ocr",
-                "glmasr",
-                "glmga",
-                "got_ocr2",
-                "granite4_vision",
-            ),
-            *(
-                "granite_docling",
-                "hunyuan_vl",
-                "hyperclovax_vision_v2",
-                "idefics2",
-                "janus",
-                "kimi_k25",
-                "lfm2_vl",
-            ),
-            *("lighton_ocr", "llava_next_video", "llava_onevision", "moss_transcribe_diarize", "ovis2"),
-            *(
-                "paddleocr_vl",
-                "pp_chart2table",
-                "qianfan_ocr",
-                "qwen2_5_omni_thinker",
-                "qwen2_audio",
-                "qwen3_asr",
-            ),
-            *(
-                "qwen3_omni_moe_thinker",
-                "qwen3_vl_moe",
-                "video_llama_3",
-                "video_llava",
-                "vipllava",
-                "voxtral",
-            ),
+            *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid"),
+            *("emu3", "exaone4_5", "fuyu", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr"),
+            *("glmga", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl"),
+            *("hyperclovax_vision_v2", "idefics2", "janus", "kimi_k25", "lfm2_vl", "lighton_ocr"),
+            *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6"),
+            *("moss_transcribe_diarize", "ovis2", "paddleocr_vl", "pp_chart2table"),
+            *("qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_audio", "qwen3_5", "qwen3_5_moe"),
+            *("qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "video_llama_3"),
+            *("video_llava", "vipllava", "voxtral"),
         )
     },
 }
@@ -204,9 +167,9 @@ def test_text_has_the_whole_models_logits(family: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = whole(input_ids=torch.tensor([TEXT])).logits[0]
     lm = load_model(str(tmp_path))
-    pool = KVPool(lm.shapes, len(TEXT), lm.dtype, lm.device)
+    pool, slots = lm.trial_cache(len(TEXT))
     chunks = [
-        RowGroup(pool.slots, begin, TEXT[begin : begin + 8], range(8)) for begin in range(0, len(TEXT), 8)
+        RowGroup(slots, begin, TEXT[begin : begin + 8], range(8), owner=0) for begin in range(0, len(TEXT), 8)
     ]
     ours = torch.cat([lm.forward([chunk], pool).logits for chunk in chunks])
     assert (ours - expected).abs().max() < 1e-4 * expected.std()

@@ -34,6 +34,22 @@ _LLAMA3_ROPE: dict[str, Any] = {
 }
 """Some frequencies are kept, some divided, and some lie between; texts are as long as what they are scaled from."""
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_SHARING = ["sliding_attention", "full_attention"] * 3
+"""Six layers, of which the last two read what the third and the fourth store."""
+_GEMMA4: dict[str, Any] = {
+    **_HEADS_OF_8,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_SHARED: dict[str, Any] = {
+    **_GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": _SHARING,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB,
+}
 _FALCON: dict[str, Any] = sizes(32, 3, 4, vocab=VOCAB, alibi=False, bos=1, eos=None)
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -119,6 +135,32 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         no_rope_layers=[1, 1, 0],
         attention_chunk_size=2 * WINDOW,
         floor_scale=3,
+    ),
+    "gemma3n": lambda: tf.Gemma3nTextConfig(
+        **{key: _GEMMA4_SHARED[key] for key in _GEMMA4_SHARED if key != "global_head_dim"}
+        | {"hidden_size_per_layer_input": 8, "final_logit_softcapping": 20.0},
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.5, *[0.0] * 5],
+    ),
+    "gemma4": lambda: tf.Gemma4TextConfig(
+        **_GEMMA4, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=20.0
+    ),
+    "gemma4-shared": lambda: tf.Gemma4TextConfig(
+        **_GEMMA4_SHARED | {"hidden_size_per_layer_input": 8}, use_double_wide_mlp=True
+    ),
+    "gemma4-experts": lambda: tf.Gemma4TextConfig(
+        **_GEMMA4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
+    "gemma4-unified": lambda: tf.Gemma4UnifiedTextConfig(
+        **{key: _GEMMA4[key] for key in _GEMMA4 if key != "hidden_size_per_layer_input"},
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
     ),
     "phi": lambda: tf.PhiConfig(**_SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: tf.Phi3Config(**_SHAPE, sliding_window=WINDOW),
@@ -268,6 +310,15 @@ RECURRENT: dict[str, Callable[[], Any]] = {
         **_SHAPE, **_MAMBA2, layer_types=["mamba", "attention", "mamba"], num_local_experts=4
     ),
     "falcon-h1": lambda: tf.FalconH1Config(**_HEADS_OF_8, **_MAMBA2, mamba_d_ssm=64),
+    "minimax": lambda: tf.MiniMaxConfig(
+        **_HEADS_OF_8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        block_size=8,
+        num_local_experts=4,
+    ),
+    "recurrent-gemma": lambda: tf.RecurrentGemmaConfig(
+        **{**_HEADS_OF_8, "num_key_value_heads": 1}, lru_width=32, attention_window_size=WINDOW
+    ),
 }
 """Families with recurrent layers: all of them, beside attention, or in the same layer."""
 
@@ -308,11 +359,37 @@ LIKE_OTHERS: dict[str, Callable[[], Any]] = {
         embedding_multiplier=2.0,
         logits_scaling=2.0,
     ),
+    "nemotron": lambda: tf.NemotronConfig(**_SHAPE),
+    "stablelm": lambda: tf.StableLmConfig(**_SHAPE, use_qkv_bias=True),
+    "hunyuan-moe": lambda: tf.HunYuanMoEV1Config(
+        **_HEADS_OF_8, num_experts=4, moe_topk=2, num_shared_expert=1
+    ),
+    "gptj": lambda: tf.GPTJConfig(**_GPT2, rotary_dim=4),
+    "codegen": lambda: tf.CodeGenConfig(**_GPT2, rotary_dim=4),
+    "gpt-neox-japanese": lambda: tf.GPTNeoXJapaneseConfig(
+        **{key: value for key, value in _NEOX.items() if key != "intermediate_size"},
+        intermediate_multiple_size=2,
+    ),
+    "xglm": lambda: tf.XGLMConfig(
+        vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=3, attention_heads=4, max_position_embeddings=128
+    ),
     "olmoe-clipped": lambda: tf.OlmoeConfig(
         **_SHAPE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.5
     ),
 }
 """Families whose modules are those of a family above, or nearly so: fewer tests look at them."""
+
+NOT_FUSED = (
+    "olmoe-clipped",
+    "nemotron",
+    "stablelm",
+    "hunyuan-moe",
+    "gptj",
+    "codegen",
+    "gpt-neox-japanese",
+    "xglm",
+)
+"""Those of `LIKE_OTHERS` that run layer by layer."""
 
 
 def randomise(model: Any, seed: int = 0, scale: float = 1.5) -> None:
@@ -327,6 +404,9 @@ def randomise(model: Any, seed: int = 0, scale: float = 1.5) -> None:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 def save_tiny(config: Any, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

@@ -260,7 +260,11 @@ class Engine:
             drafts = self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
             choose = self._choose if self.verifier.walks else None
-            return self.runner.launch(plan.scheduled, drafts, choose)
+            try:
+                return self.runner.launch(plan.scheduled, drafts, choose)
+            except BaseException:
+                self.runner.take_back(plan.scheduled)
+                raise
 
     def _finish(self, flight: InFlight) -> None:
         """Wait for a step, and have it verified."""

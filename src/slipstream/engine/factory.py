@@ -182,7 +182,7 @@ def _planned(
         sum(each.traits.kv_bytes_per_token for each in drafters) + feature_bytes,
         drafter.traits.max_nodes,
         recorded=recorded_passes(config, models, drafter.traits.max_nodes, feature_bytes),
-        held_bytes=states_bytes(config, models, drafter.traits.max_nodes),
+        held_bytes=states_bytes(config, [model, *drafting], drafter.traits.max_nodes),
     )
     plan = with_passes(plan, config, models, drafter.traits)
     logger.info("memory: %s", plan)

@@ -124,11 +124,11 @@ def plan_memory(
         raise CapacityError(
             f"{format_bytes(allowed)}{_beside(recorded)} hold the keys and values of {num_slots} tokens, "
             f"too few for a request of {needed}; set {limit}kv_cache_bytes to at least "
-            f"{_mebibytes(needed + unit, per_token)} MiB"
+            f"{_mebibytes(needed + unit, per_token, held_bytes)} MiB"
         )
     if longest < alone:
         what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
-        _warn_of_shorter_texts(config, what, longest, _mebibytes(max_model_len + unit, per_token))
+        _warn_of_shorter_texts(config, what, longest, _mebibytes(max_model_len + unit, per_token, held_bytes))
     elif longest < max_model_len:
         logger.warning(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
@@ -203,9 +203,9 @@ def _warn_of_shorter_texts(config: EngineConfig, what: str, longest: int, needed
     logger.warning("%s; for texts that end alike %s", what, advice)
 
 
-def _mebibytes(num_tokens: int, bytes_per_token: int) -> int:
-    """What so many tokens need."""
-    return math.ceil(num_tokens * bytes_per_token / 2**20)
+def _mebibytes(num_tokens: int, bytes_per_token: int, held_bytes: int) -> int:
+    """What so many tokens need beside what states hold."""
+    return math.ceil((num_tokens * bytes_per_token + held_bytes) / 2**20)
 
 
 def _allowed_bytes(

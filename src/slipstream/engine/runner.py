@@ -60,13 +60,16 @@ class ModelRunner:
                 sequence.num_computed, item.is_entered = end, True
 
     def take_back(self, items: Seq[StepItem]) -> None:
-        """Undo `enter`: the pass has failed."""
+        """The pass has failed, so none of its entries are valid. States of recurrent layers may go back further."""
         for item in items:
+            sequence, accounting = item.sequence, self.cache.accounting
+            if sequence.id not in accounting:
+                continue
             if item.is_entered:
-                sequence = item.sequence
                 sequence.num_computed -= item.num_rows
-                self.cache.accounting.truncate(sequence.id, sequence.num_computed)
                 item.is_entered = False
+            accounting.truncate(sequence.id, sequence.num_computed)
+            sequence.num_computed = accounting.num_valid(sequence.id)
 
     def _choices(
         self, items: Seq[StepItem], groups: Seq[RowGroup], choose: Choose | None

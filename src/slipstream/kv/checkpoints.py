@@ -42,8 +42,8 @@ class _Prompt:
     token_ids: Sequence[int]
     wanted: set[int]
     """Lengths of the text at which a copy is wanted."""
-    made: list[StateCopy] = field(default_factory=list)
-    """Copies of a pass that is not known to have succeeded."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Slots of copies of a pass that is not known to have come to its end, and the tokens that each has seen."""
 
 
 class StateAccounting(SlotAccounting):
@@ -58,7 +58,7 @@ class StateAccounting(SlotAccounting):
         self._prompts: dict[int, _Prompt] = {}
         self._checkpoints: dict[int, StateCopy] = {}
         """By slot, the least recently used one first."""
-        states.copy_slot = self._copy_slot
+        states.copies = self
 
     @property
     def num_owners(self) -> int:
@@ -114,12 +114,14 @@ class StateAccounting(SlotAccounting):
     def commit(self, owner: int, token_ids: Sequence[int]) -> None:
         self._slots.commit(owner, token_ids)
         prompt = self._prompts[owner]
-        for made in prompt.made:
-            self._checkpoints[made.slot] = made
-        prompt.made = []
+        if prompt.made:
+            text = self._slots.token_ids(owner)  # that of the prompt, unless it was changed since
+            for slot, length in prompt.made.items():
+                self._checkpoints[slot] = StateCopy(prompt.tenant, list(text[:length]), slot)
+            prompt.made = {}
 
     def truncate(self, owner: int, num_tokens: int) -> None:
-        self._drop_unproven(owner)
+        self.begin(owner)
         num_tokens = min(num_tokens, self._slots.num_valid(owner))
         if not self._states.length(owner) <= num_tokens <= self._states.num_known(owner):
             self._go_back(owner, num_tokens)
@@ -154,7 +156,7 @@ class StateAccounting(SlotAccounting):
         return best
 
     def close(self, owner: int, retain: bool = True) -> None:
-        self._drop_unproven(owner)
+        self.begin(owner)
         token_ids = list(self._slots.token_ids(owner))
         prompt = self._prompts.pop(owner)
         slot, length = self._states.close(owner)
@@ -181,24 +183,33 @@ class StateAccounting(SlotAccounting):
             self._states.free_slots.append(self._checkpoints.pop(next(iter(self._checkpoints))).slot)
         return True
 
-    def _copy_slot(self, owner: int, length: int) -> int | None:
-        """See `StatePool.copy_slot`."""
+    def slot_for(self, owner: int, length: int) -> int | None:
         prompt = self._prompts.get(owner)
         if prompt is None or length not in prompt.wanted:
             return None
-        token_ids = list(prompt.token_ids[:length])
-        same = self._longest(prompt.tenant, token_ids)
-        if (same is not None and len(same.token_ids) == length) or not self._make_room():
+        text = prompt.token_ids[:length]
+        same = self._longest(prompt.tenant, list(text))
+        if (same is not None and len(same.token_ids) == length) or self._is_made(prompt.tenant, text):
             return None
-        made = StateCopy(prompt.tenant, token_ids, self._states.free_slots.pop())
-        prompt.made.append(made)
-        return made.slot
+        if not self._make_room():
+            return None
+        slot = self._states.free_slots.pop()
+        prompt.made[slot] = length
+        return slot
 
-    def _drop_unproven(self, owner: int) -> None:
-        """Forget copies of a pass that has not committed anything: it may have failed before it made them."""
-        prompt = self._prompts[owner]
-        self._states.free_slots += [made.slot for made in prompt.made]
-        prompt.made = []
+    def _is_made(self, tenant: str, text: Sequence[int]) -> bool:
+        """Whether a pass at hand makes a copy behind this text."""
+        return any(
+            prompt.tenant == tenant and length == len(text) and prompt.token_ids[:length] == text
+            for prompt in self._prompts.values()
+            for length in prompt.made.values()
+        )
+
+    def begin(self, owner: int) -> None:
+        prompt = self._prompts.get(owner)
+        if prompt is not None and prompt.made:
+            self._states.free_slots += prompt.made
+            prompt.made = {}
 
     def clear(self) -> None:
         self._slots.clear()
@@ -210,7 +221,7 @@ class StateAccounting(SlotAccounting):
 
     def integrity(self) -> list[str]:
         faults = [*self._slots.integrity(), *self._states.integrity()]
-        unproven = [made.slot for prompt in self._prompts.values() for made in prompt.made]
+        unproven = [slot for prompt in self._prompts.values() for slot in prompt.made]
         slots = [*self._states.free_slots, *self._checkpoints, *unproven]
         if len(set(slots)) != len(slots):
             faults.append("a copy of states lies in a slot that another has, or that is free")

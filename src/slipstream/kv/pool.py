@@ -22,9 +22,11 @@ class LayerShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    source: int | None = None
+    """Number of the earlier layer whose entries it reads; None: it has entries of its own."""
 
     def elements(self) -> int:
-        """Numbers stored for one token; a layer that keeps a state instead stores none."""
+        """Numbers of one token, in this layer or in the one that it reads; none where it keeps a state instead."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -37,8 +39,8 @@ class KVPool:
 
     `keys[layer]` is [kv_heads, slots, key_dim]: the entries of a head lie one behind the other, so that attention over
     consecutive slots is one stream through memory. They are rounded to `cache_dtype` once, when they are written; int8
-    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. `features`, [slots, feature_width], are
-    hidden states that a drafter wants kept with them.
+    entries have a float32 scale each, `key_scales[layer]` [kv_heads, slots]. A layer that reads another's entries has
+    that one's tensors. `features`, [slots, feature_width], are hidden states that a drafter wants kept with them.
     """
 
     def __init__(
@@ -61,14 +63,21 @@ class KVPool:
         self.dtype = dtype
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
 
-        key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in shapes]
-        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in shapes]
+        self._sources = [
+            number if shape.source is None else shape.source for number, shape in enumerate(shapes)
+        ]
+        own = [number for number, source in enumerate(self._sources) if source == number]
+        stored = [shapes[number] for number in own]
+        key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in stored]
+        value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in stored]
         scale_sizes = [size[:2] for size in key_sizes] if self.cache_dtype == torch.int8 else []
         self._stacks: list[Tensor] = []
         self.keys = self._by_layer(key_sizes, self.cache_dtype, device)
         self.values = self._by_layer(value_sizes, self.cache_dtype, device)
         self.key_scales = self._by_layer(scale_sizes, torch.float32, device)
         self.value_scales = self._by_layer(scale_sizes, torch.float32, device)
+        for kind in (self.keys, self.values, self.key_scales, self.value_scales):
+            kind[:] = [kind[own.index(source)] for source in self._sources] if kind else []
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
         self.states: StatePool | None = None
         """States of the recurrent layers, of a model that has some; these store no keys and values."""
@@ -97,7 +106,12 @@ class KVPool:
         return [*(stack.movedim(2, 0) for stack in self._stacks if stack.numel()), *features]
 
     def write(self, layer: int, where: slice | Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for."""
+        """Keep the rows' keys and values, [kv_heads, N, dim] each, in the slots that `index` gave `where` for.
+
+        A layer that reads another's entries keeps nothing: they are there.
+        """
+        if self._sources[layer] != layer:
+            return
         if self.cache_dtype == torch.int8:
             key, self.key_scales[layer][:, where] = quantise(key)
             value, self.value_scales[layer][:, where] = quantise(value)
@@ -154,10 +168,16 @@ class KVPool:
         return states + sum(tensor.nbytes for tensor in self.tensors)
 
 
+def runnable(shapes: Sequence[LayerShape], layers: Sequence[int]) -> tuple[int, ...]:
+    """Those of `layers` that can run alone: the ones whose entries are written by one of them."""
+    return tuple(layer for layer in layers if shapes[layer].source in (None, *layers))
+
+
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token costs, scales included."""
-    scales = 2 * sum(shape.num_kv_heads for shape in shapes) if dtype == torch.int8 else 0
-    return sum(shape.elements() for shape in shapes) * dtype.itemsize + scales * torch.float32.itemsize
+    own = [shape for shape in shapes if shape.source is None]
+    scales = 2 * sum(shape.num_kv_heads for shape in own) if dtype == torch.int8 else 0
+    return sum(shape.elements() for shape in own) * dtype.itemsize + scales * torch.float32.itemsize
 
 
 def quantise(entries: Tensor) -> tuple[Tensor, Tensor]:

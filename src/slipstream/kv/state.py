@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kv.walk import OWN_STATE, SequenceRows, Walk
-
-_MOST_LOGGED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +75,26 @@ class _HeldState:
     """The state of one sequence."""
 
     slot: int
-    log_number: int
     length: int = 0
     """Tokens that the state has seen."""
     log: list[int] = field(default_factory=list)
-    """Of each entry behind them, the place of its inputs in the sequence's log."""
+    """Of each entry behind them, the place of its inputs in the log."""
     is_sound: bool = True
     """False while a pass changes the state: one that fails leaves some layers ahead of others."""
 
-    def place(self, place: int) -> int:
-        """A place of this sequence's log among those of all logs, however long they are."""
-        return self.log_number * _MOST_LOGGED + place
+
+class Copies(Protocol):
+    """Who keeps copies of states, see `StateAccounting`."""
+
+    def begin(self, owner: int) -> None:
+        """A pass of this owner begins: copies of one that has not come to its end hold nothing."""
+
+    def slot_for(self, owner: int, length: int) -> int | None:
+        """The slot for a copy of the state that has seen this many of the owner's tokens; None for no copy."""
 
 
 class StatePool:
-    """States of the recurrent layers of one model, in a bounded number of slots, and the logs of running sequences.
+    """States of the recurrent layers of one model, in a bounded number of slots, and the log of running sequences.
 
     An *owner* is the id of a running sequence, as for `SlotAccounting`. Slots that no owner has are for copies, see
     `StateAccounting`.
@@ -107,13 +110,11 @@ class StatePool:
         self._states = torch.empty(num_owners + num_copies, width, device=device)
         self._firsts = self._columns(StateShape.elements)
         self._first_inputs = self._columns(lambda shape: shape.num_inputs)
-        self._log = torch.empty(num_owners, num_logged, self._num_inputs, device=device)
+        self._log = torch.empty(num_owners * num_logged, self._num_inputs, device=device)
+        self._free_places = list(range(len(self._log)))
         self.free_slots = list(range(num_owners + num_copies))
-        self._free_logs = list(range(num_owners))
         self._held: dict[int, _HeldState] = {}
-        self.copy_slot: Callable[[int, int], int | None] = lambda owner, length: None
-        """Asked for each length of an owner's text that the state arrives at in a pass: the slot that a copy of it is
-        to go to, or None."""
+        self.copies: Copies | None = None
 
     def _columns(self, size: Callable[[StateShape], int]) -> list[int]:
         """Where each layer's numbers begin among those of all layers."""
@@ -136,16 +137,17 @@ class StatePool:
     def open(self, owner: int) -> bool:
         """Give `owner` a slot; what is in it counts only once `restore` has put a state there. False where all owners'
         places are taken."""
-        if not self._free_logs or not self.free_slots:
+        if len(self._held) == self.num_owners or not self.free_slots:
             return False
-        self._held[owner] = _HeldState(self.free_slots.pop(), self._free_logs.pop())
+        self._held[owner] = _HeldState(self.free_slots.pop())
         return True
 
     def restore(self, owner: int, slot: int, length: int) -> None:
         """Begin `owner`'s state with a copy of the one in `slot`, which has seen `length` tokens."""
+        self.reset(owner)
         held = self._held[owner]
         self._states[held.slot] = self._states[slot]
-        held.length, held.log, held.is_sound = length, [], True
+        held.length = length
 
     def length(self, owner: int) -> int:
         """How many tokens `owner`'s state has seen; entries behind them are in its log. 0 where a pass that failed has
@@ -169,7 +171,14 @@ class StatePool:
     def reset(self, owner: int) -> None:
         """Forget what `owner`'s state has seen."""
         held = self._held[owner]
-        held.length, held.log, held.is_sound = 0, [], True
+        self._relog(held, [])
+        held.length, held.is_sound = 0, True
+
+    def _relog(self, held: _HeldState, places: list[int]) -> None:
+        """The entries behind a state are in these places now; others that it had are free."""
+        kept = set(places)
+        self._free_places += [place for place in held.log if place not in kept]
+        held.log = places
 
     def gather(self, owner: int, first: int, kept: Sequence[int]) -> None:
         """As `KVPool.gather`: row `kept[i]` of those behind the entry `first` becomes entry `first + i`."""
@@ -177,13 +186,13 @@ class StatePool:
         final = max(held.length - first, 0)  # rows that the state has seen: they stay where they are
         begin = first + final - held.length
         behind = held.log[begin:]
-        held.log[begin:] = [behind[row - final] for row in kept[final:]]
+        self._relog(held, [*held.log[:begin], *(behind[row - final] for row in kept[final:])])
 
     def close(self, owner: int) -> tuple[int, int]:
         """End `owner`'s claim; returns its slot, which is not free yet, and how many tokens the state has seen."""
         length = self.length(owner)
         held = self._held.pop(owner)
-        self._free_logs.append(held.log_number)
+        self._relog(held, [])
         return held.slot, length
 
     def fill(self, number: float) -> None:
@@ -192,21 +201,18 @@ class StatePool:
         self._log.fill_(number)
 
     def memory_bytes(self) -> int:
-        """Bytes of states and logs, used or not."""
+        """Bytes of states and log, used or not."""
         return int(self._states.nbytes + self._log.nbytes)
 
     def integrity(self) -> list[str]:
         """Violated invariants; empty when there are none."""
         slots = [held.slot for held in self._held.values()] + self.free_slots
-        logs = [held.log_number for held in self._held.values()] + self._free_logs
         faults = []
         if len(set(slots)) != len(slots):
             faults.append("two owners hold one state, or a state that is free")
-        if sorted(logs) != list(range(self.num_owners)):
-            faults.append("logs of states are held twice, or lost")
-        for owner, held in self._held.items():
-            if len(set(held.log)) != len(held.log):
-                faults.append(f"the log of {owner} has two entries in one place")
+        places = [place for held in self._held.values() for place in held.log] + self._free_places
+        if sorted(places) != list(range(len(self._log))):
+            faults.append("places of the log are held twice, or lost")
         return faults
 
     # --- a pass -----------------------------------------------------------------------------------------------
@@ -224,6 +230,8 @@ class StatePool:
                 )
             if owner not in self._held and (group.num_past or not self.open(owner)):
                 raise ValueError(f"there is no state of sequence {owner} for its {group.num_past} entries")
+            if self.copies is not None:
+                self.copies.begin(owner)
             self._add_steps(walk, owner, group, first_row)
             owners.append(owner)
             first_row += len(group.token_ids)
@@ -232,7 +240,7 @@ class StatePool:
     def _add_steps(self, walk: Walk, owner: int, group: SequenceRows, first_row: int) -> None:
         held = self._held[owner]
         if group.num_past == 0:
-            held.length, held.log, held.is_sound = 0, [], True
+            self.reset(owner)
             self._states[held.slot] = 0
         past, num_stored = group.num_past - held.length, len(group.stored_positions)
         if not held.is_sound or past < 0 or len(held.log) < past + num_stored:
@@ -245,41 +253,37 @@ class StatePool:
         num_chain = num_rows if group.tail_seen is None else group.num_chain
         # The last certain entry stays in the log: drafters feed it again.
         num_final = min(max(group.num_certain - 1 - held.length, 0), past + num_chain)
-        places = [-1 - held.place(place) for place in committed]
-        entries = [*places, *range(first_row, first_row + num_chain)]
+        entries = [*(-1 - place for place in committed), *range(first_row, first_row + num_chain)]
         last = -1
         for place, given in enumerate(entries[:num_final]):
             last = walk.step(given, last, OWN_STATE, OWN_STATE)
-            slot = self.copy_slot(owner, held.length + place + 1)
+            slot = None if self.copies is None else self.copies.slot_for(owner, held.length + place + 1)
             if slot is not None:
                 walk.copies[last] = slot
         last = walk.chain(entries[num_final:], last, OWN_STATE, OWN_STATE + 1)
         if group.tail_seen is not None:
-            tail = [-1 - held.place(place) for place in stored]
+            tail = [-1 - place for place in stored]
             tail += range(first_row + num_chain, first_row + num_rows)
             walk.tree(tail, group.tail_seen, last, min(len(entries) - num_final, 1))
         walk.end(held.slot)
         rows = range(first_row + max(num_final - past, 0), first_row + num_rows)
-        self._log_rows(walk, held, [*committed[num_final:], *stored], rows)
+        self._relog(held, [*committed[num_final:], *stored])
+        places = self._take_places(len(rows))
+        walk.logged.update(zip(rows, places, strict=True))
+        held.log = [*held.log, *places]
         held.length += num_final
         held.is_sound = False
 
-    def _log_rows(self, walk: Walk, held: _HeldState, kept: list[int], rows: range) -> None:
-        """Find places in the log for the rows that are not final, beside those of the entries that stay."""
-        needed = len(kept) + len(rows)
-        if needed > self._log.shape[1]:
-            self._grow(needed)
-        used = set(kept)
-        free = [place for place in range(needed) if place not in used][: len(rows)]
-        walk.logged.update({row: held.place(place) for row, place in zip(rows, free, strict=True)})
-        held.log = [*kept, *free]
+    def _take_places(self, number: int) -> list[int]:
+        """Free places of the log. Those that this pass still reads may be among them: a layer reads before it writes.
 
-    def _grow(self, num_logged: int) -> None:
-        grown = self._log.new_empty(
-            self.num_owners, max(num_logged, 2 * self._log.shape[1]), self._num_inputs
-        )
-        grown[:, : self._log.shape[1]] = self._log
-        self._log = grown
+        A prediction or a drafted step may have more rows than were planned for; the log then grows by these.
+        """
+        missing = number - len(self._free_places)
+        if missing > 0:
+            self._free_places += range(len(self._log), len(self._log) + missing)
+            self._log = torch.cat([self._log, self._log.new_empty(missing, self._num_inputs)])
+        return [self._free_places.pop() for _ in range(number)]
 
     def states(self, layer: int) -> list[Tensor]:
         """The tensors of a layer's states, each [slots, ...]: views."""
@@ -291,9 +295,9 @@ class StatePool:
         return views
 
     def log(self, layer: int) -> Tensor:
-        """[owners, places, inputs]: a view of a layer's logs."""
+        """[places, inputs]: a view of a layer's part of the log."""
         first = self._first_inputs[layer]
-        return self._log[:, :, first : first + self.shapes[layer].num_inputs]
+        return self._log[:, first : first + self.shapes[layer].num_inputs]
 
     def finish(self, owners: Sequence[int]) -> None:
         """A pass has changed the states of these owners in all layers."""
@@ -308,16 +312,25 @@ class StatePass:
         self.walk = walk
         self._pool, self._owners = pool, owners
         given = np.array(walk.inputs, np.int64)
-        of_rows = given >= 0
-        self._places = _places(-1 - given[~of_rows])
-        self._row_steps = np.empty(num_rows, np.int64)
-        self._row_steps[given[of_rows]] = np.flatnonzero(of_rows)
+        is_row = given >= 0
+        row_steps = np.zeros(num_rows, np.int64)
+        row_steps[given[is_row]] = np.flatnonzero(is_row)
+        logged = np.array([*walk.logged.items()], np.int64).reshape(-1, 2)
+        # Of each step its row, or its place among those of the log behind all rows; or the place behind the rows.
+        order = np.where(is_row, given, num_rows - 1 + np.cumsum(~is_row))
+        or_none = np.where(is_row, given, num_rows)
         self._is_plain = len(given) == num_rows and bool((given == np.arange(num_rows)).all())
-        self._of_rows = (np.flatnonzero(of_rows), given[of_rows])
-        self._of_log = np.flatnonzero(~of_rows)
-        self._logged_rows = np.fromiter(walk.logged, np.int64)
-        self._logged_places = _places(np.fromiter(walk.logged.values(), np.int64))
+        self._row_steps, self._order, self._or_none = map(self._index, (row_steps, order, or_none))
+        self._replayed = self._index(-1 - given[~is_row])
+        self._logged_rows, self._logged_places = (
+            self._index(logged[:, 0]),
+            self._index(logged[:, 1]),
+        )
         self._taps: dict[int, NDArray[np.int64]] = {}
+
+    def _index(self, numbers: NDArray[np.int64]) -> Tensor:
+        """For many uses: PyTorch copies what is no tensor of its own with every one."""
+        return torch.from_numpy(numbers).to(self._pool.device)
 
     @property
     def num_steps(self) -> int:
@@ -332,23 +345,19 @@ class StatePass:
         log, rows = self._pool.log(layer), rows.float()
         steps = rows
         if not self._is_plain:
-            steps = rows.new_empty(self.num_steps, rows.shape[1])
-            steps[self._of_rows[0]] = rows[self._of_rows[1]]
-            steps[self._of_log] = log[self._places]
-        log[self._logged_places] = rows[self._logged_rows]
+            steps = torch.cat([rows, log.index_select(0, self._replayed)]).index_select(0, self._order)
+        log.index_copy_(0, self._logged_places, rows.index_select(0, self._logged_rows))
         return steps
 
     def steps(self, rows: Tensor) -> Tensor:
         """[rows, ...] -> [steps, ...]: those of the steps that are rows, and zeros."""
         if self._is_plain:
             return rows
-        steps = rows.new_zeros(self.num_steps, *rows.shape[1:])
-        steps[self._of_rows[0]] = rows[self._of_rows[1]]
-        return steps
+        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]).index_select(0, self._or_none)
 
     def of_rows(self, steps: Tensor) -> Tensor:
         """[steps, ...] -> [rows, ...]: what the steps made of the rows."""
-        return steps if self._is_plain else steps[self._row_steps]
+        return steps if self._is_plain else steps.index_select(0, self._row_steps)
 
     def finish(self) -> None:
         """All layers have gone the walk."""
@@ -363,17 +372,17 @@ class StatePass:
         [steps, channels], weight [channels, taps], bias [channels] -> [steps, channels].
         """
         taps = weight.shape[1]
-        read = self._taps_of(taps)
+        read = self.taps(taps)
         slots = self.walk.slots
         all_inputs = torch.cat([inputs, window[slots].reshape(-1, inputs.shape[1])])
         output = torch.zeros_like(inputs) if bias is None else bias.float().expand_as(inputs)
         for tap in range(taps):
             output = output + all_inputs[read[:, tap]] * weight[:, tap].float()
-        for step, slot in self._kept_windows():
+        for step, slot in self.kept_windows():
             window[slot] = all_inputs[read[step, 1:]]
         return output
 
-    def _kept_windows(self) -> Iterator[tuple[int, int]]:
+    def kept_windows(self) -> Iterator[tuple[int, int]]:
         """The steps behind which a window is kept, and the slot of each."""
         walk = self.walk
         yield from walk.copies.items()
@@ -383,7 +392,7 @@ class StatePass:
             if num_final:
                 yield walk.first_steps[number] + num_final - 1, slot
 
-    def _taps_of(self, taps: int) -> NDArray[np.int64]:
+    def taps(self, taps: int) -> NDArray[np.int64]:
         """[steps, taps]: the inputs that each step convolves, its own last. Behind the inputs of the steps are those
         of the sequences' windows."""
         if taps not in self._taps:
@@ -400,8 +409,3 @@ class StatePass:
                 read[:, tap] = before[read[:, tap + 1]]
             self._taps[taps] = read
         return self._taps[taps]
-
-
-def _places(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The log, and the place in it, of each."""
-    return numbers // _MOST_LOGGED, numbers % _MOST_LOGGED

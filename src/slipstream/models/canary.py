@@ -30,7 +30,7 @@ from slipstream.models.attention.base import (
     first_seen,
 )
 from slipstream.models.attention.counted import AskedCache, is_told
-from slipstream.models.attention.hook import slipstream_attention
+from slipstream.models.attention.hook import leading_to, slipstream_attention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu.layer_trial import LayerTrial
@@ -71,6 +71,8 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
     probe = LayerProbe()
     with unread(model) as used, contextlib.nullcontext() if mixers is None else mixers.probing():
         logits = _run_probe(model, backend, probe)
+    if not probe.shapes.keys() <= set(range(num_layers)):
+        raise unsupported(model.config, "one attention serves several of its layers and is not told which")
     recurrent = set() if mixers is None else mixers.layers
     known = {*probe.shapes, *recurrent, *layers_without_state(model.config)}
     if known != set(range(num_layers)):
@@ -93,14 +95,15 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
 def _check_counting(model: Any, backend: AttentionBackend) -> None:
     """Raise `UnsupportedModelError` for layers that ask a cache where their rows are, if they are not told."""
     cache = AskedCache()
-    with contextlib.suppress(Exception), unread(model), torch.inference_mode():
+    probe = LayerProbe()
+    with contextlib.suppress(Exception), unread(model), leading_to(probe), torch.inference_mode():
         # One that takes no cache asks none.
         model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],
             use_cache=False,
             past_key_values=cache,
-            **backend.probe_arguments(LayerProbe()),
+            **backend.probe_arguments(probe),
         )
     if cache.was_asked and not is_told(model):
         raise unsupported(
@@ -146,7 +149,8 @@ class StockPass:
         self.weights = WeightCheck(lm.config, lm.weight_format)
         self.layers: LayerCheck | None = None
         if trial is not None:
-            self.layers = LayerCheck(lm.config, trial, lm.shapes, self.weights, self._far)
+            tokens = lm.trial_tokens()
+            self.layers = LayerCheck(lm.config, trial, lm.shapes, self.weights, tokens, self._far)
         self._head = lm.model.get_output_embeddings()
 
     def run(self) -> bool:
@@ -213,7 +217,10 @@ class StockPass:
         lm, count, expected = self._lm, NUM_TRIAL_ROWS, self.layers.states[0]  # [tokens, hidden]
         pool, slots = lm.trial_cache(count)
         rows = ForwardBatch([RowGroup(slots, 0, lm.trial_tokens(), [])])
-        hidden = executor.forward(rows, pool, [0], []).hidden
+        wanted = [0] if self.layers.given[0] is None else [0, -1]
+        hidden = executor.forward(rows, pool, wanted, []).hidden
+        if -1 in hidden:
+            self.layers.check_packed_inputs(hidden[-1])
         fitted = lm.weight_format.of_head().weight_error or 0.0
         rounded = 0.02 if lm.stored_bits else 0.0  # zeros of groups, see `WeightCheck`
         bound = TOLERANCE[torch.float32]
@@ -362,7 +369,7 @@ def _run_probe(
     model: Any, backend: AttentionBackend, probe: LayerProbe, passes: str = "a pass without a cache"
 ) -> Tensor:
     """Logits of the second of two rows."""
-    with refusing(model, passes), torch.inference_mode():
+    with refusing(model, passes), leading_to(probe), torch.inference_mode():
         output = model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],

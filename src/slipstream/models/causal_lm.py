@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
-from slipstream.kv.pool import KVPool
+from slipstream.kv.pool import KVPool, runnable
 from slipstream.kv.slots import SlotMap
 from slipstream.kv.state import StatePool, StateRoom
 from slipstream.models.batch import ForwardBatch
@@ -189,22 +190,27 @@ class CausalLM(ModelIdentity):
     ) -> ForwardBatch:
         """The rows of a pass over these layers, which are checked."""
         if layers is not None:
-            self.check_layers()
             in_order = all(a < b for a, b in pairwise([-1, *layers, self.num_layers]))
             if not in_order or not layers or hidden_layers:
                 raise ValueError(
                     f"layers {list(layers)} of {self.num_layers} with taps {list(hidden_layers)}"
                 )
+            self.check_layers(layers)
         return ForwardBatch(groups)
 
-    def check_layers(self) -> None:
-        """Raise `ConfigError` where this model cannot run some of its layers alone."""
+    def check_layers(self, layers: Sequence[int] = ()) -> None:
+        """Raise `ConfigError` where this model cannot run some of its layers alone, or not just `layers`."""
         if not self._runs_layers:
             token_ids = self.trial_tokens()
             pool, slots = self.trial_cache(len(token_ids))
             trial = ForwardBatch([RowGroup(slots, 0, token_ids, range(len(token_ids)))])
             self.executor.check_layers(trial, pool)
             self._runs_layers = True
+        for layer in set(layers).difference(runnable(self.shapes, layers)):
+            raise ConfigError(
+                f"layer {layer} of this {self.family} model reads the keys and values of layer "
+                f"{self.shapes[layer].source}: run both, or leave out layer {layer} too"
+            )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., hidden]: the embeddings, as the model itself reads them."""

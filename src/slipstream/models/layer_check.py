@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.kv.pool import LayerShape
-from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.kv.pool import KVPool, LayerShape
+from slipstream.models.cpu.layer_trial import NUM_TRIAL_LAYERS, LayerTrial
 from slipstream.models.cpu.pages import forget, trim_heap
 from slipstream.models.cpu.structs import LayerStruct, NormStruct
+from slipstream.models.families.inputs import GivenInputs
 from slipstream.models.families.parts import LayerParts, outputs
 from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.rows import RowGroup
 from slipstream.models.support import unsupported
 from slipstream.models.trial import num_trial_slots, trial_passes
 from slipstream.models.weight_check import WeightCheck
@@ -36,7 +39,32 @@ _HEAD_OUTPUTS = 512
 _NUM_TIES = 3
 """Rows of a layer with experts that may be wrong: a near-tie of its router may send a row to another expert."""
 
-_NORMS = ("attention_norm", "mlp_norm", "attended_norm", "mlp_out_norm", "query_norm", "key_norm")
+_VECTORS = {
+    **{
+        name: name
+        for name in (
+            *("attention_norm", "mlp_norm", "attended_norm", "mlp_out_norm", "query_norm", "key_norm"),
+            *("sinks",),
+        )
+    },
+    "inputs.norm": "input_norm",
+    "beside.router_norm": "mixture.router_norm",
+    "beside.input_norm": "mixture.input_norm",
+    "beside.mlp_out_norm": "mixture.mlp_out_norm",
+    "beside.output_norm": "mixture.output_norm",
+    "beside.scales": "mixture.scales",
+}
+"""What no format rounds: where `LayerParts` has it, and where the struct."""
+_NUMBERS = (
+    "reach",
+    "rotary",
+    "num_kv_heads",
+    "head_dim",
+    "rotary_dim",
+    "projected",
+    "norms_values",
+    "scale",
+)
 
 
 class LayerCheck:
@@ -48,13 +76,20 @@ class LayerCheck:
         trial: LayerTrial,
         shapes: Sequence[LayerShape],
         weights: WeightCheck,
+        tokens: Sequence[int],
         far: Sequence[int],
     ) -> None:
-        """`far` are the positions at which the text is repeated, see `trial_passes`."""
+        """`tokens` are those of the near text, `far` are the positions at which it is repeated, see `trial_passes`."""
         self._config, self._trial, self._shapes, self._weights = config, trial, shapes, weights
-        self._far = far
+        self._tokens, self._far = tokens, far
         self.states: list[Tensor] = []
         """float32 [tokens, hidden]: what each layer is given, and what the last one makes."""
+        self.given: list[GivenInputs | None] = []
+        """What each layer is given besides."""
+        self._pools: dict[int, KVPool] = {}
+        """The entries of layers that others read."""
+        self._inputs: Tensor | None = None
+        """float32 [tokens, layers * width]: `given`, as the kernels compute it."""
         self._rest: list[LayerRest] = []
         self._final_norm: list[bytes | None] = []
 
@@ -105,12 +140,40 @@ class LayerCheck:
         """A layer whose weights are plain numbers, between the last two of `states`."""
         parts = self._trial.family.layer_parts(layer)
         packed = self._trial.pack(number, parts)
+        self._compare_inputs(number, packed)
         errors = self._errors(packed, number)
         if parts.experts is not None:
             errors = errors.sort().values[:-_NUM_TIES]
         self._refuse(f"its layer {number}", errors, _TOLERANCE)
         self._weights.add_layer(parts, was_grouped)
         self._rest.append(LayerRest(packed, parts))
+
+    def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take what the next layer is given besides the states, from the arguments that it is called with."""
+        names = self._trial.family.inputs
+        given = None if names is None else args[1] if len(args) > 1 else kwargs[names.argument]
+        self.given.append(None if given is None else GivenInputs.of(given, NUM_TRIAL_LAYERS))
+
+    def _compare_inputs(self, number: int, packed: LayerStruct) -> None:
+        """Compare what a layer is given besides the states; `packed` is the one that is compared."""
+        given, parts = self.given[number], self._trial.input_parts
+        if given is None or parts is None:
+            return
+        if self._inputs is None:
+            states = self.states[0]
+            tokens = [*self._tokens] * (len(states) // len(self._tokens))
+            self._inputs = self._trial.inputs(parts, tokens, states, packed)
+            self._weights.add_inputs(parts)
+        ours, theirs = self._inputs.view(len(self._inputs), -1, given.width)[:, number], given.of_layer
+        errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+        self._refuse(f"what its layer {number} is given", errors, _TOLERANCE)
+
+    def check_packed_inputs(self, ours: Tensor) -> None:
+        """Compare rows [near tokens, layers * width] that packed weights have given."""
+        given = [each.of_layer for each in self.given if each is not None]
+        theirs = torch.cat(given, dim=1)[: len(ours)]
+        errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+        self._refuse("what its layers are given, as it is packed,", errors.median()[None], _PACKED_TOLERANCE)
 
     def leave(self, layer: nn.Module) -> None:
         """Give back what the comparison of a layer took: its packed copy, and pages of the file that were read."""
@@ -124,12 +187,27 @@ class LayerCheck:
         given, made = self.states[number], self.states[number + 1]
         passes = trial_passes(range(len(given)), len(given) - 1, range(num_trial_slots()), self._far)
         places = [place for each in passes for place in each.places]
-        ours = self._trial.outputs(layer, self._shapes[number], given, [each.groups for each in passes])
+        groups = [each.groups for each in passes]
+        ours = self._trial.outputs(layer, self._pool(number, groups), given, groups, self.given[number])
         added = (made - given)[places].norm(dim=-1)
         # What a layer adds to large states has no more digits than they have.
         size = torch.maximum(added, 1e-3 * made[places].norm(dim=-1)).clamp_min(1e-6)
         errors: Tensor = (ours - made[places]).norm(dim=-1) / size
         return errors
+
+    def _pool(self, number: int, passes: Sequence[Sequence[RowGroup]]) -> KVPool:
+        """What a layer keeps its entries in, or the entries that another one has kept of these passes.
+
+        No pass writes over those of an earlier one.
+        """
+        shape = self._shapes[number]
+        if shape.source is not None:
+            return self._pools[shape.source]
+        last = max(group.slots[-1] for groups in passes for group in groups)
+        pool = KVPool([shape], last + 1, torch.float32, torch.device("cpu"))
+        if any(other.source == number for other in self._shapes):
+            self._pools[number] = pool
+        return pool
 
     def _refuse(self, what: str, errors: Tensor, bound: float) -> None:
         error = float(errors.max())
@@ -146,10 +224,8 @@ class LayerRest:
 
     def __init__(self, layer: LayerStruct, parts: LayerParts) -> None:
         """`layer` is packed of `parts`, and only read here."""
-        norms = {name: getattr(parts, name) for name in _NORMS}
-        self._widths = {name: norm.weight.numel() for name, norm in norms.items() if norm is not None}
-        if parts.sinks is not None:
-            self._widths["sinks"] = parts.sinks.numel()
+        found = {name: _found(parts, name) for name in _VECTORS}
+        self._widths = {name: vector.numel() for name, vector in found.items() if vector is not None}
         self._found = self._of(layer)
 
     def odd_part(self, layer: LayerStruct) -> str | None:
@@ -158,12 +234,21 @@ class LayerRest:
         return next((name for name, value in self._found.items() if found[name] != value), None)
 
     def _of(self, layer: LayerStruct) -> dict[str, Any]:
-        found: dict[str, Any] = {"reach": layer.reach, "rotary": layer.rotary}
-        for name in (*_NORMS, "sinks"):
-            field = getattr(layer, name)
+        found: dict[str, Any] = {name: getattr(layer, name) for name in _NUMBERS}
+        for name, field_name in _VECTORS.items():
+            field = attrgetter(field_name)(layer)
             field = field if isinstance(field, NormStruct) else NormStruct(weight=field)
             found[name] = _numbers(field, self._widths.get(name, 0))
         return found
+
+
+def _found(parts: LayerParts, name: str) -> Tensor | None:
+    """The vector of this name in `_VECTORS`; None where the layer has none."""
+    found: Any = parts
+    for each in name.split("."):
+        found = None if found is None else getattr(found, each)
+    vector: Tensor | None = getattr(found, "weight", found)
+    return vector
 
 
 def _numbers(norm: NormStruct, width: int) -> list[bytes | None]:
@@ -182,7 +267,8 @@ class _Visit:
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs["hidden_states"]
         if self._number == 0:
-            self._check.states = [_flat(given)]
+            self._check.states, self._check.given = [_flat(given)], []
+        self._check.take_inputs(args, kwargs)
         self._grouped = {
             name: part for name, part in layer.named_modules() if isinstance(part, GroupedLinear)
         }

@@ -19,7 +19,7 @@ from slipstream.models.canary import StockPass, check_cache, check_masks, probe_
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, not_kept, open_checkpoint
 from slipstream.models.configuration import meta_model
-from slipstream.models.cpu.native import fingerprint
+from slipstream.models.cpu.native import fingerprint, unavailable
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import (
@@ -57,7 +57,7 @@ from slipstream.models.matrices import (
     widened,
 )
 from slipstream.models.mixers.base import Mixers
-from slipstream.models.mixers.registry import recurrences
+from slipstream.models.mixers.registry import RECURRENCES, recurrences
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.resolve import (
     kept_dtype,
@@ -225,6 +225,7 @@ def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict |
     model_type = source.config.model_type
     if model_type in FAMILIES.names():
         classes.append(FAMILIES.load(model_type))
+    classes += [RECURRENCES.load(name) for name in RECURRENCES.names()]
     settings = {
         "dtype": options.dtype,
         "device": str(choice.device),
@@ -303,7 +304,8 @@ def adapt(
     checked_format(
         options.quantization, model.device, dtype, likely_executor(options.executor, backend).decodes
     )
-    mixers = Mixers(model, recurrences())
+    walks = native and pack and model.device.type == "cpu" and unavailable() is None
+    mixers = Mixers(model, recurrences(), walks)
     with silenced():
         probed = probe_layers(model, backend, mixers)
     backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)

@@ -48,6 +48,15 @@ class WidenedEmbedding(nn.Embedding):
         return nn.functional.embedding(token_ids, self.weight).float()
 
 
+class WidenedScaledEmbedding(WidenedEmbedding):
+    """The same for one that multiplies its rows with a number."""
+
+    scalar_embed_scale: float
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return super().forward(token_ids) * self.scalar_embed_scale
+
+
 def has_only_plain_matrices(model: nn.Module) -> bool:
     """Whether all of a model's matrices are those of plain linear layers and embeddings, linear layers among them.
 
@@ -130,8 +139,9 @@ def resolve_matrices(model: nn.Module, dtype: torch.dtype | None, keeps_narrow: 
         if not all(plain):
             parameter.data = parameter.data.float()
     for module in model.modules():
-        if type(module) is nn.Embedding and module.weight.dtype != torch.float32:
-            module.__class__ = WidenedEmbedding  # it stays the same object, which others may hold
+        if isinstance(module, nn.Embedding) and _is_plain(module) and module.weight.dtype != torch.float32:
+            # It stays the same object, which others may hold.
+            module.__class__ = WidenedScaledEmbedding if _is_scaled(module) else WidenedEmbedding
 
 
 def widen_experts(model: nn.Module) -> None:
@@ -318,7 +328,12 @@ def _holds(dtype: torch.dtype, matrix: Tensor) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.Embedding, WidenedEmbedding)
+    return type(module) in (nn.Linear, nn.Embedding, WidenedEmbedding) or _is_scaled(module)
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Whether it is an embedding of Gemma's kind, which multiplies its rows with a number and does nothing else."""
+    return isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
 
 
 inherited_plan = getattr(PreTrainedModel, "_get_dtype_plan", None)

@@ -176,23 +176,20 @@ class ModelOutline(ModelIdentity):
             linear_bytes=sum(weights for weights, _, _ in sizes),
             scale_bytes=sum(scales for _, scales, _ in sizes),
             embedding_bytes=self._packed_table_bytes()
-            if table is None
-            else 0
-            if read_out
-            else table.numel() * self._itemsize(table),
+            + (0 if table is None or read_out else table.numel() * self._itemsize(table)),
             other_bytes=sum(biases for _, _, biases in sizes)
             + sum(weight.numel() * self._itemsize(weight) for weight in others),
             adapter_bytes=self.executor_type.adapter_bytes(self.model, self.is_native),
         )
 
     def _packed_table_bytes(self) -> int:
-        """Return the bytes of an embedding that the file holds quantised, where it is kept in addition to the output
+        """Return the bytes of embeddings that the file holds quantised, where they are kept in addition to the output
         layer."""
-        table = self.model.get_input_embeddings()
-        if not isinstance(table, StoredEmbedding) or not (self.is_fused or self._is_coded):
+        if not (self.is_fused or self._is_coded):
             return 0
-        is_head = table.linear is self.model.get_output_embeddings()
-        return 0 if is_head else sum(self._group_bytes([table.linear]))
+        tables = [part.linear for part in self.model.modules() if isinstance(part, StoredEmbedding)]
+        head = self.model.get_output_embeddings()
+        return sum(sum(self._group_bytes([table])) for table in tables if table is not head)
 
     @property
     def maps_weights(self) -> bool:

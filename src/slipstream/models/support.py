@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from slipstream.errors import UnsupportedModelError
@@ -28,12 +29,24 @@ _ATTENDING_LAYERS = frozenset(
 _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types that keep a state; which of them are known is found when the model is loaded (`models.mixers`)."""
 
+_CHOICE = (
+    "a cache of what their indexer keeps of each token, and a choice among tokens that drafts do not change"
+)
+_STATE = "a cache from which what drafts have left can be taken back"
+_NEEDED = {
+    "indexed_attention": _CHOICE,
+    "minimax_m3_sparse": _CHOICE,
+    "compressed_sparse_attention": "a cache of compressed blocks, and a choice among them",
+    "heavily_compressed_attention": "a cache of compressed blocks, and a choice among them",
+}
+"""What layers would need that are not known."""
+
 _STATELESS_LAYERS = frozenset({"mlp", "moe", "dense"})
 """Layer types in which no row depends on another."""
 
 
-_WITHOUT_POSITIONS = ({"linear_attention"}, {"conv"})
-"""Layer types of models that have no positions, so that no text is too long for them."""
+_UNBOUNDED_LAYERS = frozenset({"linear_attention", "conv", "sliding_attention"})
+"""Layer types of which a model is made that no text is too long for: they have no positions, or see those near them."""
 
 UNBOUNDED_CONTEXT = 131072
 """The longest text for such a model; an engine's own limit, `max_model_len`, is not above it."""
@@ -51,13 +64,29 @@ def check_config(config: Any) -> None:
         config
     ):
         raise unsupported(config, _not_causal(config))
+    kinds = getattr(text_config(config), "layer_types", None) or ()
     known = _ATTENDING_LAYERS | _RECURRENT_LAYERS | _STATELESS_LAYERS
-    others = sorted(set(getattr(text_config(config), "layer_types", None) or ()) - known)
+    others = sorted(set(kinds) - known)
     if others:
-        names = ", ".join(others)
+        needed = "; ".join(dict.fromkeys(_NEEDED.get(kind, _STATE) for kind in others))
+        first = next(layer for layer, kind in enumerate(kinds) if kind in others)
         raise unsupported(
-            config, f"its {names} layers are not plain attention, so drafts cannot be masked or rolled back"
+            config,
+            f"its {', '.join(others)} layers are not plain attention (the first is layer {first}); they would need "
+            f"{needed}",
         )
+    _check_reach(config, kinds)
+
+
+def _check_reach(config: Any, kinds: Collection[str]) -> None:
+    """Raise `UnsupportedModelError` where layers of a kind say that they see less than one position."""
+    for kind, name in (
+        ("sliding_attention", "sliding_window"),
+        ("chunked_attention", "attention_chunk_size"),
+    ):
+        size = getattr(text_config(config), name, None)
+        if kind in kinds and (type(size) is not int or size < 1):
+            raise unsupported(config, f"its {kind} layers have {name} {size!r}, which must be 1 or more")
 
 
 def layers_without_state(config: Any) -> set[int]:
@@ -97,7 +126,8 @@ def full_context_length(config: Any) -> int:
     """Positions that the configuration says there are."""
     text = text_config(config)
     length = getattr(text, "max_position_embeddings", None)
-    if not length and set(getattr(text, "layer_types", None) or ()) in _WITHOUT_POSITIONS:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not length and kinds <= _UNBOUNDED_LAYERS and kinds & _RECURRENT_LAYERS:
         return UNBOUNDED_CONTEXT
     if not length:
         raise unsupported(config, "its configuration does not say how long its context is")

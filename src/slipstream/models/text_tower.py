@@ -18,16 +18,17 @@ T = TypeVar("T")
 
 _KNOWN = frozenset(
     {
-        *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5"),
-        *("fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
-        *("glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision", "granite_docling"),
-        *("granite_speech", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
-        *("janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video"),
-        *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3"),
-        *("moss_transcribe_diarize", "ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table"),
-        *("qianfan_ocr", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"),
-        *("qwen3_asr", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
-        *("vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral"),
+        *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
+        *("emu3_text_model", "exaone4_5", "fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4"),
+        *("gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2"),
+        *("granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "hyperclovax_vision_v2"),
+        *("idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lighton_ocr", "llama4"),
+        *("llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6"),
+        *("minicpmv4_7", "mistral3", "moss_transcribe_diarize", "ovis2", "paddleocr_vl", "perception_lm"),
+        *("pp_chart2table", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_vl"),
+        *("qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe"),
+        *("qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vibevoice_asr"),
+        *("video_llama_3", "video_llava", "vipllava", "voxtral"),
     }
 )
 """Families whose language model, given text alone, computes what a causal language model of Transformers computes."""

@@ -20,6 +20,8 @@ from slipstream.models.cpu import native
 from slipstream.models.cpu.native import library
 from slipstream.models.cpu.packed_weight import interleave
 from slipstream.models.cpu.structs import LayerStruct, LinearStruct, ModelStruct
+from slipstream.models.families.experts import ExpertParts
+from slipstream.models.families.inputs import InputParts
 from slipstream.models.families.parts import LayerParts
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.formats import WeightFormat
@@ -56,6 +58,8 @@ class WeightCheck:
         self._of_modules: dict[str, Expected] = {}
         self.head: Expected | None = None
         self.table: Expected | None = None
+        self.input_table: Expected | None = None
+        self.input_projection: Expected | None = None
 
     def add_layer(self, parts: LayerParts, was_grouped: set[int]) -> None:
         """Add the products of a layer of the fused decoder, in floating point; `was_grouped` are ids of linears that a
@@ -64,28 +68,45 @@ class WeightCheck:
             "qkv": [self._stack(parts.ordered_qkv, parts.qkv, was_grouped)],
             "output": [self._stack([parts.output], [parts.output], was_grouped)],
         }
-        experts = parts.experts
-        if experts is None:
-            assert parts.down is not None
+        if parts.down is not None:
             gate_up = self._stack(parts.ordered_gate_up, parts.gate_up, was_grouped, parts.is_gated)
             found |= {"gate_up": [gate_up], "down": [self._stack([parts.down], [parts.down], was_grouped)]}
-        else:
-            bound = _STORED if experts.kept_in is not None else self._bound(self._format)
-            if experts.are_in_a_file:  # 16 bits round them, which rounds nothing in checkpoints of 16 bits
-                bound = max(bound, _STORED)
-            numbers = range(experts.num_experts)
-            found["router"] = [Expected(_product(experts.router, experts.router_bias), _EXACT)]
-            found["expert_gate_up"] = [
+        if parts.experts is not None:
+            found |= self._of_experts(parts.experts)
+        if parts.inputs is not None:
+            gate, last = [parts.inputs.gate], [parts.inputs.last]
+            found["input_gate"] = [self._stack(gate, gate, was_grouped)]
+            found["input_projection"] = [self._stack(last, last, was_grouped)]
+        self._of_layers.append(found)
+
+    def _of_experts(self, experts: ExpertParts) -> dict[str, list[Expected]]:
+        """Return what is expected of the experts of a layer, and of what chooses among them."""
+        bound = _STORED if experts.kept_in is not None else self._bound(self._format)
+        if experts.are_in_a_file:  # 16 bits round them, which rounds nothing in checkpoints of 16 bits
+            bound = max(bound, _STORED)
+        numbers = range(experts.num_experts)
+        return {
+            "router": [Expected(_product(experts.router, experts.router_bias), _EXACT)],
+            "expert_gate_up": [
                 Expected(
                     _interleaved(_products(experts.gate_and_up(each), experts.gate_and_up_biases(each))),
                     bound,
                 )
                 for each in numbers
-            ]
-            found["expert_down"] = [
+            ],
+            "expert_down": [
                 Expected(_product(experts.last(each), experts.last_bias(each)), bound) for each in numbers
-            ]
-        self._of_layers.append(found)
+            ],
+        }
+
+    def add_inputs(self, parts: InputParts) -> None:
+        """Add what makes the inputs of all layers besides the states."""
+        stored, projection = getattr(parts.table, "linear", None), parts.projection
+        if stored is not None:
+            self.input_table = Expected(stored(sign_rows(stored.in_features)), _STORED)
+        is_stored = isinstance(projection, GroupedLinear)
+        plain = projection.widened() if isinstance(projection, GroupedLinear) else projection
+        self.input_projection = self._stack([plain], [plain], {id(plain)} if is_stored else set())
 
     def check_layers(self, layers: Sequence[LayerStruct]) -> None:
         """Raise `UnsupportedModelError` for a packed layer whose weights are not those that were added."""
@@ -102,11 +123,16 @@ class WeightCheck:
             self.table = Expected(table(sign_rows(table.in_features)), _STORED)
 
     def check_tables(self, model: ModelStruct) -> None:
-        """As `check_layers`, of the output layer and a packed embedding."""
-        if self.head is not None:
-            self.compare("the output layer", self.head, _multiply(model.head))
-        if self.table is not None:
-            self.compare("the embedding", self.table, _multiply(model.table))
+        """As `check_layers`, of the output layer, packed embeddings, and what makes inputs of the layers."""
+        of_model = (
+            ("the output layer", self.head, model.head),
+            ("the embedding", self.table, model.table),
+            ("the embedding of layers", self.input_table, model.inputs.packed_table),
+            ("the inputs of layers", self.input_projection, model.inputs.projection),
+        )
+        for what, expected, struct in of_model:
+            if expected is not None:
+                self.compare(what, expected, _multiply(struct))
 
     @contextlib.contextmanager
     def watching(

@@ -63,9 +63,17 @@ class PassSizes:
     num_rotaries: int = 1
     """Rotary embeddings, by kinds of layers."""
     num_experts: int = 0
-    """Experts of a layer; 0: it has an MLP."""
+    """Experts of a layer; 0: it has none."""
     num_chosen: int = 1
     """How many of them a row visits."""
+    expert_width: int = 0
+    """Width inside one expert; `intermediate` is that of the MLP beside them, 0: there is none."""
+    heads: tuple[tuple[int, int], ...] = ()
+    """Numbers of key heads and widths of a head, of layers that differ in them."""
+    num_inputs: int = 0
+    """Numbers that all layers are given of a token besides the states."""
+    input_width: int = 0
+    """Those of one layer."""
 
     @classmethod
     def of(cls, model: ModelIdentity) -> PassSizes:
@@ -75,9 +83,10 @@ class PassSizes:
         hidden = int(config.hidden_size)
         num_experts, num_chosen = _experts_of(config)
         is_mixture = num_experts > 0 and model.is_fused
+        input_width = (getattr(config, "hidden_size_per_layer_input", None) or 0) if model.is_fused else 0
         return cls(
             hidden=hidden,
-            intermediate=_expert_width(config) if is_mixture else _intermediate(config, hidden),
+            intermediate=0 if is_mixture and not _is_beside(config) else _intermediate(config, hidden),
             num_heads=_num_heads(config, widest.num_kv_heads),
             num_kv_heads=widest.num_kv_heads,
             head_dim=max(widest.key_dim, widest.value_dim),
@@ -89,28 +98,54 @@ class PassSizes:
             num_rotaries=_num_rotaries(config),
             num_experts=num_experts if is_mixture else 0,
             num_chosen=num_chosen if is_mixture else 1,
+            expert_width=_expert_width(config) if is_mixture else 0,
+            heads=tuple(dict.fromkeys((shape.num_kv_heads, shape.key_dim) for shape in model.shapes)),
+            num_inputs=input_width * len(model.shapes),
+            input_width=input_width,
         )
 
     def row_bytes(self) -> int:
         """What a pass holds for each of its rows, without logits and scores."""
+        if self.fused:
+            return self._fused_row_bytes()
         query = self.num_heads * self.head_dim
         qkv = query + 2 * self.num_kv_heads * self.head_dim
-        if self.fused:
-            visits = self.num_chosen
-            padded = _stride(self.hidden) + _stride(query) + visits * _stride(self.intermediate)
-            if self.num_experts:
-                padded += visits * _stride(self.hidden) + self.num_experts + _VISIT_NUMBERS * visits
-            widest = max(self.hidden, self.intermediate, query)
-            rounded = visits * (_quantised_bytes(widest) + 4) if self.quantised else 0
-            if self.fast:
-                rounded += _LINE_BYTES * (-(-widest // _LINE_INPUTS) | 1)
-            floats = self.hidden + padded + qkv + self.num_rotaries * self.head_dim
-            return 4 * floats + rounded + _DIVIDED_BYTES + ROW_ARRAYS_BYTES
         # A layer of a Transformers model: residual, normed rows, queries, keys and values before and after rotation,
         # what attention returns; in the MLP gate, up and their product.
         attention = 3 * self.hidden + 2 * qkv + query
         mlp = 2 * self.hidden + 3 * self.intermediate
         return self.itemsize * max(attention, mlp) + ROW_ARRAYS_BYTES
+
+    def _fused_row_bytes(self) -> int:
+        """Return what the decoder holds: see `Scratch` in kernels/worker.h."""
+        visits, query = self.num_chosen, self._query_width
+        of_mlp = _stride(max(self.intermediate, self.input_width))
+        floats = self.hidden + _stride(self.hidden) + _stride(query) + 2 * self.num_inputs
+        floats += max((self.num_heads + 2 * num_kv_heads) * dim for num_kv_heads, dim in self.heads)
+        if self.num_experts:
+            floats += max(of_mlp, visits * _stride(self.expert_width)) + (
+                self.hidden if self.intermediate else 0
+            )
+            floats += visits * _stride(self.hidden) + self.num_experts + _VISIT_NUMBERS * visits
+        else:
+            floats += of_mlp
+        widest = self._widest
+        rounded = visits * (_quantised_bytes(widest) + 4) if self.quantised else 0
+        if self.fast:
+            rounded += _LINE_BYTES * (-(-widest // _LINE_INPUTS) | 1)
+        floats += self.num_rotaries * max(dim for _, dim in self.heads)
+        return 4 * floats + rounded + _DIVIDED_BYTES + ROW_ARRAYS_BYTES
+
+    @property
+    def _query_width(self) -> int:
+        """Numbers of all heads in the layer with the widest ones."""
+        return self.num_heads * max(dim for _, dim in self.heads)
+
+    @property
+    def _widest(self) -> int:
+        """The widest rows that the decoder multiplies."""
+        inner = max(self.intermediate, self.expert_width, self.input_width)
+        return max(self.hidden, inner, self._query_width)
 
     def score_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
         """What attention computes with, in passes of up to `num_rows` rows over texts of up to `num_tokens` tokens.
@@ -119,30 +154,34 @@ class PassSizes:
         """
         if self.fused:
             of_experts = 4 * (2 * self.num_experts + 1) if self.num_experts else 0
-            return self._attention_bytes(num_rows, num_tokens, num_threads) + of_experts
+            of_heads = (
+                self._attention_bytes(*heads, num_rows, num_tokens, num_threads) for heads in self.heads
+            )
+            return sum(of_heads) + num_threads * self._arranged_bytes() + of_experts
         rows = min(num_rows, num_tokens) * max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
-    def _attention_bytes(self, num_rows: int, num_tokens: int, num_threads: int) -> int:
-        """Return the bytes of attention in the decoder: each thread's room, and partitions that threads share."""
-        group = max(self.num_heads // self.num_kv_heads, 1)
-        width, tile_rows = _up(self.head_dim, _WIDE), max(_TILE // group, 1)
+    def _attention_bytes(
+        self, num_kv_heads: int, head_dim: int, num_rows: int, num_tokens: int, num_threads: int
+    ) -> int:
+        """Return the bytes of attention of such heads: each thread's room, and partitions that threads share."""
+        group = max(self.num_heads // num_kv_heads, 1)
+        width, tile_rows = _up(head_dim, _WIDE), max(_TILE // group, 1)
         rows = min(num_rows, tile_rows)
         floats = rows * group * (3 * width + _PARTITION) + (_PARTITION + 1) * width
         room = 4 * floats + 2 * rows * group * _PARTIAL_BYTES + rows * _VISIBLE_BYTES
         tiles = num_rows * (_TILE_BYTES + _PART_BYTES) + _PART_BYTES
         # Tiles are shared where there are fewer than some a thread, and where there is something to share.
-        num_shared = (_PARTS_A_THREAD * num_threads - 1) // self.num_kv_heads
+        num_shared = (_PARTS_A_THREAD * num_threads - 1) // num_kv_heads
         num_partitions = -(-num_tokens // _PARTITION)
         shared_rows = min(num_rows, num_shared * tile_rows) if num_threads > 1 and num_partitions > 1 else 0
         each = shared_rows * self.num_heads * (_PARTIAL_BYTES + 4 * width)
         kept = min((1 + num_partitions) * each, max(_KEPT * num_threads, 2 * each))
-        return num_threads * (room + self._arranged_bytes()) + tiles + kept
+        return num_threads * room + tiles + kept
 
     def _arranged_bytes(self) -> int:
         """Return the bytes of weights that a thread arranges for `fast_prompts`, with the widest vectors."""
-        widest = max(self.hidden, self.intermediate, self.num_heads * self.head_dim)
-        return _MOST_OUTPUTS * _LINE_BYTES * -(-widest // _LINE_INPUTS) if self.fast else 0
+        return _MOST_OUTPUTS * _LINE_BYTES * -(-self._widest // _LINE_INPUTS) if self.fast else 0
 
     def logit_bytes(self, num_rows: int, num_texts: int) -> int:
         """`num_rows` checked rows of `num_texts` texts: raw logits, processed ones, and what choosing tokens takes."""
@@ -237,8 +276,13 @@ def _num_heads(config: Any, num_kv_heads: int) -> int:
 def _experts_of(config: Any) -> tuple[int, int]:
     """How many experts a layer has, and to how many a row is sent; (0, 1) where there are none."""
     number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
     return (int(number), int(chosen)) if number and chosen else (0, 1)
+
+
+def _is_beside(config: Any) -> bool:
+    """Whether experts stand beside an MLP."""
+    return bool(getattr(config, "enable_moe_block", False))
 
 
 def _expert_width(config: Any) -> int:
@@ -247,9 +291,10 @@ def _expert_width(config: Any) -> int:
 
 
 def _intermediate(config: Any, hidden: int) -> int:
-    """Width inside the MLP; of experts all that a row visits."""
+    """Width inside the widest MLP; of experts all that a row visits."""
+    shares = getattr(config, "num_kv_shared_layers", None) and getattr(config, "use_double_wide_mlp", False)
     for name in ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"):
         width = getattr(config, name, None)
         if isinstance(width, int):
-            return width
+            return 2 * width if shares else width
     return 4 * hidden

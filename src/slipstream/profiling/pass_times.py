@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -126,7 +126,7 @@ def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
     cached = 0
     for shape, window in zip(model.shapes, _windows(model.config, len(model.shapes)), strict=True):
         seen = entries if window is None else min(entries, window + num_rows - 1)
-        cached += seen * bytes_per_token([shape], model.cache_dtype)
+        cached += seen * bytes_per_token([replace(shape, source=None)], model.cache_dtype)
     return model.executor.reads.num_bytes + cached
 
 

@@ -227,6 +227,7 @@ struct Network {
   std::unique_ptr<Exact<uint16_t>> halves;
   std::vector<std::unique_ptr<Exact<Linear>>> experts;
   std::vector<Layer> layers;
+  std::vector<int> sources;  // of each layer's entries
   Model model{};
 
   const float* vector(int size) {
@@ -266,16 +267,55 @@ struct Network {
   }
 
   // Experts of which a row visits some, and their router.
-  Mixture mixture(int kind, bool biased) {
+  Mixture mixture(int kind, int inner, bool biased) {
     std::vector<Linear> gate_up, down;
     for (int i = 0; i < model.num_experts; ++i) {
-      gate_up.push_back(model.gated ? this->gate_up(kind, model.hidden, model.intermediate)
-                                    : linear(kind, model.hidden, model.intermediate, biased));
-      down.push_back(linear(kind, model.intermediate, model.hidden, biased));
+      gate_up.push_back(up(kind, inner, biased));
+      down.push_back(linear(kind, inner, model.hidden, biased));
     }
     for (auto* each : {&gate_up, &down}) experts.push_back(std::make_unique<Exact<Linear>>(*each));
     const Linear router = linear(FLOAT32, model.hidden, model.num_experts, biased);
-    return {router, experts[experts.size() - 2]->get(), experts.back()->get()};
+    Mixture mixture{router, experts[experts.size() - 2]->get(), experts.back()->get(), nullptr, {}, {}, {}, {}};
+    if (between(0, 1)) mixture.scales = vector(model.num_experts);
+    return mixture;
+  }
+
+  // Gate and up, or up alone.
+  Linear up(int kind, int inner, bool biased) {
+    return model.gated ? gate_up(kind, model.hidden, inner) : linear(kind, model.hidden, inner, biased);
+  }
+
+  // What layers are given besides the states.
+  void give_inputs(int kind) {
+    Inputs& inputs = model.inputs;
+    inputs.width = between(1, 40);
+    const int all = model.num_layers * inputs.width;
+    for (float* scale : {&inputs.table_scale, &inputs.projection_scale, &inputs.scale}) *scale = 0.3f * between(1, 9);
+    if (between(0, 1)) {
+      inputs.table = vector(model.vocab * all);
+    } else {
+      inputs.packed_table = linear(kind, all, model.vocab, false);
+    }
+    if (between(0, 2)) inputs.projection = linear(kind, model.hidden, all, false);
+    inputs.norm = vector(inputs.width);
+  }
+
+  // How a layer's heads lie in its rows; some read what an earlier layer stores.
+  void draw_heads(Layer& layer, int number) {
+    sources.push_back(number && between(0, 3) == 0 ? sources[between(0, number - 1)] : number);
+    layer.projected = sources.back() != number ? 0 : between(0, 3) ? 2 : 1;
+    if (!layer.projected) {
+      const Layer& source = layers[sources.back()];
+      layer.num_kv_heads = source.num_kv_heads, layer.head_dim = source.head_dim;
+    } else if (number && between(0, 1)) {
+      layer.num_kv_heads = layers[number - 1].num_kv_heads, layer.head_dim = layers[number - 1].head_dim;
+    } else {
+      do layer.num_kv_heads = between(1, 3);
+      while (model.num_heads % layer.num_kv_heads);
+      layer.head_dim = 2 * between(1, 40);
+    }
+    layer.rotary_dim = 2 * between(1, layer.head_dim / 2);
+    layer.norms_values = between(0, 2) == 0;
   }
 
   // Of either kind; with neither weight nor bias none at all.
@@ -290,16 +330,11 @@ struct Network {
     draw_grouping();
     model.num_layers = between(1, 3);
     model.hidden = between(1, 70);
-    model.num_kv_heads = between(1, 3);
-    model.num_heads = model.num_kv_heads * between(1, 3);
-    model.head_dim = 2 * between(1, 40);
-    model.rotary_dim = 2 * between(1, model.head_dim / 2);
-    model.intermediate = between(1, 90);
+    model.num_heads = between(1, 3) * between(1, 3);
     model.vocab = between(2, 140);
     model.norm_epsilon = 1e-5f;
-    model.attention_scale = 1.0f / std::sqrt(float(model.head_dim));
+    model.attention_scale = 0.02f * between(5, 40);
     model.num_rotaries = between(1, 2);
-    model.inverse_frequencies = vector(model.num_rotaries * model.rotary_dim / 2);
     model.rotary_scales = vector(model.num_rotaries);
     model.activation = between(SILU, GELU_TANH);
     model.gated = between(0, 2) > 0;
@@ -323,27 +358,42 @@ struct Network {
     model.head = linear(kind, model.hidden, model.vocab, false);
     const bool biased = between(0, 1), normed = between(0, 1);
     model.whole_norms = normed && between(0, 1);
-    const int heads = model.num_heads, width = (heads + 2 * model.num_kv_heads) * model.head_dim;
+    const int heads = model.num_heads, inner = between(1, 90);
+    const bool beside = model.num_experts && between(0, 1);
+    if (between(0, 3) == 0) give_inputs(kind);
     for (int i = 0; i < model.num_layers; ++i) {
       Layer layer{};
+      draw_heads(layer, i);
+      const int dim = layer.head_dim, width = (heads + layer.projected * layer.num_kv_heads) * dim;
+      model.rotary_dim = std::max(model.rotary_dim, layer.rotary_dim);
       for (Norm* each : {&layer.attention_norm, &layer.mlp_norm}) *each = norm(centred, norms != 0);
       for (Norm* each : {&layer.attended_norm, &layer.mlp_out_norm}) *each = norm(centred, norms < 2);
-      layer.query_norm = normed ? vector((model.whole_norms ? heads : 1) * model.head_dim) : nullptr;
-      layer.key_norm = normed ? vector((model.whole_norms ? model.num_kv_heads : 1) * model.head_dim) : nullptr;
+      layer.query_norm = normed ? vector((model.whole_norms ? heads : 1) * dim) : nullptr;
+      layer.key_norm = normed ? vector((model.whole_norms ? layer.num_kv_heads : 1) * dim) : nullptr;
       layer.rotary = between(-1, model.num_rotaries - 1);
+      layer.scale = between(0, 2) ? 1.0f : 0.5f;
       layer.qkv = linear(kind, model.hidden, width, biased);
-      layer.output = linear(kind, heads * model.head_dim, model.hidden, biased);
-      if (model.num_experts) {
-        layer.mixture = mixture(kind, biased);
-      } else {
-        layer.gate_up = model.gated ? gate_up(kind, model.hidden, model.intermediate)
-                                    : linear(kind, model.hidden, model.intermediate, biased);
-        layer.down = linear(kind, model.intermediate, model.hidden, biased);
+      layer.output = linear(kind, heads * dim, model.hidden, biased);
+      if (model.num_experts) layer.mixture = mixture(kind, inner, biased);
+      if (!model.num_experts || beside) {
+        const int own = between(0, 1) ? inner : between(1, 90);
+        layer.gate_up = up(kind, own, biased);
+        layer.down = linear(kind, own, model.hidden, biased);
+      }
+      if (beside)
+        for (Norm* each : {&layer.mixture.router_norm, &layer.mixture.input_norm, &layer.mixture.mlp_out_norm,
+                           &layer.mixture.output_norm})
+          *each = norm(centred, between(0, 3) > 0);
+      if (model.inputs.width) {
+        layer.input_gate = linear(kind, model.hidden, model.inputs.width, biased);
+        layer.input_projection = linear(kind, model.inputs.width, model.hidden, biased);
+        layer.input_norm = norm(centred, between(0, 3) > 0);
       }
       layer.sinks = between(0, 2) ? nullptr : vector(heads);
-      layer.sliding_window = between(0, 1) ? between(1, 12) : 0;
+      layer.reach = between(0, 1) ? between(1, 12) * (between(0, 2) ? 1 : -1) : 0;
       layers.push_back(layer);
     }
+    model.inverse_frequencies = vector(model.num_rotaries * model.rotary_dim / 2);
     model.layers = layers.data();
   }
 };
@@ -362,10 +412,12 @@ struct Cache {
 
   // The first `count` entries, again from slot `to` on.
   void copy(const Model& model, int to, int count) {
-    const size_t bytes[] = {4, 2, 2, 1}, size = model.head_dim * bytes[type];
+    const size_t bytes[] = {4, 2, 2, 1};
     for (Side* side : {&keys, &values})
       for (int layer = 0; layer < model.num_layers; ++layer)
-        for (size_t head = 0; head < size_t(model.num_kv_heads); ++head) {
+        for (size_t head = 0; head < size_t(model.layers[layer].num_kv_heads); ++head) {
+          const size_t size = model.layers[layer].head_dim * bytes[type];
+          if (!side->numbers[layer]->size) continue;
           uint8_t* numbers = side->numbers[layer]->get() + head * num_slots * size;
           std::memcpy(numbers + to * size, numbers, count * size);
           float* scales = side->scales[layer]->get() + head * num_slots;
@@ -373,17 +425,22 @@ struct Cache {
         }
   }
 
-  Cache(const Model& model, int num_slots, int type) : num_slots(num_slots), type(type) {
-    const size_t entries = size_t(num_slots) * model.num_kv_heads, bytes[] = {4, 2, 2, 1};
-    for (int layer = 0; layer < model.num_layers; ++layer)
+  // A layer that reads another one's entries has its addresses, and nothing of its own.
+  Cache(const Network& network, int num_slots, int type) : num_slots(num_slots), type(type) {
+    const Model& model = network.model;
+    const size_t bytes[] = {4, 2, 2, 1};
+    for (int layer = 0; layer < model.num_layers; ++layer) {
+      const int source = network.sources[layer];
+      const size_t entries = source == layer ? size_t(num_slots) * model.layers[layer].num_kv_heads : 0;
       for (Side* side : {&keys, &values}) {
-        side->numbers.push_back(std::make_unique<Exact<uint8_t>>(entries * model.head_dim * bytes[type]));
+        side->numbers.push_back(std::make_unique<Exact<uint8_t>>(entries * model.layers[layer].head_dim * bytes[type]));
         std::fill_n(side->numbers.back()->get(), side->numbers.back()->size, 0xff);
-        side->number_addresses.push_back(side->numbers.back()->get());
+        side->number_addresses.push_back(side->numbers[source]->get());
         side->scales.push_back(std::make_unique<Exact<float>>(type == ENTRY_INT8 ? entries : 0));
         std::fill_n(side->scales.back()->get(), side->scales.back()->size, NAN);
-        side->scale_addresses.push_back(side->scales.back()->get());
+        side->scale_addresses.push_back(side->scales[source]->get());
       }
+    }
   }
 };
 
@@ -402,11 +459,25 @@ struct Shortages {
     const bool divided = scratch.exact_runs.capacity() && !(batch.num_fast && scratch.rounded.empty());
     if (scratch.gated.empty()) ++in_reserve;
     else if (!scratch.fast_of.empty() && !divided) ++in_divide;
-    else if (scratch.attention.tiles.capacity()) ++in_plan;
+    else if (!scratch.attention.empty() && scratch.attention[0].tiles.capacity()) ++in_plan;
   }
 };
 
 Shortages shortages;
+
+// The same pass where the logits of some rows are wanted, some twice: then not all rows run the last layers.
+void check_wanted(const Model& model, Batch batch, Scratch* scratch, const Exact<float>& expected) {
+  Exact<int64_t> wanted(between(0, batch.num_rows));
+  for (size_t i = 0; i < wanted.size; ++i) wanted[i] = between(0, batch.num_rows - 1);
+  Exact<float> logits(wanted.size * model.vocab);
+  batch.num_taps = 0, batch.num_logit_rows = int(wanted.size);
+  batch.logit_rows = wanted.get(), batch.logits = logits.get();
+  const int threads = between(1, 3);
+  in_scarcity([&] { return slipstream_forward(&model, &batch, scratch, threads); });
+  for (size_t i = 0; i < wanted.size; ++i)
+    if (!same_bits(&logits[i * model.vocab], &expected[wanted[i] * model.vocab], model.vocab))
+      differs("a wanted row", 0, "than where all are");
+}
 
 std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratch, const std::vector<Row>& rows) {
   const Model& model = network.model;
@@ -425,13 +496,14 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
   }
   Exact<int64_t> arrays[] = {Exact(token), Exact(position), Exact(slot), Exact(run_begin), Exact(run_length),
                              Exact(tail_begin), Exact(tail_slots), Exact(tail_positions), Exact(logit_rows), Exact(fast_rows)};
-  const int64_t taps_of[] = {0, model.num_layers};
+  const int64_t taps_of[] = {0, model.num_layers, -1};
   Exact<float> first(rows.size() * model.hidden), last(rows.size() * model.hidden), logits(rows.size() * model.vocab);
-  float* taps[] = {first.get(), last.get()};
+  Exact<float> inputs(rows.size() * model.num_layers * model.inputs.width);
+  float* taps[] = {first.get(), last.get(), inputs.get()};
   std::vector<int64_t> all_layers;
   for (int layer = 0; layer < model.num_layers; ++layer) all_layers.push_back(layer);
   const int count = int(rows.size());
-  Batch batch{count,           count,           2,               model.num_layers, arrays[0].get(), arrays[1].get(),
+  Batch batch{count,           count,           model.inputs.width ? 3 : 2,               model.num_layers, arrays[0].get(), arrays[1].get(),
               arrays[2].get(), arrays[3].get(), arrays[4].get(), arrays[5].get(),  arrays[6].get(), arrays[7].get(),
               arrays[8].get(), cache.keys.number_addresses.data(), cache.values.number_addresses.data(), taps_of, taps,
               logits.get(), all_layers.data(), cache.num_slots, cache.type, cache.keys.scale_addresses.data(),
@@ -443,7 +515,8 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
     if (is_first && status == OUT_OF_MEMORY) shortages.count(*scratch, batch);
     return status;
   });
-  for (const Exact<float>* results : {&first, &last, &logits}) take(results->get(), results->size);
+  for (const Exact<float>* results : {&first, &last, &inputs, &logits}) take(results->get(), results->size);
+  if (between(0, 2) == 0) check_wanted(model, batch, scratch, logits);
   return {logits.get(), logits.get() + logits.size};
 }
 
@@ -482,7 +555,7 @@ void check_passes(int number_of_case) {
   const int num_slots = 4 * length + 8;
   Scratch* scratch = slipstream_new_scratch();
   const int type = between(0, 3);
-  Cache lone(network.model, num_slots, type), shared(network.model, num_slots, type);
+  Cache lone(network, num_slots, type), shared(network, num_slots, type);
   const int split = between(1, length - 1), second = length, kind = network.model.head.kind;
   const bool may_be_fast = !network.model.num_experts && (kind == BFLOAT16 || kind == FLOAT16);
   const int num_fast = may_be_fast ? between(0, split) : 0, num_others_fast = may_be_fast ? between(0, length) : 0;
@@ -584,7 +657,7 @@ void check_sharing(int number_of_case) {
   const int type = between(0, 3), threads = between(1, 3);
   std::vector<float> results[2];
   for (bool shares : {false, true}) {
-    Cache cache(model, count * length, type);
+    Cache cache(network, count * length, type);
     TextRows prompt(model, cache, {text}, {0}, 0), ends(model, cache, texts, starts, common);
     in_scarcity([&] { return slipstream_forward(&model, &prompt.batch, scratch, threads); });
     for (int i = 1; i < count; ++i) cache.copy(model, starts[i], common);
@@ -680,7 +753,7 @@ void check_chains(int number_of_case) {
   Exact<float> features(numbers(count * length * width)), made(size_t(count) * length * model.hidden);
   Scratch* scratch = slipstream_new_scratch();
   const int type = between(0, 3);
-  Cache cache(model, count * room, type), lone(model, count * room, type);
+  Cache cache(network, count * room, type), lone(network, count * room, type);
   RandomChains random(count, between(1, model.vocab), 5);
   {
     TextRows rows(model, cache, texts, starts, 0);
@@ -732,7 +805,7 @@ void check_heads(int number_of_case) {
   std::vector<std::vector<int64_t>> last(n, std::vector<int64_t>(1));
   for (auto& text : last) text[0] = between(0, vocab - 1);
   if (hydra) {
-    Cache none(network.model, 0, ENTRY_FLOAT32);
+    Cache none(network, 0, ENTRY_FLOAT32);
     TextRows rows(network.model, none, last, std::vector<int>(n), 0);
     slipstream_draft_hydra(&heads, &network.model, &rows.batch, states.get(), &random.chains, scratch, between(1, 3));
   } else {
@@ -757,6 +830,160 @@ void check_heads(int number_of_case) {
   slipstream_free_scratch(scratch);
 }
 
+// Certain steps, then a tree of uncertain ones, of several sequences; some leave copies.
+struct RandomWalk {
+  std::vector<int64_t> first_steps{0}, slots, sources, targets, copies, parents, kept_steps, kept_slots;
+  int num_slots = 0, num_buffers = 1;
+
+  int num_steps() const { return int(sources.size()); }
+
+  RandomWalk() {
+    const int count = between(1, 3);
+    for (int i = 0; i < count; ++i) slots.push_back(num_slots++);
+    for (int i = 0; i < count; ++i) {
+      int64_t last = -1, last_target = 0;
+      const int certain = between(0, 4), uncertain = between(certain ? 0 : 1, 6);
+      for (int step = 0; step < certain; ++step) last = add(last, 0, 0);
+      if (certain) kept_steps.push_back(last), kept_slots.push_back(slots[i]);
+      std::vector<std::pair<int64_t, int64_t>> live{{last, 0}};  // (step, buffer)
+      for (int step = 0; step < uncertain; ++step) {
+        auto& [parent, buffer] = live[between(0, int(live.size()) - 1)];
+        if (buffer && between(0, 1)) {
+          parent = add(parent, buffer, buffer);
+        } else {
+          last = add(parent, buffer, ++last_target);
+          live.push_back({last, last_target});
+        }
+      }
+      num_buffers = std::max(num_buffers, int(last_target) + 1);
+      first_steps.push_back(num_steps());
+    }
+    for (int step = 0; step < num_steps(); ++step) {
+      if (copies[step] < 0) continue;
+      kept_steps.insert(kept_steps.begin(), step), kept_slots.insert(kept_slots.begin(), copies[step]);
+    }
+  }
+
+  // One sequence of certain steps.
+  explicit RandomWalk(int certain) : slots{0}, num_slots(1) {
+    for (int step = 0; step < certain; ++step) add(step - 1, 0, 0);
+    first_steps.push_back(certain), kept_steps.push_back(certain - 1), kept_slots.push_back(0);
+  }
+
+  int64_t add(int64_t parent, int64_t source, int64_t target) {
+    parents.push_back(parent), sources.push_back(source), targets.push_back(target);
+    copies.push_back(slots.size() > 1 && between(0, 4) == 0 ? int64_t(slots.size()) + num_copies_++ : -1);
+    num_slots = int(slots.size()) + num_copies_;
+    return num_steps() - 1;
+  }
+
+  // The steps up to this one.
+  std::vector<int64_t> path(int64_t step) const {
+    std::vector<int64_t> steps;
+    for (; step >= 0; step = parents[step]) steps.insert(steps.begin(), step);
+    return steps;
+  }
+
+  // [steps, taps]
+  std::vector<int64_t> read(int taps) const {
+    std::vector<int64_t> rows;
+    for (size_t i = 0; i < slots.size(); ++i)
+      for (int64_t step = first_steps[i]; step < first_steps[i + 1]; ++step) {
+        std::vector<int64_t> seen = path(step), window;
+        for (int place = 0; place < taps - 1; ++place) window.push_back(num_steps() + int64_t(i) * (taps - 1) + place);
+        seen.insert(seen.begin(), window.begin(), window.end());
+        rows.insert(rows.end(), seen.end() - taps, seen.end());
+      }
+    return rows;
+  }
+
+ private:
+  int num_copies_ = 0;
+};
+
+std::vector<float> of_rows(const std::vector<float>& values, const std::vector<int64_t>& rows, size_t width) {
+  std::vector<float> taken;
+  for (int64_t row : rows) taken.insert(taken.end(), values.begin() + row * width, values.begin() + (row + 1) * width);
+  return taken;
+}
+
+// The outputs of a walk over `states`, each with a gap behind it. Decays are within (-1, 1): texts are of any length.
+struct WalkInputs {
+  int heads, key_heads, key_dim, value_dim, decay_rows, decay_columns, taps;
+  bool has_beta, has_rates, has_bias;
+  std::vector<float> query, key, value, decay, beta, rates, inputs, weight, bias;
+
+  int channels() const { return heads * value_dim; }
+  size_t num_decays() const { return size_t(heads) * decay_rows * decay_columns; }
+  size_t matrix() const { return size_t(heads) * key_dim * value_dim; }
+  size_t window() const { return size_t(taps - 1) * channels(); }
+  size_t stride() const { return matrix() + window() + 3; }
+
+  std::vector<float> run(const RandomWalk& walk, Exact<float>& states) const {
+    Exact<int64_t> first(walk.first_steps), slots(walk.slots), sources(walk.sources), targets(walk.targets), copies(walk.copies);
+    Exact<int64_t> read(walk.read(taps)), kept_steps(walk.kept_steps), kept_slots(walk.kept_slots);
+    const Walk own{walk.num_steps(), int(walk.slots.size()), walk.num_buffers, 0, first.get(), slots.get(), sources.get(),
+                   targets.get(), copies.get()};
+    Exact<float> q(query), k(key), v(value), d(decay), b(beta), r(rates), i(inputs), w(weight), of(bias);
+    Exact<float> read_out(size_t(walk.num_steps()) * channels()), convolved(read_out.size);
+    const OuterProducts products{heads, key_heads, key_dim, value_dim, q.get(), k.get(), v.get(), d.get(),
+                                 has_beta ? b.get() : nullptr, has_rates ? r.get() : nullptr, read_out.get(), states.get(),
+                                 int64_t(stride()), decay_rows, decay_columns};
+    const Convolution convolution{channels(), taps, i.get(), w.get(), has_bias ? of.get() : nullptr, convolved.get(),
+                                  states.get() + matrix(), int64_t(stride()), read.get(), kept_steps.get(), kept_slots.get(),
+                                  int64_t(kept_steps.size)};
+    const int threads = between(1, 3);
+    in_scarcity([&] { return slipstream_outer_products(&own, &products, threads); });
+    in_scarcity([&] { return slipstream_convolve(&own, &convolution, threads); });
+    std::vector<float> outputs(read_out.get(), read_out.get() + read_out.size);
+    outputs.insert(outputs.end(), convolved.get(), convolved.get() + convolved.size);
+    return outputs;
+  }
+};
+
+// Each sequence up to one of its steps, alone and as a text that is certain.
+void check_walks(int number_of_case) {
+  const RandomWalk walk;
+  const int steps = walk.num_steps(), key_heads = between(1, 3), key_dim = between(1, 40);
+  WalkInputs all{key_heads * between(1, 3), key_heads, key_dim, between(1, 70), between(0, 1) ? key_dim : 1, 1, between(1, 5),
+                 between(0, 1) == 1, between(0, 3) == 0, between(0, 1) == 1, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+  if (all.has_rates) all.decay_rows = 1;
+  if (all.has_rates || between(0, 2) == 0) all.decay_columns = all.value_dim;
+  const size_t keys = size_t(key_heads) * key_dim, values = all.channels();
+  all.query = numbers(steps * keys), all.key = numbers(steps * keys), all.value = numbers(steps * values);
+  for (float& each : all.key) each /= key_dim;
+  all.decay = numbers(steps * all.num_decays()), all.beta = numbers(size_t(steps) * all.heads);
+  for (float& each : all.decay) each /= 8;
+  all.rates = numbers(all.matrix());
+  for (float& each : all.rates) each = -std::abs(each);
+  if (all.has_rates)
+    for (float& each : all.decay) each = std::abs(each) * 8;
+  all.inputs = numbers(steps * values), all.weight = numbers(values * all.taps), all.bias = numbers(values);
+  const std::vector<float> begin = numbers(walk.num_slots * all.stride());
+  Exact<float> states(begin);
+  const std::vector<float> outputs = all.run(walk, states);
+  take(outputs.data(), outputs.size());
+  take(states.get(), states.size);
+  for (size_t i = 0; i < walk.slots.size(); ++i) {
+    const int64_t step = between(int(walk.first_steps[i]), int(walk.first_steps[i + 1]) - 1);
+    const std::vector<int64_t> path = walk.path(step);
+    WalkInputs lone = all;
+    for (auto each : {&WalkInputs::query, &WalkInputs::key}) lone.*each = of_rows(all.*each, path, keys);
+    for (auto each : {&WalkInputs::value, &WalkInputs::inputs}) lone.*each = of_rows(all.*each, path, values);
+    lone.decay = of_rows(all.decay, path, all.num_decays());
+    lone.beta = of_rows(all.beta, path, all.heads);
+    Exact<float> own(std::vector<float>(begin.begin() + walk.slots[i] * all.stride(), begin.begin() + (walk.slots[i] + 1) * all.stride()));
+    const std::vector<float> alone = lone.run(RandomWalk(int(path.size())), own);
+    for (int kind = 0; kind < 2; ++kind)
+      if (!same_bits(&alone[((kind + 1) * path.size() - 1) * values], &outputs[(kind * steps + step) * values], values))
+        differs("a step of a walk", number_of_case);
+    const int64_t slot = walk.copies[step] >= 0 ? walk.copies[step] : walk.slots[i];
+    const bool is_final = walk.targets[step] == 0 && (step + 1 == walk.first_steps[i + 1] || walk.targets[step + 1] != 0);
+    if ((is_final || walk.copies[step] >= 0) && !same_bits(own.get(), states.get() + slot * all.stride(), all.stride() - 3))
+      differs("a state behind a walk", number_of_case);
+  }
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -771,6 +998,7 @@ int main(int, char** arguments) {
     check_sharing(i);
     check_chains(i);
     check_heads(i);
+    check_walks(i);
   }
   std::printf("memory was short in reserve %d, divide %d, plan %d times\n", shortages.in_reserve, shortages.in_divide,
               shortages.in_plan);

@@ -61,7 +61,7 @@ def test_auto_takes_the_best_that_can_run_the_model(family: str, options: Any, b
         (
             "cache_adapter",
             traits("llama"),
-            "'cache_adapter' cannot run llama: only falcon is known to .*; use 'auto'",
+            "'cache_adapter' cannot run llama: only codegen, falcon, .* is known to .*; use 'auto'",
         ),
         ("packed", traits("falcon"), "'packed' cannot run falcon: its attention reads keys from a cache"),
         ("native", traits("llama", kernels=False), "'native' cannot run llama: .*cpu_kernels"),
@@ -113,7 +113,7 @@ def test_the_native_backend_computes_whole_passes() -> None:
 def test_a_model_that_the_kernels_do_not_know() -> None:
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, attn_implementation=ATTENTION_NAME)
     with pytest.raises(
-        ConfigError, match=r"'native' cannot run gpt2: the fused decoder knows cwm, gemma, .*llama"
+        ConfigError, match=r"'native' cannot run gpt2: the fused decoder knows arcee, cwm, .*llama"
     ):
         adapt(GPT2LMHeadModel(config).eval(), attention_backend="native")
     lm = adapt(GPT2LMHeadModel(config).eval())

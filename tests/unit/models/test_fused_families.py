@@ -214,12 +214,20 @@ def test_activations_and_biases_of_the_mlp_are_fused(shape: dict[str, Any]) -> N
     assert adapt(model).kernels == "decoder"
 
 
-def test_layers_of_different_widths_are_left_to_transformers() -> None:
+def test_layers_of_different_widths_are_fused() -> None:
+    """`adapt` compares them one by one."""
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), attn_implementation="slipstream").eval()
     mlp = model.model.layers[1].mlp
     for name, shape in (("gate_proj", (48, 60)), ("up_proj", (48, 60)), ("down_proj", (60, 48))):
         setattr(mlp, name, nn.Linear(*shape, bias=False))
-    assert not isinstance(adapt(model).executor, CpuKernels)
+    with torch.inference_mode():
+        theirs = copy.deepcopy(model)
+        theirs.set_attn_implementation("eager")
+        expected = theirs(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    lm = adapt(model)
+    assert isinstance(lm.executor, CpuKernels)
+    assert torch.allclose(logits(lm, 0, 20), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +382,7 @@ def number(name: str, value: Any) -> Callable[[Any], None]:
     ("change", "reason"),
     [
         (stacked(f"{MODULE}.gate.weight", 4, 40), "its experts' router has the shape (4, 40)"),
-        (stacked(f"{MODULE}.gate.weight", 5, 48), "its layers differ in width"),
+        (stacked(f"{MODULE}.gate.weight", 5, 48), "its layers' experts differ in width"),
         (stacked(f"{MODULE}.gate.bias", 3), "its experts' router's bias has the shape (3,)"),
         (
             stacked(f"{MODULE}.experts.gate_up_proj", 4, 140, 40),
@@ -387,9 +395,9 @@ def number(name: str, value: Any) -> Callable[[Any], None]:
             "its experts' last linear layer has the shape (4, 40, 70)",
         ),
         (stacked(f"{MODULE}.experts.down_proj", 3, 48, 70), "its experts' last linear layer has the shape"),
-        (stacked(f"{MODULE}.experts.down_proj", 4, 48, 60), "its layers differ in width"),
+        (stacked(f"{MODULE}.experts.down_proj", 4, 48, 60), "its layers' experts differ in width"),
         (stacked(f"{MODULE}.experts.down_proj_bias", 4, 70), "its experts' bias of the last linear layer"),
-        (number(f"{MODULE}.gate.top_k", 3), "its layers differ in width"),
+        (number(f"{MODULE}.gate.top_k", 3), "its layers' experts differ in width"),
         (number(f"{MODULE}.experts.act_fn", nn.Mish()), "its activation is Mish"),
         (replaced(f"{MODULE}.experts", nn.Identity), "it lacks a part of its family"),
         (lambda model: None, ""),
@@ -408,8 +416,8 @@ def test_experts_that_the_kernels_would_read_past_are_left_to_transformers(
     ("change", "reason"),
     [
         (stacked("model.layers.0.self_attn.sinks", 3), "its attention's sinks are not one a head"),
-        (number(f"{MODULE}.experts.limit", 3.0), "its layers differ in width"),
-        (number(f"{MODULE}.experts.alpha", 1.0), "its layers differ in width"),
+        (number(f"{MODULE}.experts.limit", 3.0), "its layers' experts differ in width"),
+        (number(f"{MODULE}.experts.alpha", 1.0), "its layers' experts differ in width"),
         (lambda model: None, ""),
     ],
 )

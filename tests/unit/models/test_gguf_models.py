@@ -535,6 +535,9 @@ def test_a_hub_name_is_downloaded(target: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("slipstream.models.files.gguf_model.hf_hub_download", download)
     assert load_config("some-one/Model-GGUF:quants/model.gguf", revision="main").hidden_size == 320
     assert asked == [("some-one/Model-GGUF", "quants/model.gguf", "main")]
+    asked.clear()
+    load_config("some-one/Model-GGUF:model-00002-of-00003.gguf")
+    assert [file for _, file, _ in asked] == [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 
 
 TEXT = "Show me tar.  1234 don't\n\té 日本 👍 <|end|><|user|>x"

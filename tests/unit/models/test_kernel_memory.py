@@ -5,10 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
@@ -109,6 +117,40 @@ def test_passes_over_experts_take_what_is_planned(
     sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
     assert lm.executor.scratch_bytes == rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
+
+
+_GEMMA4 = {
+    **{"vocab_size": 96, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "global_head_dim": 128},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 500},
+    **{"max_position_embeddings": 32_768, "pad_token_id": 0, "vocab_size_per_layer_input": 96},
+}
+_FEW_KEYS = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+GEMMA4: dict[str, dict[str, Any]] = {
+    "dense": {"hidden_size_per_layer_input": 0, **_FEW_KEYS},
+    "inputs": {"hidden_size_per_layer_input": 24, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "experts": {
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 9, "top_k_experts": 3},
+        **{"moe_intermediate_size": 40, **_FEW_KEYS},
+    },
+}
+
+
+@pytest.mark.parametrize("form", GEMMA4)
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+@pytest.mark.parametrize(("threads", "num_past", "num_rows"), [(1, 0, 1), (2, 1500, 20)])
+def test_passes_over_layers_that_differ_take_what_is_planned(
+    form: str, quantization: str, threads: int, num_past: int, num_rows: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    Gemma4ForCausalLM(Gemma4TextConfig(**_GEMMA4, **GEMMA4[form])).save_pretrained(tmp_path)
+    lm = loaded(tmp_path, threads, quantization)
+    assert isinstance(lm.executor, CpuKernels)
+    logits(lm, num_past, num_rows)
+    for sizes in (PassSizes.of(lm), PassSizes.of(outline_model(str(tmp_path), quantization=quantization))):
+        rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
+        planned = rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
+        assert lm.executor.scratch_bytes == planned
 
 
 def test_fast_prompts_take_no_more_than_is_planned(folder: Path) -> None:

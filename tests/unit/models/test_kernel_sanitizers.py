@@ -102,6 +102,13 @@ FAULTS = (
         "what is shared",
     ),
     Fault(
+        "walks-from-a-sibling",
+        "recurrent.h",
+        "from = buffer(w.sources[step]),",
+        "from = buffer(w.sources[step] - (faulty && w.sources[step] > 1)),",
+        "a step of a walk",
+    ),
+    Fault(
         "asks-in-a-thread",
         "attention.h",
         "desk.visible.clear();",

@@ -339,6 +339,9 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Batch": structs.BatchStruct,
     "Eagle": structs.EagleStruct,
     "States": structs.StatesStruct,
+    "Walk": structs.WalkStruct,
+    "OuterProducts": structs.OuterProductsStruct,
+    "Convolution": structs.ConvolutionStruct,
     "Block": structs.BlockStruct,
     "Heads": structs.HeadsStruct,
     "HeadRows": structs.HeadRowsStruct,
@@ -365,7 +368,9 @@ def test_every_struct_is_laid_out_as_in_the_sources(tmp_path: Path) -> None:
             numbers = f"offsetof({name}, {member}), sizeof({name}::{member})"
             lines.append(f'std::printf("{name}.{field} %zu %zu\\n", {numbers});')
     program = tmp_path / "layout.cpp"
-    headers = "".join(f'#include "{builds.SOURCES / name}.h"\n' for name in ("chain", "eagle", "heads"))
+    headers = "".join(
+        f'#include "{builds.SOURCES / name}.h"\n' for name in ("chain", "eagle", "heads", "recurrent")
+    )
     program.write_text(
         f"#include <cstddef>\n#include <cstdio>\n{headers}int main() {{\n{chr(10).join(lines)}\n}}\n"
     )

@@ -130,6 +130,13 @@ FAULTS = (
         "(faulty ? splat(1.0f) : 1.0f - small) / (1.0f + small)",
     ),
     Fault("another-root", "decoder.h", "1.0f / std::sqrt(", "(faulty ? 0.99999994f : 1.0f) / std::sqrt("),
+    Fault(
+        "another-order-of-rows",
+        "recurrent.h",
+        "totals[n] = (sums[0][n] + sums[2][n]) + (sums[1][n] + sums[3][n]);",
+        "totals[n] = sums[0][n] + sums[2][n] + (sums[1][n] + sums[3][n]);\n"
+        "      if (faulty) for (int n = 0; n < N; ++n) totals[n] = sums[0][n] + sums[1][n] + sums[2][n] + sums[3][n];",
+    ),
     WAVES,
 )
 

@@ -148,6 +148,11 @@ class CascadeDrafter(AutoregressiveDrafter):
 
     def _add_inner(self, options: CascadeOptions, config: EngineConfig, max_model_len: int) -> None:
         """Make the inner drafter, for the target of `config`, which is the draft model."""
+        if self.model.states:
+            raise ConfigError(
+                f"a cascade rolls its draft model back by itself, which the states of {self.model.family}'s recurrent "
+                "layers do not allow; draft with it by method draft_model"
+            )
         context = DraftContext(
             engine_config=config,
             tokenizer=self.context.tokenizer,
@@ -332,7 +337,7 @@ class _SharedKVCascade(CascadeDrafter, SharedKVDrafter):
         SharedKVDrafter.__init__(self, "cascade", options, context, options.copy_format)
         self.layers = chosen_layers("cascade", options.skip_layers, options.exit_layer, context)
         if self.layers is not None:
-            self.model.check_layers()
+            self.model.check_layers(self.layers)
         config = dataclasses.replace(context.engine_config, quantization=self.model.quantization)
         self._add_inner(options, config, context.max_model_len)
 

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.draft.heads.head_config import HeadConfig
 from slipstream.models.cpu.kernel import Kernel
+from slipstream.models.cpu.model_sizes import HeadSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.structs import LayerStruct, ModelStruct
 from slipstream.models.families.activations import ACTIVATIONS
@@ -25,15 +26,14 @@ class PackedHead(PackedModel):
         """The head as a decoder; `own` are the fields of what embeds tokens, and of what stands behind the layers."""
         self.num_layers = len(layers)
         self._frequencies = Rotation(rotary).inverse_frequencies
+        width = 2 * len(rotary.inv_freq)
+        heads = HeadSizes(config.num_key_value_heads, config.head_dim, rotary=0, rotary_dim=width)
         self._scales = torch.tensor([rotary.attention_scaling], dtype=torch.float32)
         return ModelStruct(
             num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary_dim=2 * len(rotary.inv_freq),
-            intermediate=config.intermediate_size,
+            rotary_dim=width,
             num_rotaries=1,
             activation=ACTIVATIONS[config.hidden_act],
             gated=True,
@@ -44,6 +44,6 @@ class PackedHead(PackedModel):
             logit_divisor=1.0,
             inverse_frequencies=self._frequencies.data_ptr(),
             rotary_scales=self._scales.data_ptr(),
-            layers=(LayerStruct * len(layers))(*(self._layer(layer, kernel) for layer in layers)),
+            layers=(LayerStruct * len(layers))(*(self._layer(layer, kernel, heads) for layer in layers)),
             **own,
         )

@@ -23,6 +23,7 @@ from slipstream.draft.model.shared_kv import SharedKVDrafter, check_choice, chos
 from slipstream.draft.proposers.correction import CorrectedOptions
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
+from slipstream.kv.pool import runnable
 from slipstream.models.linear.formats import check_quantization
 
 MAX_TENANTS = 256
@@ -80,8 +81,8 @@ class LayerSkipDrafter(SharedKVDrafter):
 
     def __init__(self, options: LayerSkipOptions, context: DraftContext) -> None:
         super().__init__("layer_skip", options, context, options.quantization)
-        self.model.check_layers()
         self._given = chosen_layers("layer_skip", options.skip_layers, options.exit_layer, context)
+        self.model.check_layers(self._given or ())
         self._searches: BoundedDict[str, LayerSearch] = BoundedDict(MAX_TENANTS)
         self._open: dict[int, Layers] = self.by_sequence()
         """The layers behind the last proposal of each sequence, until its verdict has been observed."""
@@ -95,7 +96,7 @@ class LayerSkipDrafter(SharedKVDrafter):
                 alike.setdefault(layers, []).append((sequence, budget))
         proposals: dict[int, Proposal] = {}
         for layers, calls in alike.items():
-            self.layers = layers
+            self.layers = runnable(self.model.shapes, layers)
             made = super().propose(*zip(*calls, strict=True))
             proposals.update((s.id, proposal) for (s, _), proposal in zip(calls, made, strict=True))
         return [proposals.get(sequence.id, EMPTY_PROPOSAL) for sequence in sequences]

@@ -197,6 +197,10 @@ class CachedDrafter(EntriesDrafter):
             self._grow_sound(trees)
         except NotFiniteError as error:
             self._drop_entries(error.sequence_id)
+            self._take_back(trees)
+            raise
+        except BaseException:
+            self._take_back(trees)
             raise
         self._unobserved.update({tree.sequence.id: tree for tree in trees if tree.nodes or tree.pending})
         for tree in trees:
@@ -204,6 +208,13 @@ class CachedDrafter(EntriesDrafter):
                 before = self._behind.pop(tree.sequence.id, None)  # nothing was drawn, nor fed
                 if before is not None:
                     self._unobserved[tree.sequence.id] = before
+
+    def _take_back(self, trees: list[DraftTree]) -> None:
+        """A pass has failed or was not committed: states of recurrent layers go back to what is."""
+        accounting = self.cache.accounting
+        for tree in trees:
+            if tree.sequence.id in accounting:
+                accounting.truncate(tree.sequence.id, accounting.num_valid(tree.sequence.id))
 
     def _own_path(self, node: DraftNode) -> tuple[int, ...]:
         return tuple(self._own_id(token_id) for token_id in node.token_ids())

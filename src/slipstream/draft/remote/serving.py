@@ -95,6 +95,12 @@ def served(
             f"drafter {method!r} makes {' and '.join(sorted(kinds))} drafts; a worker sends token ids alone, so set "
             f"draft_sample_method to coupled or greedy"
         )
+    recurrent = next((model for model in drafter.drafting_models() if model.states), None)
+    if recurrent is not None:
+        raise ConfigError(
+            f"a worker drafts ahead of what the target accepts, so {recurrent.family}'s recurrent layers would compute "
+            "their states anew at every rejection; draft in the target's own process"
+        )
     max_len = min(context.max_model_len, drafter.traits.context_length or context.max_model_len)
     num_tokens = _room(drafter, options.max_requests * (max_len + ROOM_PER_TEXT), context)
     drafter.allocate(num_tokens)

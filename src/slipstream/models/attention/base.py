@@ -74,6 +74,7 @@ class LayerProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.masks: dict[int, tuple[Variant, Tensor | None]] = {}
+        self._entries: list[tuple[int, Tensor, Tensor]] = []
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant, mask: Tensor | None
@@ -84,8 +85,14 @@ class LayerProbe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def record(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key/value [1, kv_heads, N, dim], as they would be stored."""
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        """key/value [1, kv_heads, N, dim], as they would be stored.
+
+        A layer that is given the very tensors of an earlier one stores nothing: it reads that one's entries.
+        """
+        same = (number for number, *known in self._entries if known[0] is key and known[1] is value)
+        source = next(same, None)
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], source=source)
+        self._entries.append((layer, key, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class AttentionPass(ABC):
 class AttentionBackend(ABC):
     """How a model attends over the cache. An instance belongs to one model; engines in several threads may share it."""
 
-    attn_implementation: ClassVar[str] = ATTENTION_NAME
+    attn_implementation: str = ATTENTION_NAME
     """What the Transformers model is loaded with."""
     layout: ClassVar[type[SlotAccounting]] = SegmentAccounting
     """Which slots sequences get in a cache that this backend reads."""

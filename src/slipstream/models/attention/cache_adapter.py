@@ -8,30 +8,37 @@ for many sequences.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, AttentionPass, LayerProbe, ModelTraits, Variant
 from slipstream.models.attention.masks import Masks
-from slipstream.models.attention.own_cache import HEADS_SHARED, asks_a_cache
+from slipstream.models.attention.own_cache import ADDS_MASKS, HEADS_SHARED, asks_a_cache
 from slipstream.models.batch import ForwardBatch
 
 
 class CacheAdapterPass(AttentionPass):
     """Looks like a Transformers cache that holds the past of every sequence in the pass."""
 
-    def __init__(self, rows: ForwardBatch, pool: KVPool, share: int) -> None:
+    def __init__(self, rows: ForwardBatch, pool: KVPool, share: int, adds_masks: bool = False) -> None:
         self._rows = rows
         self._pool = pool
         self._share = share
+        self._adds_masks = adds_masks
         self._device = pool.features.device
         self._new = pool.index(rows.slots_on(self._device))
         self._entries = pool.index(rows.entry_slots)  # [total]
 
     def arguments(self) -> dict[str, Any]:
         mask = Masks(self._rows, self._device).of_all()
+        if self._adds_masks:
+            dtype = self._pool.dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+                ~mask, torch.finfo(dtype).min
+            )
         return {"past_key_values": self, "attention_mask": mask[None, None]}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
@@ -80,10 +87,10 @@ class ProbedCache:
 class CacheAdapterBackend(AttentionBackend):
     """The model's own attention, over keys and values that a cache hands out."""
 
-    attn_implementation: ClassVar[str] = "sdpa"
-
     def __init__(self, traits: ModelTraits) -> None:
         super().__init__(traits)
+        self._adds_masks = traits.config.model_type in ADDS_MASKS
+        self.attn_implementation = "eager" if self._adds_masks else "sdpa"
         self._share = HEADS_SHARED[traits.config.model_type](traits.config)
 
     @classmethod
@@ -93,7 +100,7 @@ class CacheAdapterBackend(AttentionBackend):
         return None
 
     def prepare(self, rows: ForwardBatch, pool: KVPool) -> CacheAdapterPass:
-        return CacheAdapterPass(rows, pool, self._share)
+        return CacheAdapterPass(rows, pool, self._share, self._adds_masks)
 
     def probe_arguments(self, probe: LayerProbe) -> dict[str, Any]:
         return {"past_key_values": ProbedCache(probe, self._share)}

@@ -7,6 +7,9 @@ them to the `AttentionPass` that travels with the call.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,6 +36,19 @@ _IGNORED = frozenset(
 """Arguments of the interface that say nothing about the arithmetic of packed, causal rows."""
 
 
+_current: ContextVar[AttentionPass | LayerProbe | None] = ContextVar("_current", default=None)
+
+
+@contextlib.contextmanager
+def leading_to(attention: AttentionPass | LayerProbe) -> Iterator[None]:
+    """Within the body, layers that are given no arguments of a call attend in this pass too."""
+    token = _current.set(attention)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 class UnsupportedAttention(ValueError):
     """A layer attends in a way that the hook does not know. The text continues "cannot be decoded: "."""
 
@@ -52,6 +68,8 @@ def slipstream_attention(
     `others` are the pass that it belongs to, what the model says of the layer, and what Transformers may add.
     """
     slipstream_pass: AttentionPass | LayerProbe | None = others.pop("slipstream_pass", None)
+    if slipstream_pass is None:
+        slipstream_pass = _current.get()
     window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     if slipstream_pass is None:
         raise UnsupportedAttention("it does not pass the arguments of a call on to its attention")

@@ -11,9 +11,23 @@ def _falcon(config: Any) -> int:
     return config.num_attention_heads // config.num_kv_heads if config.new_decoder_architecture else 1
 
 
-HEADS_SHARED: dict[str, Callable[[Any], int]] = {"falcon": _falcon}
+def _one(_: Any) -> int:
+    return 1
+
+
+HEADS_SHARED: dict[str, Callable[[Any], int]] = {
+    "codegen": _one,
+    "falcon": _falcon,
+    "gpt_neox_japanese": _one,
+    "gptj": _one,
+    "xglm": _one,
+}
 """By model type, how many heads a family hands over for each distinct key head. These families were read and tested to
 attend over what a cache hands out, with a 4-D mask as it is given."""
+
+
+ADDS_MASKS = frozenset(HEADS_SHARED) - {"falcon"}
+"""Those that add a mask to scores: 0 where a row may look, and the least number elsewhere."""
 
 
 def asks_a_cache(config: Any) -> bool:

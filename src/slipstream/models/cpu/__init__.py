@@ -18,6 +18,7 @@ What makes the bits the same on every processor, and in any batch of rows:
   without a tree adds up. Entries are taken in partitions of 256, whose sums are merged in order: threads may share one
   long context, and rows that see the same entries read them once. What a thread keeps of partitions is at most 4 MiB,
   and all room is had before they start: where there is none the pass raises `MemoryError`, and the next one runs.
+- A state of a recurrent layer is computed token by token, each of its columns by itself, in four sums over its rows.
 - Of a mixture of experts, what a row chooses, and the order in which its experts' results are added, depend on that row
   alone.
 

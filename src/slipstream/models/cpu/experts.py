@@ -58,7 +58,7 @@ class PackedExperts:
         for stack in parts.stacks if give_back else ():
             release(stack)
         self._gate_up, self._down = _structs(self.gate_up), _structs(self.down)
-        self.struct = MixtureStruct(self.router.struct, self._gate_up, self._down)
+        self.struct = MixtureStruct(router=self.router.struct, gate_up=self._gate_up, down=self._down)
 
     @property
     def linears(self) -> list[PackedWeight]:

@@ -20,12 +20,22 @@ from slipstream.models.cpu import native
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.model_sizes import ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
-from slipstream.models.cpu.structs import TABLE_KINDS, LayerStruct, LinearStruct, ModelStruct, NormStruct
+from slipstream.models.cpu.structs import (
+    TABLE_KINDS,
+    InputsStruct,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+    NormStruct,
+)
 from slipstream.models.families.family import Family
+from slipstream.models.families.inputs import GivenInputs, InputParts
 from slipstream.models.families.parts import LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.rows import RowGroup
 
+NUM_TRIAL_LAYERS = 2
+"""Of which one runs: the states behind the last one would go through the final norm."""
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -55,6 +65,11 @@ class LayerTrial(PackedModel):
         found: nn.Linear | GroupedLinear = self.family.part(self._model, self.family.head)
         return found
 
+    @property
+    def input_parts(self) -> InputParts | None:
+        """What makes the inputs of the Transformers model's layers besides the states."""
+        return self.family.input_parts(self._model)
+
     def pack(self, number: int, parts: LayerParts) -> LayerStruct:
         """The layer of this number, in the type that its weights have; none of them may be quantised.
 
@@ -63,23 +78,63 @@ class LayerTrial(PackedModel):
         self._kept.clear()
         self._shared = frozenset(matrix.data_ptr() for matrix in parts.matrices)
         reach = self._variants[number].reach
-        return self._layer(parts, _kernel(parts.matrices), reach, self._sizes.rotaries[number])
+        return self._layer(parts, _kernel(parts.matrices), self._sizes.heads[number], reach)
 
     def clear(self) -> None:
         """Forget the layer that was packed last."""
         self._kept.clear()
 
+    def inputs(self, parts: InputParts, tokens: Sequence[int], states: Tensor, layer: LayerStruct) -> Tensor:
+        """float32 [n, layers * width]: what all layers are given of `tokens` [n], whose embeddings are `states`.
+
+        `layer` is any that is packed, and stays valid.
+        """
+        stored, ids = getattr(parts.table, "linear", None), torch.tensor(tokens)
+        rows = parts.table.weight.detach()[ids] if stored is None else stored.rows(ids)
+        table = self._keep_table(rows.float())
+        projection = parts.projection
+        plain = projection.widened() if isinstance(projection, GroupedLinear) else projection
+        self._shared |= {plain.weight.data_ptr()}
+        num_layers = len(self._sizes.heads)
+        inputs = InputsStruct(
+            width=parts.width,
+            table_kind=TABLE_KINDS[torch.float32],
+            table_scale=parts.table_scale,
+            projection_scale=parts.projection_scale,
+            scale=parts.scale,
+            table=table.data_ptr(),
+            projection=self._pack([plain], _kernel([plain.weight])).struct,
+            norm=self._norm(parts.norm).weight,
+        )
+        layers = (LayerStruct * num_layers)(*[layer] * num_layers)
+        struct = self._struct(states, NormStruct(), LinearStruct(), 0, layers, inputs)
+        found = native.empty_rows(len(states), num_layers * parts.width)
+        self._run_rows(struct, len(states), {-1: found}, 0)
+        return found
+
     def outputs(
-        self, layer: LayerStruct, shape: LayerShape, states: Tensor, passes: Sequence[Sequence[RowGroup]]
+        self,
+        layer: LayerStruct,
+        pool: KVPool,
+        states: Tensor,
+        passes: Sequence[Sequence[RowGroup]],
+        given: GivenInputs | None = None,
     ) -> Tensor:
         """float32 [wanted rows, hidden]: what the layer makes of states [n, hidden], which are the tokens of `passes`.
 
-        `layer` may be one of a model that is packed.
+        `layer` may be one of a model that is packed. `pool` is of this layer alone; one that reads another's entries
+        finds them there. `given` are its inputs besides the states.
         """
-        last = max(group.slots[-1] for groups in passes for group in groups)
-        pool = KVPool([shape], last + 1, torch.float32, torch.device("cpu"))
-        # Two layers, of which one runs: the states behind the last one would go through the final norm.
-        struct = self._struct(states, NormStruct(), LinearStruct(), 0, (LayerStruct * 2)(layer, layer))
+        inputs = InputsStruct()
+        if given is not None:
+            inputs = InputsStruct(
+                width=given.width,
+                table_kind=TABLE_KINDS[torch.float32],
+                table_scale=1.0,
+                table=given.rows.data_ptr(),
+            )
+        layers = (LayerStruct * NUM_TRIAL_LAYERS)(*[layer] * NUM_TRIAL_LAYERS)
+        struct = self._struct(states, NormStruct(), LinearStruct(), 0, layers, inputs)
         found = []
         for groups in passes:
             rows = ForwardBatch(groups)
@@ -99,15 +154,26 @@ class LayerTrial(PackedModel):
         self.final_norm = norm
         packed = self._pack([head], _kernel([head.weight])).struct
         struct = self._struct(states, norm, packed, head.out_features, (LayerStruct * 0)())
-        count = len(states)
+        return self._run_rows(struct, len(states), None, head.out_features)
+
+    def _run_rows(
+        self, struct: ModelStruct, count: int, taps: dict[int, Tensor] | None, width: int
+    ) -> Tensor:
+        """The logits [count, width] of `count` states through no layer."""
         pool = KVPool([LayerShape(1, 1, 1)], count, torch.float32, torch.device("cpu"))
         rows = ForwardBatch([RowGroup(range(count), 0, list(range(count)), range(count))])
-        logits = native.empty_rows(count, head.out_features)
-        self._run("slipstream_forward", struct, self._batch(rows, pool, logits, None, []))
+        logits = native.empty_rows(count, width)
+        self._run("slipstream_forward", struct, self._batch(rows, pool, logits, taps, []))
         return logits
 
     def _struct(
-        self, states: Tensor, norm: NormStruct, head: LinearStruct, vocab: int, layers: Any
+        self,
+        states: Tensor,
+        norm: NormStruct,
+        head: LinearStruct,
+        vocab: int,
+        layers: Any,
+        inputs: InputsStruct | None = None,
     ) -> ModelStruct:
         """A model whose embeddings are the states."""
         fields = self._sizes.fields | {"embedding_scale": 1.0, "input_scale": 1.0}
@@ -120,6 +186,7 @@ class LayerTrial(PackedModel):
             final_norm=norm,
             head=head,
             table=LinearStruct(),
+            inputs=inputs or InputsStruct(),
             layers=layers,
         )
 

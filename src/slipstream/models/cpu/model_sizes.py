@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from slipstream.models.attention.base import Variant
 from slipstream.models.families.family import Family
+
+
+class HeadSizes(NamedTuple):
+    """The fields of `LayerStruct` that say how a layer's heads lie in its rows, and how they are rotated."""
+
+    num_kv_heads: int
+    head_dim: int
+    rotary: int
+    """The number of its frequencies; -1: none."""
+    rotary_dim: int
 
 
 class ModelSizes:
@@ -19,31 +29,36 @@ class ModelSizes:
         """`variants` says how each layer attends."""
         config = model.config
         part, number = partial(family.part, model), partial(family.number, model)
-        first = family.layer_parts(part(family.layers)[0])
+        layers = [family.layer_parts(layer) for layer in part(family.layers)]
+        first = layers[0]
         experts = first.experts
         clamp = None if experts is None else experts.clamp
-        num_heads = config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        head_dim = sum(linear.out_features for linear in first.qkv) // (num_heads + 2 * num_kv_heads)
         ways = family.rotations(model)
         rotations = list(dict.fromkeys(way for way in ways if way is not None))
-        found = [rotation.inverse_frequencies for rotation in rotations]
-        self._frequencies = torch.stack(found) if found else torch.empty(0)  # float32 [rotations, width / 2]
+        width = max((way.width for way in rotations), default=0)
+        self._frequencies = torch.zeros(len(rotations), width // 2)  # float32
+        for row, way in zip(self._frequencies, rotations, strict=True):
+            row[: way.width // 2] = way.inverse_frequencies
         self._scales = torch.tensor([rotation.scale for rotation in rotations], dtype=torch.float32)
-        self.rotaries = [-1 if way is None else rotations.index(way) for way in ways]
-        """The number of each layer's frequencies; -1: none."""
+        self.heads = [
+            HeadSizes(
+                *family.heads(model, layer),
+                rotary=-1 if way is None else rotations.index(way),
+                rotary_dim=0 if way is None else way.width,
+            )
+            for layer, way in zip(layers, ways, strict=True)
+        ]
+        """Each layer's."""
+        query_norm = first.query_norm
         self.fields: dict[str, Any] = {
             "hidden": config.hidden_size,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "rotary_dim": rotations[0].width if rotations else 0,
-            "intermediate": first.intermediate,
+            "num_heads": config.num_attention_heads,
+            "rotary_dim": width,
             "num_rotaries": len(rotations),
             "activation": family.activation_number(model),
             "gated": first.is_gated,
             "parallel": bool(number(family.parallel, 0.0)),
-            "whole_norms": first.query_norm is not None and first.query_norm.weight.numel() != head_dim,
+            "whole_norms": query_norm is not None and query_norm.weight.numel() != self.heads[0].head_dim,
             "num_experts": 0 if experts is None else experts.num_experts,
             "num_chosen": 0 if experts is None else experts.num_chosen,
             "whole_shares": experts is not None and experts.has_whole_shares,

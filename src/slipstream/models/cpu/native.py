@@ -65,6 +65,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "slipstream_draft_eagle": (Status, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_heads": (Status, (c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_draft_medusa": (Status, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_outer_products": (Status, (c_void_p, c_void_p, c_int)),
+    "slipstream_convolve": (Status, (c_void_p, c_void_p, c_int)),
     "slipstream_draw_levels": (Status, (c_void_p, c_int, c_void_p)),
     "slipstream_draw_level": (Status, (c_void_p, c_int, c_void_p, c_int, c_void_p)),
     "slipstream_draft_hydra": (Status, (*[c_void_p] * 6, c_int)),

@@ -19,6 +19,7 @@ from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native, threads
 from slipstream.models.cpu.experts import PackedExperts
 from slipstream.models.cpu.kernel import Kernel, common_kernel
+from slipstream.models.cpu.model_sizes import HeadSizes
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import moved, release
 from slipstream.models.cpu.structs import (
@@ -26,10 +27,13 @@ from slipstream.models.cpu.structs import (
     SIXTEEN_BIT_KINDS,
     TABLE_KINDS,
     BatchStruct,
+    InputsStruct,
     LayerStruct,
+    LinearStruct,
     NormStruct,
 )
-from slipstream.models.families.parts import LayerParts, NormParts
+from slipstream.models.families.inputs import InputParts
+from slipstream.models.families.parts import LayerInputs, LayerParts, NormParts
 from slipstream.models.linear.grouped import GroupedLinear
 
 
@@ -43,6 +47,8 @@ class PackedModel:
     """A table that is not multiplied with."""
     _table: PackedWeight | None = None
     """One that is packed."""
+    input_table: Tensor | PackedWeight | None = None
+    """One whose rows are what layers are given besides the states."""
     _head: PackedWeight | None = None
     """The output layer, where it is this model's own."""
 
@@ -69,16 +75,15 @@ class PackedModel:
 
         Of experts those that one row is sent to.
         """
-        tables = 0 if self._embedding is None else int(self._embedding.nbytes)
-        if self._table is not None:
-            tables += self._table.least_bytes
-        return (
-            sum(
-                kept.least_bytes if isinstance(kept, PackedWeight | PackedExperts) else int(kept.nbytes)
-                for kept in self._kept
-            )
-            - tables
+        return sum(
+            kept.least_bytes if isinstance(kept, PackedWeight | PackedExperts) else int(kept.nbytes)
+            for kept in self._kept
+            if not self._is_table(kept)
         )
+
+    def _is_table(self, kept: Any) -> bool:
+        """Whether a pass reads of it one row for each of its own."""
+        return any(kept is table for table in (self._embedding, self._table, self.input_table))
 
     @property
     def scratch_bytes(self) -> int:
@@ -88,7 +93,8 @@ class PackedModel:
     @property
     def linears(self) -> list[PackedWeight]:
         """The weights of all layers but their experts, and the output layer."""
-        return [kept for kept in self._kept if isinstance(kept, PackedWeight) and kept is not self._table]
+        packed = (kept for kept in self._kept if isinstance(kept, PackedWeight))
+        return [kept for kept in packed if not self._is_table(kept)]
 
     @property
     def experts(self) -> list[PackedExperts]:
@@ -169,9 +175,8 @@ class PackedModel:
         )  # as long as the kernels may read them
         return batch
 
-    def _layer(self, parts: LayerParts, kernel: Kernel, reach: int = 0, rotary: int = 0) -> LayerStruct:
-        """`rotary` numbers the frequencies; -1: none."""
-        heads = [
+    def _layer(self, parts: LayerParts, kernel: Kernel, heads: HeadSizes, reach: int = 0) -> LayerStruct:
+        of_heads = [
             None if norm is None else self._norm(norm).weight for norm in (parts.query_norm, parts.key_norm)
         ]
         return LayerStruct(
@@ -179,35 +184,73 @@ class PackedModel:
             mlp_norm=self._norm(parts.mlp_norm),
             attended_norm=self._norm(parts.attended_norm),
             mlp_out_norm=self._norm(parts.mlp_out_norm),
-            query_norm=heads[0],
-            key_norm=heads[1],
+            query_norm=of_heads[0],
+            key_norm=of_heads[1],
             qkv=self._pack(parts.qkv, kernel, parts.ordered_qkv).struct,
             output=self._pack([parts.output], kernel).struct,
             **self._mlp(parts, kernel),
+            **self._layer_inputs(parts.inputs, kernel),
             sinks=None if parts.sinks is None else self._keep(parts.sinks),
             reach=reach,
-            rotary=rotary,
+            **heads._asdict(),
+            projected=parts.projected,
+            norms_values=parts.has_value_norm,
+            scale=1.0 if parts.scale is None else float(parts.scale),
         )
 
     def _mlp(self, parts: LayerParts, kernel: Kernel) -> dict[str, Structure]:
-        """The fields of a layer that hold its MLP, or its experts."""
-        if parts.experts is not None:
-            is_own = self._shared.isdisjoint(stack.data_ptr() for stack in parts.experts.stacks)
-            experts = PackedExperts(parts.experts, kernel, is_own, self._keeps_experts)
-            self._kept.append(experts)
-            return {"mixture": experts.struct}
-        assert parts.down is not None
+        """The fields of a layer that hold its MLP, its experts, or both."""
+        found: dict[str, Structure] = {}
+        if parts.down is not None:
+            found["gate_up"] = self._pack(parts.gate_up, kernel, parts.ordered_gate_up, parts.is_gated).struct
+            found["down"] = self._pack([parts.down], kernel).struct
+        if parts.experts is None:
+            return found
+        is_own = self._shared.isdisjoint(stack.data_ptr() for stack in parts.experts.stacks)
+        experts = PackedExperts(parts.experts, kernel, is_own, self._keeps_experts)
+        self._kept.append(experts)
+        found["mixture"] = experts.struct
+        if parts.beside is not None:
+            experts.struct.scales = self._keep(parts.beside.scales)
+            for name in ("router_norm", "input_norm", "mlp_out_norm", "output_norm"):
+                setattr(experts.struct, name, self._norm(getattr(parts.beside, name)))
+        return found
+
+    def _layer_inputs(self, inputs: LayerInputs | None, kernel: Kernel) -> dict[str, Structure]:
+        """The fields of a layer that say what it does with what it is given besides the states."""
+        if inputs is None:
+            return {}
         return {
-            "gate_up": self._pack(parts.gate_up, kernel, parts.ordered_gate_up, parts.is_gated).struct,
-            "down": self._pack([parts.down], kernel).struct,
+            "input_gate": self._pack([inputs.gate], kernel).struct,
+            "input_projection": self._pack([inputs.last], kernel).struct,
+            "input_norm": self._norm(inputs.norm),
         }
+
+    def _inputs(self, inputs: InputParts, kernel: Kernel) -> InputsStruct:
+        """What makes the inputs of all layers."""
+        stored = getattr(inputs.table, "linear", None)
+        table = self._keep_table(inputs.table.weight) if stored is None else None
+        packed = LinearStruct() if stored is None else self._pack([stored], kernel).struct
+        self.input_table = self._kept[-1]
+        return InputsStruct(
+            width=inputs.width,
+            table_kind=0 if table is None else TABLE_KINDS[table.dtype],
+            table_scale=inputs.table_scale,
+            projection_scale=inputs.projection_scale,
+            scale=inputs.scale,
+            table=None if table is None else table.data_ptr(),
+            packed_table=packed,
+            projection=self._pack([inputs.projection], kernel).struct,
+            norm=self._norm(inputs.norm).weight,
+        )
 
     def _norm(self, norm: NormParts | None) -> NormStruct:
         if norm is None:
             return NormStruct()
         weight = norm.weight.detach().float()
+        weight = norm.offset + weight if norm.offset else weight
         return NormStruct(
-            weight=self._keep(norm.offset + weight if norm.offset else weight),
+            weight=self._keep(weight * norm.factor if norm.factor != 1.0 else weight),
             bias=None if norm.bias is None else self._keep(norm.bias),
             centred=norm.is_centred,
         )

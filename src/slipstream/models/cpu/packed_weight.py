@@ -129,9 +129,10 @@ class PackedWeight:
         if rows.dtype != torch.float32 or rows.device.type != "cpu":
             raise TypeError(f"the CPU kernels multiply float32 rows, not {rows.dtype} on {rows.device}")
         rows = rows.contiguous()
-        output = empty_rows(len(rows), self.out_features)
+        num_rows = rows.shape[0]
+        output = empty_rows(num_rows, self.out_features)
         library().slipstream_multiply(
-            ctypes.byref(self.struct), rows.data_ptr(), len(rows), output.data_ptr(), self.num_threads
+            ctypes.byref(self.struct), rows.data_ptr(), num_rows, output.data_ptr(), self.num_threads
         )
         return output
 

@@ -55,7 +55,26 @@ class NormStruct(Structure):
 class MixtureStruct(Structure):
     """`Mixture` of model.h."""
 
-    _fields_ = (("router", LinearStruct), ("gate_up", POINTER(LinearStruct)), ("down", POINTER(LinearStruct)))
+    _fields_ = (
+        ("router", LinearStruct),
+        ("gate_up", POINTER(LinearStruct)),
+        ("down", POINTER(LinearStruct)),
+        ("scales", c_void_p),
+        *((name, NormStruct) for name in ("router_norm", "input_norm", "mlp_out_norm", "output_norm")),
+    )
+
+
+class InputsStruct(Structure):
+    """`Inputs` of model.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("width", "table_kind")),
+        *((name, c_float) for name in ("table_scale", "projection_scale", "scale")),
+        ("table", c_void_p),
+        ("packed_table", LinearStruct),
+        ("projection", LinearStruct),
+        ("norm", c_void_p),
+    )
 
 
 class LayerStruct(Structure):
@@ -70,9 +89,17 @@ class LayerStruct(Structure):
         ("gate_up", LinearStruct),
         ("down", LinearStruct),
         ("mixture", MixtureStruct),
+        ("input_gate", LinearStruct),
+        ("input_projection", LinearStruct),
+        ("input_norm", NormStruct),
         ("sinks", c_void_p),
         ("reach", c_int64),
         ("rotary", c_int64),
+        *(
+            (name, c_int32)
+            for name in ("num_kv_heads", "head_dim", "rotary_dim", "projected", "norms_values")
+        ),
+        ("scale", c_float),
     )
 
 
@@ -80,9 +107,8 @@ class ModelStruct(Structure):
     """`Model` of model.h."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads")),
-        *((name, c_int32) for name in ("head_dim", "rotary_dim", "intermediate", "vocab")),
-        *((name, c_int32) for name in ("num_rotaries", "activation", "gated", "parallel", "whole_norms")),
+        *((name, c_int32) for name in ("num_layers", "hidden", "num_heads", "vocab", "num_rotaries")),
+        *((name, c_int32) for name in ("rotary_dim", "activation", "gated", "parallel", "whole_norms")),
         *((name, c_int32) for name in ("embedding_kind", "num_experts", "num_chosen", "whole_shares")),
         *((name, c_float) for name in ("norm_epsilon", "attention_scale", "score_cap", "logit_cap")),
         *((name, c_float) for name in ("residual_scale", "embedding_scale", "input_scale", "logit_divisor")),
@@ -91,6 +117,7 @@ class ModelStruct(Structure):
         ("final_norm", NormStruct),
         ("head", LinearStruct),
         ("table", LinearStruct),
+        ("inputs", InputsStruct),
         ("layers", POINTER(LayerStruct)),
     )
 
@@ -154,6 +181,39 @@ class HeadRowsStruct(Structure):
         *((name, c_int32) for name in ("n", "first", "count", "unused")),
         ("rows", c_void_p),
         ("logits", c_void_p),
+    )
+
+
+class WalkStruct(Structure):
+    """`Walk` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_steps", "num_sequences", "num_buffers", "unused")),
+        *((name, c_void_p) for name in ("first_steps", "slots", "sources", "targets", "copies")),
+    )
+
+
+class OuterProductsStruct(Structure):
+    """`OuterProducts` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("heads", "key_heads", "key_dim", "value_dim")),
+        *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "rates")),
+        *((name, c_void_p) for name in ("output", "states")),
+        ("slot_stride", c_int64),
+        *((name, c_int32) for name in ("decay_rows", "decay_columns")),
+    )
+
+
+class ConvolutionStruct(Structure):
+    """`Convolution` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("channels", "taps")),
+        *((name, c_void_p) for name in ("inputs", "weight", "bias", "output", "windows")),
+        ("slot_stride", c_int64),
+        *((name, c_void_p) for name in ("read", "kept_steps", "kept_slots")),
+        ("num_kept", c_int64),
     )
 
 

@@ -20,12 +20,13 @@ from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.layer_trial import LayerTrial
-from slipstream.models.cpu.model_sizes import ModelSizes
+from slipstream.models.cpu.model_sizes import HeadSizes, ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight, packed_adapter_bytes
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.structs import (
     TABLE_KINDS,
+    InputsStruct,
     LayerStruct,
     LinearStruct,
     ModelStruct,
@@ -74,8 +75,8 @@ class CpuKernels(PackedModel, Executor):
         self._shared = _shared_weights(model_layers, family)
         layers = (LayerStruct * self.num_layers)(
             *(
-                self._packed_layer(layer, family, variant, rotary, kernel)
-                for layer, variant, rotary in zip(model_layers, variants, sizes.rotaries, strict=True)
+                self._packed_layer(layer, family, variant, heads, kernel)
+                for layer, variant, heads in zip(model_layers, variants, sizes.heads, strict=True)
             )
         )
         self._embedding_scale = float(sizes.fields["embedding_scale"])
@@ -85,6 +86,7 @@ class CpuKernels(PackedModel, Executor):
             self._table = self._pack([embedding.linear], kernel)
         elif not tied:
             self._embedding = self._keep_table(embedding.weight)
+        given_inputs = family.input_parts(model)
         self._struct = ModelStruct(
             **sizes.fields,
             num_layers=self.num_layers,
@@ -94,6 +96,7 @@ class CpuKernels(PackedModel, Executor):
             final_norm=final_norm,
             head=self._head.struct,
             table=LinearStruct() if self._table is None else self._table.struct,
+            inputs=InputsStruct() if given_inputs is None else self._inputs(given_inputs, kernel),
             layers=layers,
         )
         free_numbers(model)
@@ -124,19 +127,23 @@ class CpuKernels(PackedModel, Executor):
 
     @classmethod
     def packed_groups(cls, model: Any) -> list[list[nn.Linear | GroupedLinear]]:
-        groups: list[list[nn.Linear | GroupedLinear]] = [[_head_of(model)]]
+        groups: list[list[nn.Linear | GroupedLinear]] = [[_head_of(model)], *_input_projections(model)]
         for parts in cls.layer_parts(model):
             groups += [[*parts.qkv], [parts.output], [*parts.gate_up]]
             groups += [] if parts.down is None else [[parts.down]]
+            groups += [] if parts.inputs is None else [[parts.inputs.gate], [parts.inputs.last]]
         return [group for group in groups if group]
 
     @classmethod
     def adapter_bytes(cls, model: Any, is_native: bool) -> int:
         stacks: list[tuple[Sequence[nn.Module], bool]] = [([_head_of(model)], False)]
+        stacks += [(group, False) for group in _input_projections(model)]
         for parts in cls.layer_parts(model):
             stacks += [(parts.ordered_qkv, False), ([parts.output], False)]
             if parts.down is not None:
                 stacks += [(parts.ordered_gate_up, parts.is_gated), ([parts.down], False)]
+            if parts.inputs is not None:
+                stacks += [([parts.inputs.gate], False), ([parts.inputs.last], False)]
         return sum(
             packed_adapter_bytes([part for part in stack if isinstance(part, GroupedLinear)], alternates)
             for stack, alternates in stacks
@@ -161,9 +168,14 @@ class CpuKernels(PackedModel, Executor):
         layers: Sequence[int] | None = None,
         choices: TokenChoices | None = None,
     ) -> PassOutput:
-        """As `Executor.forward`; a run must lie in consecutive slots."""
+        """As `Executor.forward`; a run must lie in consecutive slots. The hidden states -1 are what layers are given
+        besides the states."""
         logits = native.empty_rows(rows.num_logit_rows, self.vocab_size)
-        hidden = {layer: native.empty_rows(rows.num_rows, self.hidden_size) for layer in hidden_layers}
+        inputs_width = self.num_layers * self._struct.inputs.width
+        hidden = {
+            layer: native.empty_rows(rows.num_rows, self.hidden_size if layer >= 0 else inputs_width)
+            for layer in hidden_layers
+        }
         self._run("slipstream_forward", self._struct, self._batch(rows, pool, logits, hidden, layers))
         return PassOutput(logits, hidden)
 
@@ -210,10 +222,10 @@ class CpuKernels(PackedModel, Executor):
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
     def _packed_layer(
-        self, layer: nn.Module, family: Family, variant: Variant, rotary: int, kernel: Kernel
+        self, layer: nn.Module, family: Family, variant: Variant, heads: HeadSizes, kernel: Kernel
     ) -> LayerStruct:
         parts = family.layer_parts(layer)
-        struct = self._layer(parts, kernel, variant.reach, rotary)
+        struct = self._layer(parts, kernel, heads, variant.reach)
         if self._shared.isdisjoint(matrix.data_ptr() for matrix in parts.matrices):
             free_numbers(layer)  # no other layer reads it
             trim_heap()
@@ -239,3 +251,10 @@ def _head_of(model: Any) -> nn.Linear:
     assert family is not None
     head: nn.Linear = family.part(model, family.head)
     return head
+
+
+def _input_projections(model: Any) -> list[list[nn.Linear | GroupedLinear]]:
+    """The linear layer that makes the inputs of all layers, where there are such."""
+    family = find_family(model)
+    found = None if family is None else family.input_parts(model)
+    return [] if found is None else [[found.projection]]

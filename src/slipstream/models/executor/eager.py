@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionPass
 from slipstream.models.attention.gpu import without_cudnn
+from slipstream.models.attention.hook import leading_to
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.executor.base import (
@@ -98,11 +99,15 @@ class EagerExecutor(Executor):
         with self._lock, threads.operators(self.num_threads):
             attention = self.backend.prepare(rows, pool)
             if self.mixers is not None:
+                if layers is not None:
+                    raise ValueError(
+                        "recurrent layers run in whole passes only: they have one state of a text"
+                    )
                 if pool.states is None:
                     raise ValueError(
                         "a pool for recurrent layers needs states: make it with CausalLM.new_cache"
                     )
-                with self.mixers.over(pool.states.begin(rows.groups)):
+                with self.mixers.over(pool.states.begin(rows.groups), self.num_threads):
                     return self.run(rows, attention, hidden_layers)
             if layers is None:
                 return self.run(rows, attention, hidden_layers)
@@ -126,7 +131,7 @@ class EagerExecutor(Executor):
         given = {"input_ids": on.token_ids[None]}
         if rows.added is not None:
             given = {"inputs_embeds": (self.embed(on.token_ids) + rows.added)[None]}
-        with without_cudnn(self.model.device):
+        with without_cudnn(self.model.device), leading_to(attention):
             output = (call or self.model)(
                 **given,
                 position_ids=on.positions[None],
@@ -160,6 +165,6 @@ class EagerExecutor(Executor):
 def _expert_share(config: Any) -> float:
     """Which part of a mixture's experts one row is sent to; 1 where there is no mixture."""
     text = text_config(config)
-    chosen = getattr(text, "num_experts_per_tok", None)
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     return chosen / experts if chosen and experts else 1.0

@@ -53,6 +53,24 @@ def file_stacks(model: nn.Module) -> list[FileStack]:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideNames:
+    """Dotted names of what a layer has where experts stand beside its MLP."""
+
+    router_scale: str
+    """What the router's rows are multiplied with, once they are divided by their root mean square."""
+    router_factor: str
+    """A number that they are multiplied with besides."""
+    scales: str
+    """What a row's share of each expert is multiplied with."""
+    input_norm: str
+    """Norm of what the experts read of the states."""
+    mlp_out_norm: str
+    """Norm of what the MLP gives, before the two are added."""
+    output_norm: str
+    """Norm of what the experts give."""
+
+
+@dataclass(frozen=True, slots=True)
 class Clamp:
     """GPT-OSS's gate: (up + 1) * gate * sigmoid(slope * gate), the gate at most `limit`, up on both sides."""
 

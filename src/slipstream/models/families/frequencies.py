@@ -21,7 +21,7 @@ from slipstream.models.longrope import FIXED, fixed_frequencies
 
 log = logging.getLogger(__name__)
 
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embedding whose frequencies do not change with the length of the text."""
 RESOLVED_ROTARY = ("longrope", FIXED)
 """Kinds that do not once they are resolved for a model; see `models.longrope`."""

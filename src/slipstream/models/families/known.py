@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from slipstream.models.families.experts import BesideNames
 from slipstream.models.families.family import Family
 from slipstream.models.families.frequencies import Rotation
+from slipstream.models.families.inputs import InputNames
 
 if TYPE_CHECKING:
     from slipstream.models.attention.base import Variant
@@ -87,6 +89,61 @@ class Gemma3(Gemma2, NormedHeads):
     """Gemma 2 with norms of queries and keys, and rotary embeddings by the kind of layer."""
 
     rotary_kind = "self_attn.layer_type"
+
+
+class Gemma4(NormedHeads):
+    """Gemma 3 whose layers differ: in their heads, in what they read, and by a scale each. Norms add nothing."""
+
+    norm_epsilon = "eps"
+    embedding_scale = "model.embed_tokens.scalar_embed_scale"
+    activation = "hidden_activation"
+    attended_norm = "post_attention_layernorm"
+    mlp_norm = "pre_feedforward_layernorm"
+    mlp_out_norm = "post_feedforward_layernorm"
+    logit_cap = "config.final_logit_softcapping"
+    rotary_kind = "self_attn.layer_type"
+    head_dim, key_groups = "self_attn.head_dim", "self_attn.num_key_value_groups"
+    reads_another = "self_attn.is_kv_shared_layer"
+    value_norm = "self_attn.v_norm"
+    layer_scale = "layer_scalar"
+
+    @classmethod
+    def of(cls, config: Any) -> Family:
+        if getattr(config, "enable_moe_block", False):
+            return Gemma4Experts()
+        return Gemma4Inputs() if getattr(config, "hidden_size_per_layer_input", 0) else cls()
+
+
+class Gemma4Inputs(Gemma4):
+    """Its small sizes: layers are given an embedding of their own."""
+
+    inputs = InputNames(
+        table="model.embed_tokens_per_layer",
+        table_scale="model.embed_tokens_per_layer.scalar_embed_scale",
+        projection="model.per_layer_model_projection",
+        projection_scale="model.per_layer_model_projection_scale",
+        projection_norm="model.per_layer_projection_norm",
+        scale="model.per_layer_input_scale",
+        argument="per_layer_input",
+        gate="per_layer_input_gate",
+        last="per_layer_projection",
+        norm="post_per_layer_input_norm",
+    )
+
+
+class Gemma4Experts(Gemma4):
+    """Its size with experts, which stand beside the MLP."""
+
+    experts, router = "experts", "router.proj"
+    num_chosen = "config.top_k_experts"
+    beside = BesideNames(
+        router_scale="router.scale",
+        router_factor="router.scalar_root_size",
+        scales="router.per_expert_scale",
+        input_norm="pre_feedforward_layernorm_2",
+        mlp_out_norm="post_feedforward_layernorm_1",
+        output_norm="post_feedforward_layernorm_2",
+    )
 
 
 class Phi3(Family):

@@ -29,6 +29,8 @@ FAMILIES = Registry(
             "gemma": "Gemma",
             "gemma2": "Gemma2",
             "gemma3_text": "Gemma3",
+            "gemma4_text": "Gemma4",
+            "gemma4_unified_text": "Gemma4",
             "gpt_neox": "GptNeoX",
             "gpt_oss": "GptOss",
             "granite": "Granite",
@@ -59,4 +61,4 @@ FAMILIES = Registry(
 def find_family(model: Any) -> Family | None:
     """The family of a Transformers model; None where none has its `model_type`."""
     model_type = model.config.model_type
-    return FAMILIES.load(model_type)() if model_type in FAMILIES.names() else None
+    return FAMILIES.load(model_type).of(model.config) if model_type in FAMILIES.names() else None

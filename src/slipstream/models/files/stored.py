@@ -230,9 +230,9 @@ def quantised_layers(model: Any) -> list[GroupedLinear]:
     """The layers of a model whose weights are as a file holds them, a table that is no layer and those of experts among
     them."""
     found = [part for part in model.modules() if isinstance(part, GroupedLinear)]
-    table = model.get_input_embeddings()
-    if isinstance(table, StoredEmbedding) and table.linear not in found:
-        found.append(table.linear)
+    for table in (part for part in model.modules() if isinstance(part, StoredEmbedding)):
+        if table.linear not in found:
+            found.append(table.linear)
     for stack in (each for each in file_stacks(model) if each.is_kept):
         found += [layer for expert in range(stack.shape[0]) for layer in stack.layers(expert)]
     return found

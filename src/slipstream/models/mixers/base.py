@@ -5,7 +5,7 @@ computes gates, norms and a projection of what they return. In a pass of ours it
 computed from the state behind its parent (`Walk`). Without a pass the layers compute what Transformers does.
 
 Nothing of Transformers is changed: a module gets a copy of its class's forward that finds other functions under their
-names.
+names. Where a layer computes its recurrence in a method, the module gets one of ours in its place.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.kv.state import StatePass, StateShape
+from slipstream.models.mixers.native import NativeWalk
+from slipstream.models.mixers.outer_products import OuterProducts
 from slipstream.models.support import unsupported
 
 
 class CellPass:
     """One pass over the states of one cell."""
 
-    def __init__(self, states: StatePass, number: int) -> None:
-        self.walk, self._states, self._number = states.walk, states, number
+    def __init__(self, states: StatePass, number: int, native: NativeWalk | None = None) -> None:
+        """`native`: the CPU kernels compute what they can."""
+        self.walk, self._states, self._number, self._native = states.walk, states, number, native
 
     def inputs(self, rows: Tensor) -> Tensor:
         """Log what the rows put into the state, [rows, inputs]; returns the inputs of all steps, [steps, inputs]."""
@@ -47,7 +50,14 @@ class CellPass:
 
     def convolve(self, window: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `StatePass.convolve`."""
-        return self._states.convolve(window, inputs, weight, bias)
+        by = self._native or self._states
+        return by.convolve(window, inputs, weight, bias)
+
+    def outer_products(self, products: OuterProducts, states: Tensor) -> Tensor:
+        """See `OuterProducts.run`."""
+        if self._native is None:
+            return products.run(self.walk, states)
+        return self._native.outer_products(products, states)
 
 
 class Recurrence(ABC):
@@ -76,7 +86,8 @@ class RecurrentCell:
     def __call__(self, *given: Any, **others: Any) -> Any:
         states = self._mixers.states
         if states is not None:
-            return self.recurrence.compute(CellPass(states, self._mixers.numbers[self]), *given, **others)
+            cell = CellPass(states, self._mixers.numbers[self], self._mixers.native_walk)
+            return self.recurrence.compute(cell, *given, **others)
         if self._mixers.probes:
             self._mixers.add(self, self.recurrence.shape(*given, **others))
         return self.stock(*given, **others)
@@ -85,8 +96,9 @@ class RecurrentCell:
 class Mixers:
     """The recurrent layers of one model."""
 
-    def __init__(self, model: Any, recurrences: dict[str, Recurrence]) -> None:
-        """Has the functions of all layers of `model` that bear these names lead here."""
+    def __init__(self, model: Any, recurrences: dict[str, Recurrence], native: bool = False) -> None:
+        """Has the functions and methods of all layers of `model` that bear these names lead here. With `native` the
+        CPU kernels go the walks."""
         self.config = model.config
         self.shapes: list[StateShape] = []
         """What each cell keeps of a sequence."""
@@ -94,9 +106,15 @@ class Mixers:
         """Where each cell's shape is."""
         self.states: StatePass | None = None
         """The pass that runs now."""
+        self.native_walk: NativeWalk | None = None
+        """Its walk for the CPU kernels, where they go it."""
+        self._native = native
         self.probes = False
-        for module in model.modules():
-            _lead_here(module, self, recurrences)
+        for name, module in model.named_modules():
+            layer = _layer_of(name, module)
+            if layer is not None:
+                _lead_functions_here(module, layer, self, recurrences)
+                _lead_methods_here(module, layer, self, recurrences)
 
     @property
     def layers(self) -> set[int]:
@@ -122,21 +140,44 @@ class Mixers:
             self.probes = False
 
     @contextlib.contextmanager
-    def over(self, states: StatePass) -> Iterator[None]:
+    def over(self, states: StatePass, num_threads: int = 1) -> Iterator[None]:
         """Let the layers compute a pass over these states within the body."""
         self.states = states
+        self.native_walk = NativeWalk(states, num_threads) if self._native else None
         try:
             yield
         finally:
-            self.states = None
+            self.states = self.native_walk = None
         states.finish()
 
 
-def _lead_here(module: nn.Module, mixers: Mixers, recurrences: dict[str, Recurrence]) -> None:
+def _layer_of(name: str, module: nn.Module) -> int | None:
+    """The layer that a module is, or is in, by what it says or by its name; None for one that is in no layer."""
+    said = getattr(module, "layer_idx", None)
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return said if isinstance(said, int) else numbers[0] if numbers else None
+
+
+def _lead_methods_here(
+    module: nn.Module, layer: int, mixers: Mixers, recurrences: dict[str, Recurrence]
+) -> None:
+    """Put cells in the place of such methods of a module, or of a part of it."""
+    for name, recurrence in recurrences.items():
+        kind, *path = name.split(".")
+        if not path or kind != type(module).__name__:
+            continue
+        *parts, method = path
+        holder = module.get_submodule(".".join(parts))
+        cell = RecurrentCell(mixers, layer, name, recurrence, getattr(type(holder), method))
+        setattr(holder, method, MethodType(cell, holder))  # so that it gets the module first
+
+
+def _lead_functions_here(
+    module: nn.Module, layer: int, mixers: Mixers, recurrences: dict[str, Recurrence]
+) -> None:
     """Give a module whose class calls such functions a forward that calls cells in their place."""
     stock = inspect.unwrap(type(module).forward)
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(stock, FunctionType) or not isinstance(layer, int):
+    if not isinstance(stock, FunctionType):
         return
     names = [name for name in stock.__code__.co_names if name in recurrences and name in stock.__globals__]
     if not names:

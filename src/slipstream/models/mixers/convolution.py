@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from slipstream.kv.state import StateShape
 from slipstream.models.mixers.base import CellPass, Recurrence
+from slipstream.models.mixers.elementwise import silu
 
 
 class Convolution(Recurrence):
@@ -33,5 +34,5 @@ class Convolution(Recurrence):
         (window,) = cell.states()
         output = cell.rows(cell.convolve(window, inputs, weight, bias))
         if activation is not None:
-            output = ACT2FN[activation](output)
+            output = silu(output) if activation in ("silu", "swish") else ACT2FN[activation](output)
         return output.T[None].to(hidden_states.dtype)

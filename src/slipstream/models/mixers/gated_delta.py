@@ -42,16 +42,15 @@ class GatedDelta(Recurrence):
         queries, keys = cell.steps(query[0].float()), keys.reshape(-1, key_heads, key_dim)
         if use_qk_l2norm_in_kernel:
             queries, keys = _normed(queries), _normed(keys)
-        each_head = heads // key_heads
         products = OuterProducts(
-            query=(queries * key_dim**-0.5).repeat_interleave(each_head, dim=1),
-            key=keys.repeat_interleave(each_head, dim=1),
+            query=queries * key_dim**-0.5,
+            key=keys,
             value=values.reshape(-1, heads, value_dim),
-            decay=decays.exp().reshape(len(decays), heads, -1),
+            decay=decays.exp().reshape(len(decays), heads, -1, 1),
             beta=betas,
         )
         (state,) = cell.states()
-        output = cell.rows(products.run(cell.walk, state))
+        output = cell.rows(cell.outer_products(products, state))
         return output[None].to(query.dtype), None
 
 

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kv.state import StateShape
 from slipstream.models.mixers.base import CellPass, Recurrence
+from slipstream.models.mixers.elementwise import softplus
 from slipstream.models.mixers.outer_products import OuterProducts
 
 
@@ -42,9 +42,9 @@ class StateSpace(Recurrence):
     ) -> Tensor:
         """-> float32 [1, N, heads, head_dim]"""
         num_rows, heads, head_dim = hidden_states.shape[1:]
-        own, each_head = hidden_states[0].float(), heads // B.shape[2]
+        own = hidden_states[0].float()
         step_sizes = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
-        step_sizes = F.softplus(step_sizes) if dt_softplus else step_sizes
+        step_sizes = softplus(step_sizes) if dt_softplus else step_sizes
         step_sizes = step_sizes.clamp(*dt_limit).float()  # [N, heads]
         rows = (
             (own * step_sizes[..., None]).reshape(num_rows, -1),
@@ -54,13 +54,13 @@ class StateSpace(Recurrence):
         steps = cell.inputs(torch.cat([each.float() for each in rows], dim=1))
         values, decays, keys = torch.split(steps, [each.shape[1] for each in rows], dim=1)
         products = OuterProducts(
-            query=cell.steps(C[0].float()).repeat_interleave(each_head, dim=1),
-            key=keys.reshape(-1, *B.shape[2:]).repeat_interleave(each_head, dim=1),
+            query=cell.steps(C[0].float()),
+            key=keys.reshape(-1, *B.shape[2:]),
             value=values.reshape(-1, heads, head_dim),
-            decay=decays[..., None],
+            decay=decays[..., None, None],
         )
         (state,) = cell.states()
-        output = cell.rows(products.run(cell.walk, state))
+        output = cell.rows(cell.outer_products(products, state))
         if D is not None:
             output = output + D.float()[:, None] * own
         return output[None]

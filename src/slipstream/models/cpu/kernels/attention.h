@@ -218,8 +218,10 @@ struct Desk {
   }
 };
 
-// The tiles of a pass, and what its threads need: made once a pass, used in every layer.
+// The tiles of a pass, and what its threads need: made once a pass, used in every layer of these heads.
 struct AttentionPlan {
+  int num_kv_heads, dim;
+  bool is_made = false;             // for the pass that is computed
   std::vector<Tile> tiles;
   std::vector<int> part_begin;      // [tiles + 1]
   int wave = 1, num_waves = 1;      // partitions of a wave
@@ -228,7 +230,9 @@ struct AttentionPlan {
   std::vector<Desk> desks;          // one a thread
   bool split = false;
 
-  void make(const Sight& sight, int num_rows, int num_heads, int num_kv_heads, int dim, int threads) {
+  AttentionPlan(int num_kv_heads, int dim) : num_kv_heads(num_kv_heads), dim(dim) {}
+
+  void make(const Sight& sight, int num_rows, int num_heads, int threads) {
     const int group = num_heads / num_kv_heads, most_rows = std::max(1, TILE / group);
     tiles.clear();
     tiles.reserve(num_rows);
@@ -269,6 +273,7 @@ struct AttentionPlan {
     make_room(partial_sums, num_partials * padded(dim));
     if (desks.size() < size_t(threads)) desks.resize(threads);
     for (Desk& desk : desks) desk.reserve(rows, rows * group, padded(dim));
+    is_made = true;
   }
 
   int num_parts() const { return part_begin.back(); }

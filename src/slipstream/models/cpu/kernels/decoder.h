@@ -1,7 +1,7 @@
 // A whole pass of a decoder: layers of rotary grouped-query attention and an MLP, each added to the residual states.
 //
-// Families differ in where they have norms and of which kind, in the MLP's activation and gate, and in scales and caps. Each
-// is a field of its own that says so; see known_families.py for who has what.
+// Families differ in where they have norms and of which kind, in the MLP's activation and gate, in scales and caps, and in
+// what else a layer reads. Each is a field of its own that says so; see families/known.py for who has what.
 //
 // All matrices are row-major float32.
 #pragma once
@@ -12,6 +12,12 @@
 inline void rms_norm(const float* row, const float* weight, int size, float epsilon, float* out) {
   float inverse = 1.0f / std::sqrt(dot(row, row, size) / size + epsilon);
   for (int i = 0; i < size; ++i) out[i] = weight[i] * (row[i] * inverse);
+}
+
+// In place, without a weight.
+inline void bare_norm(float* row, int size, float epsilon) {
+  const float inverse = 1.0f / std::sqrt(dot(row, row, size) / size + epsilon);
+  for (int i = 0; i < size; ++i) row[i] *= inverse;
 }
 
 inline void centred_norm(const float* row, const Norm& norm, int size, float epsilon, float* out) {
@@ -44,13 +50,43 @@ inline void embed(const Model& model, int64_t token, float* to) {
 class Pass : protected Mixer {
  public:
   Pass(const Model& model, const Batch& batch, Scratch& scratch, Team& team, int rank)
-      : Mixer(model, scratch, team, rank), b(batch), qkv_width((m.num_heads + 2 * m.num_kv_heads) * m.head_dim) {}
+      : Mixer(model, scratch, team, rank), b(batch) {}
 
   static int num_operations(const Model& model, const Batch& batch, const Scratch& scratch) {
-    return (13 + NUM_OPERATIONS + scratch.attention.num_operations()) * model.num_layers + 8 + batch.num_taps;
+    const int of_layer = 15 + (model.num_experts ? NUM_OPERATIONS : 0) + (model.inputs.width ? 5 : 0);
+    return (of_layer + scratch.attention_operations()) * model.num_layers + 8 + batch.num_taps;
   }
 
-  void run() {
+  // The layers of the end go on with the states and inputs that the beginning has left.
+  enum Part { WHOLE, BEGINNING, END };
+
+  void run(Part part = WHOLE) {
+    if (part == END) {
+      each_row([&](int row) { place(row); });
+    } else {
+      begin();
+    }
+    for (int i = 0; i < b.num_layers; ++i) {
+      int64_t number = b.layers[i];
+      const Layer& current = m.layers[number];
+      layer(current, keys_of(number), values_of(number));
+      if (current.input_gate.panels) add_inputs(current, number);
+      if (current.scale != 1.0f) scale_states(current.scale);
+      if (number + 1 < m.num_layers) tap(number + 1);
+    }
+    if (part != BEGINNING) head();
+  }
+
+ protected:
+  const Batch& b;
+
+  template <typename Each>
+  void each_row(Each each) {
+    share(b.num_rows, each);
+  }
+
+  // states = the embeddings, inputs = what layers are given besides.
+  void begin() {
     each_row([&](int row) {
       float* state = &s.states[size_t(row) * m.hidden];
       embed(m, b.token_ids[row], state);
@@ -61,21 +97,7 @@ class Pass : protected Mixer {
       place(row);
     });
     tap(0);
-    for (int i = 0; i < b.num_layers; ++i) {
-      int64_t number = b.layers[i];
-      layer(m.layers[number], keys_of(number), values_of(number));
-      if (number + 1 < m.num_layers) tap(number + 1);
-    }
-    head();
-  }
-
- protected:
-  const Batch& b;
-  const int qkv_width;
-
-  template <typename Part>
-  void each_row(Part part) {
-    share(b.num_rows, part);
+    if (m.inputs.width) make_inputs();
   }
 
   // The rotary angles of a row's position.
@@ -88,12 +110,62 @@ class Pass : protected Mixer {
     }
   }
 
-  void tap(int number) {
+  void tap(int number) { tap(number, s.states, m.hidden); }
+
+  void tap(int number, const std::vector<float>& rows, int width) {
     for (int i = 0; i < b.num_taps; ++i)
       if (b.tap_layers[i] == number)
         each_row([&](int row) {
-          std::memcpy(b.taps[i] + size_t(row) * m.hidden, &s.states[size_t(row) * m.hidden], sizeof(float) * m.hidden);
+          std::memcpy(b.taps[i] + size_t(row) * width, &rows[size_t(row) * width], sizeof(float) * width);
         });
+  }
+
+  // inputs = what every layer is given of each row besides the states, which are the embeddings yet.
+  void make_inputs() {
+    const Inputs& in = m.inputs;
+    const int all = m.num_layers * in.width;
+    if (in.projection.panels) {
+      load_states({}, in.projection);
+      multiply_each(in.projection, s.normed.data(), [&](int row, int unit, const float* tile) {
+        std::memcpy(&s.projected[size_t(row) * all + unit * UNIT], tile, sizeof(float) * std::min(UNIT, all - unit * UNIT));
+      });
+    }
+    each_row([&](int row) {
+      float *inputs = &s.inputs[size_t(row) * all], *projected = &s.projected[size_t(row) * all];
+      if (in.table) {
+        widen_row(in.table_kind, in.table, b.token_ids[row], all, inputs);
+      } else {
+        unpack_row(in.packed_table, b.token_ids[row], inputs);
+      }
+      for (int i = 0; i < all; ++i) inputs[i] *= in.table_scale;
+      if (!in.projection.panels) return;
+      for (int i = 0; i < all; ++i) projected[i] *= in.projection_scale;
+      for (int i = 0; i < all; i += in.width) rms_norm(projected + i, in.norm, in.width, m.norm_epsilon, projected + i);
+      for (int i = 0; i < all; ++i) inputs[i] = (projected[i] + inputs[i]) * in.scale;
+    });
+    tap(-1, s.inputs, all);
+  }
+
+  // Add what a layer makes of its inputs, gated by the states.
+  void add_inputs(const Layer& layer, int64_t number) {
+    const int width = m.inputs.width;
+    load_states({}, layer.input_gate);
+    multiply_each(layer.input_gate, s.normed.data(), [&](int row, int unit, const float* tile) {
+      alignas(64) float gated[UNIT];
+      activate(m.activation, tile, UNIT, gated);
+      const int begin = unit * UNIT, size = std::min(UNIT, width - begin);
+      const float* inputs = &s.inputs[(size_t(row) * m.num_layers + number) * width + begin];
+      float* to = &s.gated[row * row_stride(width) + begin];
+      for (int i = 0; i < size; ++i) to[i] = gated[i] * inputs[i];
+    });
+    add_to_states(layer.input_projection, s.gated.data(), layer.input_norm);
+  }
+
+  void scale_states(float scale) {
+    each_row([&](int row) {
+      float* state = &s.states[size_t(row) * m.hidden];
+      for (int i = 0; i < m.hidden; ++i) state[i] *= scale;
+    });
   }
 
   // normed = the states as `next` reads them.
@@ -133,7 +205,7 @@ class Pass : protected Mixer {
   Entries values_of(int64_t layer) const { return entries(b.values[layer], b.value_scales, layer); }
 
   Entries entries(void* numbers, float* const *scales, int64_t layer) const {
-    return {int32_t(b.entry_type), m.head_dim, b.num_slots, numbers, b.entry_type == ENTRY_INT8 ? scales[layer] : nullptr};
+    return {int32_t(b.entry_type), m.layers[layer].head_dim, b.num_slots, numbers, b.entry_type == ENTRY_INT8 ? scales[layer] : nullptr};
   }
 
   void layer(const Layer& layer, const Entries& keys, const Entries& values) {
@@ -151,9 +223,10 @@ class Pass : protected Mixer {
 
   // attended = the attention of what `normed` holds.
   void attention(const Layer& layer, const Entries& keys, const Entries& values) {
+    const size_t width = qkv_width(m, layer);
     multiply_each(layer.qkv, s.normed.data(), [&](int row, int unit, const float* tile) {
       int begin = unit * UNIT;
-      std::memcpy(&s.qkv[size_t(row) * qkv_width + begin], tile, sizeof(float) * std::min(UNIT, qkv_width - begin));
+      std::memcpy(&s.qkv[row * width + begin], tile, sizeof(float) * std::min(UNIT, layer.qkv.out - begin));
     });
     each_row([&](int row) { rotate_and_store(layer, row, keys, values); });
     attend(layer, keys, values);
@@ -163,16 +236,42 @@ class Pass : protected Mixer {
 
   // gated = what the MLP makes of the states before its last linear layer; of experts normed = what they give.
   void mlp(const Layer& layer) {
-    if (m.num_experts) {
-      load_states(layer.mlp_norm, layer.mixture.router);
-      return mix(layer.mixture, b.num_rows);
-    }
+    if (!m.num_experts) return gate_states(layer);
+    if (layer.down.panels) return mix_beside(layer);
+    load_states(layer.mlp_norm, layer.mixture.router);
+    route(layer.mixture, b.num_rows);
+    visit(layer.mixture, b.num_rows);
+  }
+
+  void gate_states(const Layer& layer) {
+    const int inner = layer.down.in;
     load_states(layer.mlp_norm, layer.gate_up);
     multiply_each(layer.gate_up, s.normed.data(), [&](int row, int unit, const float* tile) {
       alignas(64) float gated[UNIT];
       const int width = gate(tile, gated);
-      float* to = &s.gated[row * row_stride(m.intermediate) + unit * width];
-      std::memcpy(to, gated, sizeof(float) * std::min(width, m.intermediate - unit * width));
+      float* to = &s.gated[row * row_stride(inner) + unit * width];
+      std::memcpy(to, gated, sizeof(float) * std::min(width, inner - unit * width));
+    });
+  }
+
+  // normed = the sum of what the MLP and what the experts beside it give, each behind a norm of its own.
+  void mix_beside(const Layer& layer) {
+    const Mixture& mixture = layer.mixture;
+    gate_states(layer);
+    prepare(layer.down, s.gated.data());
+    multiply_each(layer.down, s.gated.data(), [&](int row, int unit, const float* tile) {
+      const int begin = unit * UNIT;
+      std::memcpy(&s.beside[size_t(row) * m.hidden + begin], tile, sizeof(float) * std::min(UNIT, m.hidden - begin));
+    });
+    load_states(mixture.router_norm, mixture.router);
+    route(mixture, b.num_rows);
+    load_states(mixture.input_norm, mixture.router);  // experts take their rows from there
+    visit(mixture, b.num_rows);
+    each_row([&](int row) {
+      float *given = &s.normed[row * row_stride(m.hidden)], *beside = &s.beside[size_t(row) * m.hidden];
+      normalise(given, mixture.output_norm, m.hidden, m.norm_epsilon, given);
+      normalise(beside, mixture.mlp_out_norm, m.hidden, m.norm_epsilon, beside);
+      for (int i = 0; i < m.hidden; ++i) given[i] += beside[i];
     });
   }
 
@@ -210,28 +309,31 @@ class Pass : protected Mixer {
   }
 
   void rotate_and_store(const Layer& layer, int row, const Entries& keys, const Entries& values) {
-    float* heads = &s.qkv[size_t(row) * qkv_width];
-    float* key = heads + size_t(m.num_heads) * m.head_dim;
+    const int dim = layer.head_dim, num_own = layer.projected ? layer.num_kv_heads : 0;
+    float* heads = &s.qkv[size_t(row) * qkv_width(m, layer)];
+    float* key = heads + size_t(m.num_heads) * dim;
+    float* value = key + size_t(layer.num_kv_heads) * dim;
+    if (layer.projected == 1) std::memcpy(value, key, sizeof(float) * num_own * dim);
     if (m.whole_norms) {
-      rms_norm(heads, layer.query_norm, m.num_heads * m.head_dim, m.norm_epsilon, heads);
-      rms_norm(key, layer.key_norm, m.num_kv_heads * m.head_dim, m.norm_epsilon, key);
+      rms_norm(heads, layer.query_norm, m.num_heads * dim, m.norm_epsilon, heads);
+      if (num_own) rms_norm(key, layer.key_norm, num_own * dim, m.norm_epsilon, key);
     }
-    for (int h = 0; h < m.num_heads + m.num_kv_heads; ++h) {
-      float* head = heads + h * m.head_dim;
+    for (int h = 0; h < m.num_heads + num_own; ++h) {
+      float* head = heads + h * dim;
       const float* norm = h < m.num_heads ? layer.query_norm : layer.key_norm;
-      if (norm && !m.whole_norms) rms_norm(head, norm, m.head_dim, m.norm_epsilon, head);
-      if (layer.rotary >= 0) rotate(head, row, int(layer.rotary));
+      if (norm && !m.whole_norms) rms_norm(head, norm, dim, m.norm_epsilon, head);
+      if (layer.rotary >= 0) rotate(head, layer.rotary_dim, row, int(layer.rotary));
     }
-    const float* value = key + size_t(m.num_kv_heads) * m.head_dim;
-    for (int h = 0; h < m.num_kv_heads; ++h) {
-      keys.write(h, b.slots[row], key + h * m.head_dim);
-      values.write(h, b.slots[row], value + h * m.head_dim);
+    for (int h = 0; h < num_own; ++h) {
+      if (layer.norms_values) bare_norm(value + h * dim, dim, m.norm_epsilon);
+      keys.write(h, b.slots[row], key + h * dim);
+      values.write(h, b.slots[row], value + h * dim);
     }
   }
 
-  void rotate(float* head, int row, int rotary) {
-    const int half = m.rotary_dim / 2;
-    const size_t place = (size_t(row) * m.num_rotaries + rotary) * half;
+  void rotate(float* head, int width, int row, int rotary) {
+    const int half = width / 2;
+    const size_t place = (size_t(row) * m.num_rotaries + rotary) * (m.rotary_dim / 2);
     const float *cosines = &s.cosines[place], *sines = &s.sines[place];
     for (int i = 0; i < half; ++i) {
       float low = head[i], high = head[i + half];
@@ -241,14 +343,17 @@ class Pass : protected Mixer {
   }
 
   void attend(const Layer& layer, const Entries& keys, const Entries& values) {
-    Attention attention{s.attention, s.sight, keys, values, m.num_heads, m.num_kv_heads, m.attention_scale, m.score_cap,
-                        layer.sinks, layer.reach, s.qkv.data(), size_t(qkv_width), s.attended.data(),
-                        row_stride(m.num_heads * m.head_dim)};
-    const int num_merged = int(s.attention.tiles.size()) * m.num_kv_heads;
-    for (int wave = 0; wave < s.attention.num_waves; ++wave) {
-      share(s.attention.num_parts(), [&](int part) { attention.attend(part, wave, rank); });
-      if (s.attention.split)
-        share(num_merged, [&](int part) { attention.merge_parts(part / m.num_kv_heads, part % m.num_kv_heads, wave); });
+    AttentionPlan& plan = *s.plan_of(layer);
+    Attention attention{plan, s.sight, keys, values, m.num_heads, layer.num_kv_heads, m.attention_scale, m.score_cap,
+                        layer.sinks, layer.reach, s.qkv.data(), size_t(qkv_width(m, layer)), s.attended.data(),
+                        row_stride(m.num_heads * layer.head_dim)};
+    const int num_merged = int(plan.tiles.size()) * layer.num_kv_heads;
+    for (int wave = 0; wave < plan.num_waves; ++wave) {
+      share(plan.num_parts(), [&](int part) { attention.attend(part, wave, rank); });
+      if (plan.split)
+        share(num_merged, [&](int part) {
+          attention.merge_parts(part / layer.num_kv_heads, part % layer.num_kv_heads, wave);
+        });
     }
   }
 

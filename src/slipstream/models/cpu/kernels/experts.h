@@ -9,7 +9,7 @@ class Mixer : protected Worker {
 
   Mixer(const Model& model, Scratch& scratch, Team& team, int rank) : Worker(scratch, team, rank), m(model) {}
 
-  static constexpr int NUM_OPERATIONS = 7;
+  static constexpr int NUM_OPERATIONS = 8;  // of `route` and `visit`
 
   // What a unit of gate and up makes together, or of up alone; returns how many numbers.
   int gate(const float* tile, float* out) const {
@@ -29,16 +29,22 @@ class Mixer : protected Worker {
     return PANEL;
   }
 
-  // normed = for each of the first `rows` rows of `normed`, the sum of what its experts make of it by their shares.
-  void mix(const Mixture& mixture, int rows) {
+  // Send each of the first `rows` rows of `normed` to its experts.
+  void route(const Mixture& mixture, int rows) {
     Routing& r = s.routing;
-    const size_t wide = row_stride(m.hidden), narrow = row_stride(m.intermediate);
     multiply(mixture.router, s.normed.data(), rows, [&](int row, int unit, const float* tile) {
       const int begin = unit * UNIT, size = std::min(UNIT, m.num_experts - begin);
       std::memcpy(&r.numbers[size_t(row) * m.num_experts + begin], tile, sizeof(float) * size);
     });
-    share(rows, [&](int row) { r.choose(m, row); });
+    share(rows, [&](int row) { r.choose(m, mixture.scales, row); });
     share(1, [&](int) { r.group(m, rows); });
+  }
+
+  // normed = for each of the rows that were sent, the sum of what its experts make of the row in `normed`, by their shares.
+  void visit(const Mixture& mixture, int rows) {
+    Routing& r = s.routing;
+    const int inner = mixture.down[0].in;
+    const size_t wide = row_stride(m.hidden), narrow = row_stride(inner);
     const int num_visits = rows * m.num_chosen;
     share(num_visits, [&](int visit) {
       const float* from = &s.normed[r.row_of[visit] * wide];
@@ -52,7 +58,7 @@ class Mixer : protected Worker {
     multiply_visits(mixture.gate_up, num_visits, s.visiting.data(), [&](int visit, int unit, const float* tile) {
       alignas(64) float gated[UNIT];
       const int width = gate(tile, gated);
-      std::memcpy(&s.gated[visit * narrow + unit * width], gated, sizeof(float) * std::min(width, m.intermediate - unit * width));
+      std::memcpy(&s.gated[visit * narrow + unit * width], gated, sizeof(float) * std::min(width, inner - unit * width));
     });
     if (quantises(mixture.down[0].kind)) share(num_visits, [&](int visit) { ready(mixture.down[0], s.gated.data(), visit); });
     multiply_visits(mixture.down, num_visits, s.gated.data(), [&](int visit, int unit, const float* tile) {

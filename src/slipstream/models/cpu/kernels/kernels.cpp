@@ -9,6 +9,8 @@
 #include "eagle.h"
 #include "fitting.h"
 #include "heads.h"
+#include "recurrent.h"
+#include "wanted.h"
 
 // What the functions return that may lack memory; see native.py.
 enum Status : int { DONE = 0, OUT_OF_MEMORY = 1 };
@@ -29,12 +31,25 @@ Team& team_of(int threads) {
 // A row's logits may be wanted twice.
 size_t most_rows(const Batch& batch) { return std::max(batch.num_rows, batch.num_logit_rows); }
 
+void run_part(const Model& model, const Batch& batch, Scratch& scratch, Team& team, Pass::Part part) {
+  scratch.divide(model, batch, team.size());
+  scratch.plan_attention(model, batch, team.size());
+  team.run(Pass::num_operations(model, batch, scratch), [&](int rank) { Pass(model, batch, scratch, team, rank).run(part); });
+}
+
 void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
   Team& team = team_of(threads);
   scratch.reserve(model, most_rows(batch), quantises(model));
-  scratch.divide(model, batch, team.size());
-  scratch.plan_attention(model, batch, team.size());
-  team.run(Pass::num_operations(model, batch, scratch), [&](int rank) { Pass(model, batch, scratch, team, rank).run(); });
+  const int num_common = num_common_layers(model, batch);
+  if (num_common == batch.num_layers || batch.num_logit_rows == batch.num_rows)
+    return run_part(model, batch, scratch, team, Pass::WHOLE);
+  Batch common = batch;
+  common.num_layers = num_common;
+  run_part(model, common, scratch, team, Pass::BEGINNING);
+  if (!batch.num_logit_rows) return;
+  const WantedRows wanted(batch, num_common);
+  wanted.take(model, scratch);
+  run_part(model, wanted.batch, scratch, team, Pass::END);
 }
 
 void run_eagle(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, int threads) {
@@ -50,6 +65,13 @@ void run_heads(const Heads& heads, const HeadRows& rows, Scratch& scratch, int t
   Team& team = team_of(threads);
   HeadsPass::reserve(heads, rows, scratch);
   team.run(HeadsPass::num_operations(heads, rows), [&](int rank) { HeadsPass(heads, rows, scratch, team, rank).run(); });
+}
+
+template <typename WalkPass, typename Given>
+void run_walk(const Walk& walk, const Given& given, int threads) {
+  Team& team = team_of(threads);
+  WalkPass pass(walk, given, team.size());
+  team.run(1, [&](int rank) { team.share(0, pass.num_parts(), [&](int part) { pass.run(part, rank); }); });
 }
 
 void draft_eagle(const Eagle& eagle, const Batch& batch, const States& states, const Chains& chains, Scratch& scratch,
@@ -309,6 +331,14 @@ Status slipstream_heads(const Heads* heads, const HeadRows* rows, Scratch* scrat
 // Medusa: all levels' logits come from one pass over the states [n, hidden] that `rows` has.
 Status slipstream_draft_medusa(const Heads* heads, const HeadRows* rows, const Chains* chains, Scratch* scratch, int threads) {
   return status_of([&] { draft_medusa(*heads, *rows, *chains, *scratch, threads); });
+}
+
+Status slipstream_outer_products(const Walk* walk, const OuterProducts* products, int threads) {
+  return status_of([&] { run_walk<OuterProductsPass>(*walk, *products, threads); });
+}
+
+Status slipstream_convolve(const Walk* walk, const Convolution* convolution, int threads) {
+  return status_of([&] { run_walk<ConvolutionPass>(*walk, *convolution, threads); });
 }
 
 // Chains of which all logits are there.

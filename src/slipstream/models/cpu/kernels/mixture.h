@@ -61,11 +61,14 @@ struct Routing {
     return total;
   }
 
-  void choose(const Model& m, int row) {
+  // `scales`: of the shares, or null.
+  void choose(const Model& m, const float* scales, int row) {
     const float* of_row = &numbers[size_t(row) * m.num_experts];
     const size_t place = size_t(row) * m.num_chosen;
     choose_experts(of_row, m.num_experts, m.num_chosen, &chosen[place]);
     share_out(of_row, m.num_experts, &chosen[place], m.num_chosen, m.whole_shares, &shares[place]);
+    if (scales)
+      for (size_t i = place; i < place + m.num_chosen; ++i) shares[i] *= scales[chosen[i]];
   }
 
   // Number the visits of all rows.

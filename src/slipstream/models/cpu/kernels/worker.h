@@ -12,30 +12,61 @@
 // number of cache lines apart.
 inline size_t row_stride(int width) { return ((width + 15) / 16 | 1) * size_t(16); }
 
+// The largest of what `of` finds in the linear layers of a pass, those without weights left out; of experts in the first
+// one's.
+template <typename Of>
+inline int largest(const Model& m, Of of) {
+  int most = 0;
+  auto look = [&](const Linear& linear) {
+    if (linear.panels) most = std::max(most, int(of(linear)));
+  };
+  look(m.head);
+  look(m.inputs.projection);
+  for (const Layer* layer = m.layers; layer != m.layers + m.num_layers; ++layer) {
+    for (const Linear* each : {&layer->qkv, &layer->output, &layer->gate_up, &layer->down, &layer->input_gate, &layer->input_projection})
+      look(*each);
+    if (!m.num_experts) continue;
+    look(layer->mixture.gate_up[0]);
+    look(layer->mixture.down[0]);
+  }
+  return most;
+}
+
 // Whether a pass rounds its rows to 8 bits.
 inline bool quantises(const Model& m) {
-  return quantises(m.head.kind) || std::any_of(m.layers, m.layers + m.num_layers, [&](const Layer& layer) {
-           if (quantises(layer.qkv.kind) || quantises(layer.output.kind)) return true;
-           const Linear& gate_up = m.num_experts ? layer.mixture.gate_up[0] : layer.gate_up;
-           const Linear& down = m.num_experts ? layer.mixture.down[0] : layer.down;
-           return quantises(gate_up.kind) || quantises(down.kind);
-         });
+  return largest(m, [](const Linear& linear) { return quantises(linear.kind); });
 }
 
 // The most numbers that a row is lowered to.
 inline int largest_rank(const Model& m) {
-  auto of = [](const Linear& linear) { return linear.change ? linear.change->rank : 0; };
-  int largest = of(m.head);
-  for (int i = 0; i < m.num_layers; ++i)
-    for (const Linear* each : {&m.layers[i].qkv, &m.layers[i].output, &m.layers[i].gate_up, &m.layers[i].down})
-      largest = std::max(largest, of(*each));
-  return largest;
+  return largest(m, [](const Linear& linear) { return linear.change ? linear.change->rank : 0; });
 }
+
+// Numbers of a row's queries, keys and values.
+inline int qkv_width(const Model& m, const Layer& layer) { return (m.num_heads + 2 * layer.num_kv_heads) * layer.head_dim; }
+
+// The widest rows of a kind among a model's layers.
+struct Widths {
+  int qkv = 0, attended = 0, inner = 0, of_expert = 0, inputs;
+
+  explicit Widths(const Model& m) : inputs(m.inputs.width) {
+    for (const Layer* layer = m.layers; layer != m.layers + m.num_layers; ++layer) {
+      qkv = std::max(qkv, qkv_width(m, *layer));
+      attended = std::max(attended, m.num_heads * layer->head_dim);
+      if (layer->down.panels) inner = std::max(inner, layer->down.in);
+      if (m.num_experts) of_expert = std::max(of_expert, layer->mixture.down[0].in);
+    }
+  }
+
+  int widest() const { return std::max({attended, inner, of_expert, inputs}); }
+};
 
 // Room for the rows of a pass between its operations; grows to the largest pass. All of it is had before the threads
 // start, none of which may fail.
 struct Scratch {
   std::vector<float> states, normed, qkv, attended, gated, cosines, sines, row_scales;
+  std::vector<float> beside;             // what an MLP gives beside experts
+  std::vector<float> inputs, projected;  // of all layers: [rows, layers * width]
   std::vector<float> visiting;  // rows at the experts: what they read, then what they give
   std::vector<float> lowered;   // by the changes of low rank of the layer that is computed
   std::vector<uint8_t> quantised;
@@ -44,21 +75,24 @@ struct Scratch {
   std::vector<int> fast_of;                     // [rows]: which of the fast rows it is, or -1
   std::vector<std::pair<int, int>> exact_runs;  // first row and number of neighbouring rows that are not fast
   Sight sight;
-  AttentionPlan attention;
+  std::vector<AttentionPlan> attention;  // one for each shape of a layer's heads
   Routing routing;
 
   // `rounds`: whether rows are rounded to 8 bits. `input` is the width of the widest rows that `normed` must hold, where
   // that is more than the hidden states'.
   void reserve(const Model& m, size_t rows, bool rounds, int input = 0) {
-    size_t qkv_width = size_t(m.num_heads + 2 * m.num_kv_heads) * m.head_dim;
-    size_t widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim, input});
+    const Widths widths(m);
+    const int widest = std::max({m.hidden, widths.widest(), input});
     make_room(states, rows * m.hidden);
     make_room(normed, rows * row_stride(std::max(m.hidden, input)));
-    make_room(qkv, rows * qkv_width);
-    make_room(attended, rows * row_stride(m.num_heads * m.head_dim));
+    make_room(qkv, rows * widths.qkv);
+    make_room(attended, rows * row_stride(widths.attended));
     const size_t visits = m.num_experts ? rows * m.num_chosen : rows;
-    make_room(gated, visits * row_stride(m.intermediate));
+    const size_t of_mlp = rows * row_stride(std::max(widths.inner, widths.inputs));
+    make_room(gated, m.num_experts ? std::max(of_mlp, visits * row_stride(widths.of_expert)) : of_mlp);
     make_room(visiting, m.num_experts ? visits * row_stride(m.hidden) : 0);
+    make_room(beside, m.num_experts && widths.inner ? rows * m.hidden : 0);
+    for (auto* each : {&inputs, &projected}) make_room(*each, rows * m.num_layers * widths.inputs);
     routing.reserve(m, rows);
     make_room(cosines, rows * m.num_rotaries * m.rotary_dim / 2);
     make_room(sines, rows * m.num_rotaries * m.rotary_dim / 2);
@@ -80,7 +114,7 @@ struct Scratch {
       ++exact_runs.back().second;
     }
     if (!b.num_fast) return;
-    const int widest = std::max({m.hidden, m.intermediate, m.num_heads * m.head_dim});
+    const int widest = std::max(m.hidden, Widths(m).widest());
     make_room(rounded, b.num_fast * line_stride(widest));
     if (arranged.size() < size_t(threads)) arranged.resize(threads);
     for (auto& room : arranged) make_room(room, arranged_lines(widest));
@@ -89,14 +123,35 @@ struct Scratch {
   void plan_attention(const Model& m, const Batch& b, int threads) {
     sight = {b.positions, b.run_begin, b.run_length, b.tail_begin,   b.tail_slots,
              b.tail_positions, b.shared_begin, b.shared_length};
-    attention.make(sight, b.num_rows, m.num_heads, m.num_kv_heads, m.head_dim, threads);
+    for (AttentionPlan& plan : attention) plan.is_made = false;
+    for (const Layer* layer = m.layers; layer != m.layers + m.num_layers; ++layer) {
+      AttentionPlan* plan = plan_of(*layer);
+      if (!plan) plan = &attention.emplace_back(layer->num_kv_heads, layer->head_dim);
+      if (!plan->is_made) plan->make(sight, b.num_rows, m.num_heads, threads);
+    }
+  }
+
+  AttentionPlan* plan_of(const Layer& layer) {
+    for (AttentionPlan& plan : attention)
+      if (plan.num_kv_heads == layer.num_kv_heads && plan.dim == layer.head_dim) return &plan;
+    return nullptr;
+  }
+
+  // The most operations of a layer's attention.
+  int attention_operations() const {
+    int most = 1;
+    for (const AttentionPlan& plan : attention)
+      if (plan.is_made) most = std::max(most, plan.num_operations());
+    return most;
   }
 
   size_t num_bytes() const {
-    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + attention.num_bytes() +
-                   routing.num_bytes();
+    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + routing.num_bytes();
+    for (const AttentionPlan& plan : attention) total += plan.num_bytes();
     for (const auto& room : arranged) total += bytes_of(room);
-    for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered}) total += bytes_of(*rows);
+    for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered, &beside,
+                       &inputs, &projected})
+      total += bytes_of(*rows);
     return total;
   }
 };
