@@ -325,11 +325,12 @@ DENSE = [case for case in CASES if "moe" not in case and "deepseek" not in case 
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", [*DENSE, "gemma4 moe"])
 def test_a_quantised_file_stays_packed(case: str, tmp_path: Path) -> None:
-    model = made(case, tmp_path / "x.gguf", {"": "Q8_0"} if "gemma" not in case else MOST)
+    model = made(case, tmp_path / "x.gguf", MOST if "gemma4" in case and case in DENSE else {"": "Q8_0"})
     lm = load_model(str(tmp_path / "x.gguf"))
-    assert relative_error(packed_logits(lm), logits(model)) < 0.04
+    few = 3 if case == "gemma4 moe" else None  # further on, rounded rows choose other experts
+    assert relative_error(packed_logits(lm)[:few], logits(model)[:few]) < 0.04
     planned = outline_model(str(tmp_path / "x.gguf"))
     assert (planned.kernels, planned.weight_type) == (lm.kernels, lm.weight_type)
     assert planned.held.total_bytes == lm.weight_bytes
@@ -346,7 +347,7 @@ def test_others_are_widened_to_the_files_numbers(case: str, tmp_path: Path) -> N
     model = made(case, tmp_path / "x.gguf", {"": "Q8_0"})
     if case in RECURRENT:
         load_model(str(tmp_path / "x.gguf"))
-    elif "qwen" not in case:
+    elif "qwen" not in case and "gemma" not in case:  # whose experts stay packed
         with pytest.raises(ModelError, match="experts of this"):
             load_model(str(tmp_path / "x.gguf"))
     wide = load_model(str(tmp_path / "x.gguf"), dtype="float32", pack=False).model

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, normalizers
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from slipstream.errors import ModelError
-from slipstream.models.files.gguf_tokenizer import read_tokenizer
+from slipstream.models.files.gguf_tokenizer import WORDS, read_tokenizer
 from tests.kit.tokenizer_families import byte_fallback, byte_level
 
 TEXT = "Show me tar.  1234 don't\n\té 日本 👍 <|end|><|user|>x"
@@ -72,6 +73,10 @@ def test_a_sentencepiece_vocabulary_is_restored() -> None:
     ]
     flat = {"scores": [0.0] * len(restored), "merges": merges}  # scores that say nothing, and merges that do
     assert read_tokenizer(sentence_piece_fields(**flat), "x")(text).input_ids[1:] == own
+
+
+def test_qwen_35_cuts_words_as_transformers_does() -> None:
+    assert WORDS["qwen35"][0]["pattern"]["Regex"] == PRETOKENIZE_REGEX
 
 
 def test_gemma_4s_tokenizer_is_restored() -> None:

@@ -22,6 +22,7 @@ _LETTERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LETTERS_AND_MARKS = _LETTERS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}") % ""
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
@@ -41,6 +42,7 @@ WORDS: Mapping[str, list[dict[str, Any]]] = {
     "smollm": [{"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True}],
     "llama-bpe": _split(_LETTERS % "{1,3}"),
     "qwen2": _split(_LETTERS % ""),
+    "qwen35": _split(_LETTERS_AND_MARKS),
     "tekken": _split(_CASED % ("", "", "")),
     "gpt-4o": _split(_CASED % (_SHORT, _SHORT, "{1,3}")),
 }
