@@ -104,7 +104,7 @@ def plan_memory(
     both = model.weight_bytes + draft_bytes
     unread = 0 if is_loaded else both
     allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded)) - held_bytes
-    if allowed <= 0:
+    if held_bytes and allowed <= 0:
         raise CapacityError(
             f"the states of {config.max_num_seqs} requests' recurrent layers take {format_bytes(held_bytes)}, and the "
             f"cache may take {format_bytes(allowed + held_bytes)}; lower max_num_seqs or raise kv_cache_bytes"
