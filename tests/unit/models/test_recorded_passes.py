@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import FalconConfig, LlamaConfig, PretrainedConfig
+from transformers import FalconConfig, Gemma4TextConfig, LlamaConfig, PretrainedConfig
 
 from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_TARGET
@@ -253,6 +253,14 @@ def test_heads_that_are_too_wide_are_left_to_pytorch(
 ) -> None:
     reason = TritonBackend.refusal(cuda_traits(**config))
     assert reason == (None if is_ours else "our Triton kernels take heads of at most 256 numbers")
+
+
+@pytest.mark.parametrize(("widest", "is_ours"), [(256, True), (512, False)])
+def test_configurations_whose_layers_differ_are_read_layer_by_layer(
+    widest: int, is_ours: bool, gpu: pytest.MonkeyPatch
+) -> None:
+    traits = cuda_traits(Gemma4TextConfig, head_dim=128, global_head_dim=widest, num_hidden_layers=6)
+    assert (TritonBackend.refusal(traits) is None) == is_ours
 
 
 def test_with_graphs_or_with_eager_passes_on_request_nothing_is_said(

@@ -101,5 +101,8 @@ def _widest_head(config: Any) -> int:
     """As far as a configuration says it; some layers of a model may have wider heads than others."""
     heads = getattr(config, "num_attention_heads", None)
     usual = config.hidden_size // heads if isinstance(heads, int) and heads else 0
-    named = [getattr(config, name, None) for name in ("head_dim", "global_head_dim", "v_head_dim")]
+    # Where layers differ, Transformers lets none of these be read of the whole.
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+    names = ("head_dim", "global_head_dim", "v_head_dim")
+    named = [getattr(layer, name, None) for layer in layers for name in names]
     return max([each for each in named if isinstance(each, int)], default=usual)
