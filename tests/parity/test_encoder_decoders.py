@@ -187,7 +187,7 @@ def test_a_wrong_bias_or_position_is_refused(path_of: Path_of, monkeypatch: pyte
         return torch.zeros(4, *distance.shape)
 
     with monkeypatch.context() as patch:
-        patch.setattr(encoder_decoder._Bias, "__call__", unbiased)
+        patch.setattr(encoder_decoder.DistanceBias, "__call__", unbiased)
         with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
             load_model(path_of("t5"))
     biased = masks.Masks.biased

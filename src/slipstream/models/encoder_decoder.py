@@ -61,7 +61,7 @@ class _Cache(EncoderDecoderCache):
         self.is_updated = _Updated()
 
 
-class _Bias:
+class DistanceBias:
     """The bias that T5's decoder adds by the distance of two tokens: one for all that are far apart."""
 
     def __init__(self, attention: Any) -> None:
@@ -106,7 +106,7 @@ class EncoderDecoder(nn.Module):
         able = [part for part in decoder.modules() if hasattr(part, "has_relative_attention_bias")]
         biased = [part for part in able if part.has_relative_attention_bias]
         for attention in biased:
-            attention.compute_bias = partial(self._bias, _Bias(attention))
+            attention.compute_bias = partial(self._bias, DistanceBias(attention))
         if len(biased) == 1:  # of the first layer: all others take it, also where that one does not run
             for attention in (part for part in able if getattr(part, "is_causal", False)):
                 attention.has_relative_attention_bias = True
@@ -283,7 +283,7 @@ class EncoderDecoder(nn.Module):
                 raise ValueError(_UNKNOWN_POSITIONS) from None
         return self._chain[self._positions][None]
 
-    def _bias(self, bias: _Bias, *inputs: Any, **keywords: Any) -> Any:
+    def _bias(self, bias: DistanceBias, *inputs: Any, **keywords: Any) -> Any:
         """What computes the bias in a packed pass; else the bias, where Transformers counts tokens, not positions."""
         if self._is_packed:
             return bias
