@@ -106,10 +106,10 @@ class Submit(EngineMessage, tag="submit", frozen=True):
     options: RequestOptions
     tried_bytes: int | None = None
     """What compiling the constraint on trial found; None leaves the trial to the engine."""
-    encoder_input: EncoderMessage | None = None
-    """None for a model without an encoder."""
     emitted: list[EmittedTokens] = msgspec.field(default_factory=list)
     """What an engine has emitted of each answer before: this one goes on behind it, with `params.seed`."""
+    encoder_input: EncoderMessage | None = None
+    """None for a model without an encoder."""
 
 
 class CancelRequest(EngineMessage, tag="cancel", frozen=True):
