@@ -70,6 +70,11 @@ Only the language model is loaded, for text. `tests/parity/test_text_towers.py` 
 model's.
 """
 
+ENCODER_DECODERS = """## Encoder-decoders
+
+`tests/parity/test_encoder_decoders.py` compares tiny random models of these families with Transformers' greedy text, with
+drafts and without: `t5` (also gated and untied, as FLAN-T5), `mt5`, `umt5`, `bart`, `mbart`, `marian`, `pegasus`,
+`m2m_100`, `blenderbot` and `whisper`. See [the guide](../guides/encoder-decoders.md)."""
 REFUSED_INTRODUCTION = """\
 ## Refused
 
@@ -139,6 +144,7 @@ def tested_models_page() -> str:
         assert tower is not None
         inner = tower.config.model_type
         parts.append(_row(f"`{config.model_type}`", f"`{inner}`", _cpu_path(inner)))
+    parts += ["", ENCODER_DECODERS]
     parts += ["", REFUSED_INTRODUCTION, "| model | reason |", "|---|---|"]
     parts += [_row(f"`{name}`", reason) for name, (_, reason) in tests["test_refusals"]["REFUSED"].items()]
     return "\n".join([*parts, ""])

@@ -37,11 +37,36 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
         "0 of its 2 layers attend through the attention interface",
     ),
-    "t5": (
-        lambda: tf.T5ForConditionalGeneration(
-            tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    "led": (
+        lambda: tf.LEDForConditionalGeneration(
+            tf.LEDConfig(
+                vocab_size=64,
+                d_model=32,
+                encoder_layers=2,
+                decoder_layers=2,
+                attention_window=8,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=48,
+                decoder_ffn_dim=48,
+            )
         ),
-        "it is an encoder-decoder",
+        "its configuration does not say how long its context is",
+    ),
+    "mvp": (
+        lambda: tf.MvpForConditionalGeneration(
+            tf.MvpConfig(
+                vocab_size=64,
+                d_model=32,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=48,
+                decoder_ffn_dim=48,
+            )
+        ),
+        "attend to the encoder's output",
     ),
     "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**_SIZES)), "its attention is not causal"),
     "vit": (

@@ -61,7 +61,7 @@ def _folder(tmp_path: Path, config: object) -> str:
     return str(tmp_path)
 
 
-_T5 = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 64, "d_model": 32}
+_LED = {"model_type": "led", "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
 _EMBEDDED = json.loads((Path(EMBEDDED_TARGET) / "config.json").read_text())
 _HQQ = {**_EMBEDDED, "quantization_config": {"quant_method": "hqq", "bits": 4}}
 
@@ -72,7 +72,7 @@ _HQQ = {**_EMBEDDED, "quantization_config": {"quant_method": "hqq", "bits": 4}}
         ({"model_type": "nothing-like-it"}, "cannot read the configuration"),
         ({}, "cannot read the configuration"),
         ("{", "cannot read the configuration"),
-        (_T5, "encoder-decoder"),
+        (_LED, "cannot be decoded"),
         ({"model_type": "bloom"}, "cannot be decoded"),
         ({**_EMBEDDED, "num_attention_heads": 0}, ""),
         (_HQQ, "HQQ"),

@@ -118,6 +118,9 @@ def test_answers_are_as_described(shared: TestClient, document: dict[str, Any]) 
     every = [(path, *one) for path, methods in document["paths"].items() for one in methods.items()]
     for path, method, operation in every:
         named = path.replace("{model}", MODEL).replace("{response_id}", stored)
+        if "multipart/form-data" in operation.get("requestBody", {}).get("content", ()):
+            assert shared.request(method, named, files={"file": b"1"}).status_code == 400, "it hears nothing"
+            continue
         response = shared.request(method, named, json=asked.get(path))
         assert response.status_code in (200, 204), path
         if path != "/metrics":

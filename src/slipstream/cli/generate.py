@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import CompletionOutput, RequestOutput, Update
     from slipstream.text.prediction import Prediction
+    from slipstream.text.prompts import Prompt
     from slipstream.text.stream import Piece
 
 
@@ -58,7 +59,7 @@ class GenerateFlags:
     """What is answered, by whom, and how."""
 
     prompt: Annotated[str | None, Argument()] = None
-    """The prompt; without it, --file or standard input is read."""
+    """The prompt, of a speech model a sound's file; without it, --file or standard input is read."""
     file: Annotated[Path | None, Option("--file", "-f")] = None
     """A text file with one prompt, or a .jsonl file with a prompt or messages a line."""
     model: Model = None
@@ -133,8 +134,8 @@ class _Answers:
     params: SamplingParams
     prediction: Prediction | None
     steps: StepOptions | None
-    prompts: list[list[int]] = field(default_factory=list)
-    """In token ids."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """In token ids; of a speech model files."""
     outputs: list[RequestOutput] = field(default_factory=list)
     wall_s: float = 0.0
     comparison: TimedComparison | None = None
@@ -163,7 +164,11 @@ class _Answers:
         """Encode the prompts, and wait until the constraint is compiled."""
         self.params = recommended(llm, self.params, self.flags.sampling)
         self.params.check_vocabulary(llm.engine.model.vocab_size)
-        self.prompts = [prepare(llm.engine, job, self.flags.chat) for job in self.jobs]
+        both = llm.engine.intake.both
+        if both is not None and both.texts.speech is not None:
+            self.prompts = llm.with_languages([{"audio": job.text or ""} for job in self.jobs])
+        else:
+            self.prompts = [prepare(llm.engine, job, self.flags.chat) for job in self.jobs]
         if (compiling := llm.engine.intake.compile_grammar(self.params)) is not None:
             with waiting("compiling the constraint"):  # of a large vocabulary it takes seconds
                 compiling.result()

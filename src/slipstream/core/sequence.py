@@ -15,6 +15,7 @@ from slipstream.core.request import (
     TokenLogprob,
     tenant_account,
 )
+from slipstream.text.encoder_input import EncoderInput
 
 if TYPE_CHECKING:
     from slipstream.sampling.grammars.grammar import Grammar
@@ -47,6 +48,8 @@ class Sequence:
     """What the answer must satisfy, as `params.structured` says; None without a constraint."""
     expected: ExpectedText | None = None
     """The options' prediction in the target's tokens."""
+    encoder_input: EncoderInput | None = None
+    """What the encoder reads; None for a model without one."""
     has_account: bool = True
     """False where tenants are names that clients choose: all such sequences are one account."""
     num_resumed_tokens: int = 0
@@ -89,6 +92,12 @@ class Sequence:
         return self.options.task
 
     @property
+    def read_ids(self) -> list[int]:
+        """All that the model reads: what its encoder does, if it has one, and the text."""
+        given = self.encoder_input
+        return self.token_ids if given is None else [*given.token_ids, *self.token_ids]
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The tokens committed so far, without the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -116,6 +125,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Committed tokens that the target has not yet computed; at least 1 while the sequence runs."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def prefix_account(self) -> str:
+        """Among which texts equal `entry_ids` are equal entries: of one tenant and, with an encoder, one input."""
+        given = self.encoder_input
+        return self.tenant if given is None else f"{self.tenant}\0{given.digest}"
 
     def entry_ids(self, begin: int = 0, end: int | None = None) -> list[int]:
         """What tells the cache entries of tokens `begin` to `end` from others: equal ids from 0 on are equal entries.

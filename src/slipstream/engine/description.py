@@ -10,7 +10,7 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.registry import footprints
 from slipstream.engine.defaults import sampling_defaults
-from slipstream.engine.memory import MemoryPlan, plan_memory, recorded_passes, states_bytes, with_passes
+from slipstream.engine.memory import MemoryPlan, plan_memory, recorded_passes, with_passes
 from slipstream.errors import CapacityError, SlipstreamError
 from slipstream.models.configuration import read_generation_config
 from slipstream.models.cpu import threads
@@ -86,7 +86,7 @@ def planned_memory(planner: Planner) -> MemoryPlan:
         draft.traits.max_nodes,
         is_loaded=False,
         recorded=recorded_passes(config, models, draft.traits.max_nodes, features),
-        held_bytes=states_bytes(config, models, draft.traits.max_nodes),
+        drafts=draft.models,
     )
     return with_passes(planned, config, models, draft.traits)
 

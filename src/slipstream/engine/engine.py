@@ -256,6 +256,7 @@ class Engine:
         if not plan.scheduled:
             return None
         with threads.operators(self._num_operator_threads):
+            self.runner.encode(plan.scheduled)
             clock.planned()
             drafts = self.drafting.propose(plan.scheduled, drafted)
             clock.drafted()
@@ -305,6 +306,7 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         """The sequence is finished, aborted, paused or preempted."""
         self._drop(sequence)
+        self.runner.release(sequence)
         self.drafting.release(sequence)
         self.extension.release(sequence)
 
@@ -324,17 +326,18 @@ class Engine:
 
     def reset_caches(self) -> None:
         """Drop what finished requests left: retained prefixes, and what the drafter learned."""
-        self.runner.cache.accounting.clear()
+        self.runner.cache.clear()
         self.drafter.reset()
         self.extension.reset()
 
     def integrity(self) -> list[str]:
         """Violated invariants, a sentence each; an idle engine holds nothing. Tests call it after every scenario."""
-        accounting = self.runner.cache.accounting
-        faults = [*accounting.integrity(), *self.drafting.integrity(), *self.extension.integrity()]
+        cache = self.runner.cache
+        faults = [*cache.integrity(), *self.drafting.integrity(), *self.extension.integrity()]
         if not self.has_unfinished:
             held = {
-                "slots of the cache": accounting.num_held,
+                "slots of the cache": cache.accounting.num_held,
+                "encoded inputs": cache.num_encoded_held,
                 "sequences of the drafter": self.drafting.num_held(),
                 "answers with drafted steps": self.extension.num_held(),
                 "sequences": len(self._answers) + self.scheduler.num_sequences,

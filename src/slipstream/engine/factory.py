@@ -25,7 +25,6 @@ from slipstream.engine.memory import (
     MemoryPlan,
     plan_memory,
     recorded_passes,
-    states_bytes,
     with_passes,
 )
 from slipstream.engine.parts import EngineParts
@@ -111,7 +110,7 @@ def create_engine(
             memory_plan=plan,
             scheduler=Scheduler(
                 runner.cache.accounting,
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=plan.num_encoded or config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 num_tokens_limit=plan.max_model_len,
                 max_draft_tokens=drafter.traits.max_nodes,
@@ -182,8 +181,10 @@ def _planned(
         sum(each.traits.kv_bytes_per_token for each in drafters) + feature_bytes,
         drafter.traits.max_nodes,
         recorded=recorded_passes(config, models, drafter.traits.max_nodes, feature_bytes),
-        held_bytes=states_bytes(config, [model, *drafting], drafter.traits.max_nodes),
+        drafts=drafting,
     )
+    for each in models:
+        each.num_encoded = plan.num_encoded or 1
     plan = with_passes(plan, config, models, drafter.traits)
     logger.info("memory: %s", plan)
     return plan

@@ -22,6 +22,7 @@ from slipstream.engine.requests import (
 )
 from slipstream.engine.stopping import StopRules
 from slipstream.errors import ReasoningError, RequestError
+from slipstream.models.audio import AudioReader
 from slipstream.reasoning.options import StepOptions
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.grammars.grammar import Grammar
@@ -29,10 +30,21 @@ from slipstream.sampling.noise import derive_seed
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import LogitsProcessor
 from slipstream.sampling.structured import StructuredOutput
+from slipstream.text.encoder_prompts import EncoderDecoderPrompts, EncoderDecoderTexts
 from slipstream.text.expected import ExpectedText, PredictionEncoder
 from slipstream.text.prediction import Prediction
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request
 from slipstream.text.stream import NoText, TextStream
+
+
+def encoder_decoder_prompts(served: EngineParts) -> EncoderDecoderPrompts | None:
+    """What encodes prompts for an encoder and a decoder; None for a model without an encoder."""
+    model = served.model
+    if not model.encoded_shapes:
+        return None
+    texts = EncoderDecoderTexts.of(model.model, model.encoder_length)
+    hear = None if texts.speech is None else AudioReader(model.path, served.config.revision).features
+    return EncoderDecoderPrompts(served.tokenizer, texts, model.vocab_size, served.max_model_len, hear)
 
 
 class Intake:
@@ -46,6 +58,8 @@ class Intake:
         self._seeds = request_seeds(seed)
         self._nonces = request_seeds(None if seed is None else derive_seed(seed, 2**41))
         self._ids = itertools.count()
+        self.both = encoder_decoder_prompts(served)
+        """What encodes prompts for an encoder and a decoder; None for a model without an encoder."""
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters of a request without any, as a copy."""
@@ -128,6 +142,9 @@ class Intake:
         )
         for sequence in sequences:
             sequence.grammar = grammar and grammar.copy()
+            sequence.encoder_input = prompt.encoder_input
+            if prompt.encoder_input is not None:
+                sequence.metrics.num_prompt_tokens += len(prompt.encoder_input.token_ids)
             sequence.num_fast_tokens = served.model.num_fast_tokens(sequence.num_prompt_tokens)
             sequence.metrics.reproducible = self.reproduces(params, options)
             if options.max_draft_tokens != 0 and (
@@ -152,7 +169,10 @@ class Intake:
         if sequence.grammar is not None and not stop_token_ids:
             stop_token_ids = served.end_token_ids  # an answer under a grammar needs a token to end with
         width = served.model.vocab_size
-        processor = LogitsProcessor(params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar)
+        never_first = () if self.both is None else self.both.texts.never_first
+        processor = LogitsProcessor(
+            params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar, never_first
+        )
         stop = StopRules(sequence, text, processor, served.end_token_ids, served.max_model_len)
         return Answer(sequence, processor, text, stop)
 
@@ -170,9 +190,12 @@ class Intake:
         """
         vocab_size = self._served.model.vocab_size
         params.check_vocabulary(vocab_size)
-        encoded = encode_request(
-            self._served.tokenizer, prompt, params.bad_words, vocab_size, self._served.max_model_len
-        )
+        if self.both is not None:
+            encoded = self.both.encode(prompt, params.bad_words)
+        else:
+            encoded = encode_request(
+                self._served.tokenizer, prompt, params.bad_words, vocab_size, self._served.max_model_len
+            )
         if options.prediction is None:
             return encoded
         return replace(encoded, expected=self.expected(options.prediction))

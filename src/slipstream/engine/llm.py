@@ -91,7 +91,7 @@ class LLM:
         if prompts is None:
             raise RequestError("generate needs prompts: a text, token ids, or a list of them")
         with self._alone():
-            prompts = _as_prompts(prompts)
+            prompts = self.with_languages(_as_prompts(prompts))
             each = batch_options(len(prompts), options, own)
             return self._run(prompts, sampling_params, each, use_tqdm, on_update)
 
@@ -149,6 +149,21 @@ class LLM:
         if name in METHODS:
             raise AttributeError(f"{name} is vLLM's and is not available here; {METHODS[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def with_languages(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts, with the languages that a speech model hears where they say none; `generate` does it too."""
+        both = self.engine.intake.both
+        unknown = [] if both is None else [place for place, one in enumerate(prompts) if both.detects(one)]
+        if both is None or not unknown:
+            return prompts
+        heard: list[Any] = [prompts[place] for place in unknown]
+        asked = [both.detecting(prompt) for prompt in heard]
+        params = [SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=ids) for _, ids in asked]
+        options = batch_options(len(asked), None, {})
+        outputs = self._run([one for one, _ in asked], params, options, False, None)
+        for place, prompt, output in zip(unknown, heard, outputs, strict=True):
+            prompts[place] = both.detected(prompt, output.outputs[0].token_ids[0])
+        return prompts
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -46,6 +46,10 @@ class MemoryPlan:
     """Logits of the largest number of checked rows, and what choosing tokens from them takes."""
     table_bytes: int = 0
     """The most that the drafter's tables and caches come to hold."""
+    encoded_bytes: int = 0
+    """What is kept of encoders' outputs, for `num_encoded` requests."""
+    num_encoded: int | None = None
+    """How many requests may run together where each keeps an encoder's output; None for models without an encoder."""
     recorded_bytes: int = 0
     """What executors come to hold of passes that they record: an estimate, see `models.executor.pass_memory`."""
 
@@ -64,12 +68,18 @@ class MemoryPlan:
         passes = (
             f", passes {format_bytes(self.activation_bytes + self.logit_bytes)}" if self.logit_bytes else ""
         )
+        encoded = (
+            f", encoders' output {format_bytes(self.encoded_bytes)} for {self.num_encoded} requests"
+            if self.num_encoded
+            else ""
+        )
         tables = f", drafter's tables up to {format_bytes(self.table_bytes)}" if self.table_bytes else ""
         recorded = f", recorded passes {format_bytes(self.recorded_bytes)}" if self.recorded_bytes else ""
         states = f", states {format_bytes(self.state_bytes)}" if self.state_bytes else ""
         return (
             f"target{weights} {format_bytes(self.target_bytes)}, draft {format_bytes(self.draft_bytes)}, "
-            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{states}{passes}"
+            f"keys and values{entries} {format_bytes(self.kv_bytes)} for {self.num_slots:,} tokens{states}{encoded}"
+            f"{passes}"
             f"{recorded}{tables}, at most {self.max_model_len:,} a request"
         )
 
@@ -82,12 +92,13 @@ def plan_memory(
     max_draft_tokens: int,
     is_loaded: bool = True,
     recorded: Seq[int] = (),
-    held_bytes: int = 0,
+    drafts: Seq[ModelIdentity] = (),
 ) -> MemoryPlan:
     """Bound the cache by `kv_cache_bytes`, by a share of the memory or of what is free, and by what can ever be used.
 
     Where models are not loaded, what they will hold is not free. Nor is what will be `recorded`: the bytes of each
-    model, the target first. Of the cache's memory, states of recurrent layers take `held_bytes`, see `states_bytes`.
+    model, the target first. Of the cache's memory, states of recurrent layers take their part, and so does what the
+    encoders of the target and of the `drafts` make of requests' inputs.
 
     Raises `CapacityError` when not even a short request would fit, where what is recorded has no room beside
     `kv_cache_bytes`, and where the user has not set `max_model_len` and the drafter's share of `kv_cache_bytes` would
@@ -103,6 +114,7 @@ def plan_memory(
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     both = model.weight_bytes + draft_bytes
     unread = 0 if is_loaded else both
+    held_bytes = states_bytes(config, [model, *drafts], max_draft_tokens)
     allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded)) - held_bytes
     if held_bytes and allowed <= 0:
         raise CapacityError(
@@ -113,18 +125,22 @@ def plan_memory(
     held_bytes += num_copies * state_bytes(model.states)
     allowed -= num_copies * state_bytes(model.states)
     # What a request holds is rounded to units.
-    useful = config.max_num_seqs * (max_model_len + max_draft_tokens + unit)
-    num_slots = min(useful, allowed // max(per_token, 1))
+    longest_held = max_model_len + max_draft_tokens + unit
+    encoded_bytes = sum(each.encoded_bytes for each in (model, *drafts))
+    num_encoded = _num_encoded(config, encoded_bytes, longest_held * per_token, allowed)
+    allowed = max(allowed - num_encoded * encoded_bytes, 0)
+    num_slots = min(num_encoded * longest_held, allowed // max(per_token, 1))
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = _allowed_bytes(config, model.device, unread, model.weight_bytes, sum(recorded[:1]))
-    alone = min((without_draft - held_bytes) // max(model.kv_bytes_per_token, 1) - unit, max_model_len)
+    without_draft = max(without_draft - held_bytes - num_encoded * model.encoded_bytes, 0)
+    alone = min(without_draft // max(model.kv_bytes_per_token, 1) - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
         raise CapacityError(
             f"{format_bytes(allowed)}{_beside(recorded)} hold the keys and values of {num_slots} tokens, "
             f"too few for a request of {needed}; set {limit}kv_cache_bytes to at least "
-            f"{_mebibytes(needed + unit, per_token, held_bytes)} MiB"
+            f"{_mebibytes(needed + unit, per_token, held_bytes + encoded_bytes)} MiB"
         )
     if longest < alone:
         what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
@@ -136,6 +152,8 @@ def plan_memory(
     fmt = None if model.weight_type == "float32" else model.weight_type
     cache = None if model.cache_dtype == torch.float32 else str(model.cache_dtype).removeprefix("torch.")
     plan = MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
+    if encoded_bytes:
+        plan = replace(plan, encoded_bytes=num_encoded * encoded_bytes, num_encoded=num_encoded)
     if sum(recorded):
         _check_room(plan.kv_bytes, recorded, available_bytes(model.device) - unread)
     return replace(plan, recorded_bytes=sum(recorded), state_bytes=held_bytes, num_state_copies=num_copies)
@@ -156,6 +174,19 @@ def _num_copies(config: EngineConfig, model: ModelIdentity, allowed: int) -> int
     if not (model.states and config.enable_prefix_caching):
         return 0
     return max(min(2 * config.max_num_seqs, allowed // 4 // state_bytes(model.states)), 0)
+
+
+def _num_encoded(config: EngineConfig, bytes_each: int, request_bytes: int, allowed: int) -> int:
+    """How many requests may keep an encoder's output, so that there is room for their keys and values too."""
+    if not bytes_each:
+        return config.max_num_seqs
+    number = max(min(config.max_num_seqs, allowed // (bytes_each + request_bytes)), 1)
+    if number < config.max_num_seqs:
+        logger.warning(
+            "at most %d requests run together, since each keeps up to %s of an encoder's output",
+            *(number, format_bytes(bytes_each)),
+        )
+    return number
 
 
 def recorded_passes(
@@ -204,7 +235,7 @@ def _warn_of_shorter_texts(config: EngineConfig, what: str, longest: int, needed
 
 
 def _mebibytes(num_tokens: int, bytes_per_token: int, held_bytes: int) -> int:
-    """What so many tokens need beside what states hold."""
+    """What so many tokens need beside what states and encoders' outputs hold."""
     return math.ceil((num_tokens * bytes_per_token + held_bytes) / 2**20)
 
 
@@ -239,7 +270,7 @@ def with_passes(
     num_tokens = min(config.max_num_seqs * plan.max_model_len, plan.num_slots)
     return replace(
         plan,
-        activation_bytes=sum(activation_bytes(PassSizes.of(each), limits) for each in models),
+        activation_bytes=sum(activation_bytes(PassSizes.of(each), limits.over(each)) for each in models),
         logit_bytes=PassSizes.of(target).logit_bytes(limits.num_logit_rows, config.max_num_seqs),
         table_bytes=drafter.table_bytes(config.max_num_seqs, num_tokens),
     )

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.core.pending import PendingNumbers, PendingTail
 from slipstream.core.proposal import Proposal
+from slipstream.core.sequence import Sequence
 from slipstream.core.step import StepItem
 from slipstream.engine.draft_record import DraftRecord
 from slipstream.engine.in_flight import InFlight
@@ -49,6 +50,16 @@ class ModelRunner:
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)
         return InFlight(items, ordered, drafts, output, choices)
+
+    def encode(self, items: Seq[StepItem]) -> None:
+        """Have the encoder run for those whose input it has not read yet: before drafts, which may read the cache."""
+        if self.model.encoded_shapes:
+            for item in items:
+                self.model.encode(self.cache, item.sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is finished, aborted, paused or preempted."""
+        self.cache.close_encoded(sequence.id)
 
     def enter(self, items: Seq[StepItem]) -> None:
         """Count the entries of the computed committed tokens as valid, though the pass may still be running: whatever

@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from slipstream.kv.checkpoints import StateAccounting
+from slipstream.kv.encoded import EncodedEntries
 from slipstream.kv.pool import KVPool
 from slipstream.kv.segments import SegmentAccounting
 from slipstream.kv.slots import SlotAccounting, SlotMap
@@ -17,11 +18,19 @@ from slipstream.kv.upload import upload
 class KVCache:
     """Keys and values of many sequences in bounded memory."""
 
+    encoded: EncodedEntries | None = None
+    """What encoders have made of the sequences' inputs; None for a model without one."""
+
     def __init__(
-        self, pool: KVPool, prefix_caching: bool = True, layout: type[SlotAccounting] = SegmentAccounting
+        self,
+        pool: KVPool,
+        prefix_caching: bool = True,
+        layout: type[SlotAccounting] = SegmentAccounting,
+        encoded: EncodedEntries | None = None,
     ) -> None:
         """`layout` says which slots of the `pool` a sequence gets."""
         self.pool = pool
+        self.encoded = pool.encoded = encoded
         self.accounting: SlotAccounting = layout(pool.num_slots, pool.move, prefix_caching)
         if pool.states is not None:
             self.accounting = StateAccounting(self.accounting, pool.states, prefix_caching)
@@ -60,14 +69,35 @@ class KVCache:
 
     def memory_bytes(self) -> int:
         """Bytes of the tensors, used or not."""
-        return self.pool.memory_bytes()
+        return self.pool.memory_bytes() + (0 if self.encoded is None else self.encoded.pool.memory_bytes())
+
+    def clear(self) -> None:
+        """Give up everything that is retained."""
+        self.accounting.clear()
+        if self.encoded is not None:
+            self.encoded.accounting.clear()
+
+    def integrity(self) -> list[str]:
+        """Violated invariants; empty when there are none."""
+        encoded = [] if self.encoded is None else self.encoded.accounting.integrity()
+        return [*self.accounting.integrity(), *(f"encoded: {fault}" for fault in encoded)]
+
+    @property
+    def num_encoded_held(self) -> int:
+        """Running sequences that hold what an encoder has made of their inputs."""
+        return 0 if self.encoded is None else self.encoded.accounting.num_owners
+
+    def close_encoded(self, owner: int) -> None:
+        """End `owner`'s claim to what an encoder has made of its input, if it has one."""
+        if self.encoded is not None:
+            self.encoded.close(owner)
 
 
 class _View(KVCache):
     """Shares everything with the cache that it is a view of."""
 
     def __init__(self, cache: KVCache, columns: Sequence[int]) -> None:
-        self.pool, self.accounting = cache.pool, cache.accounting
+        self.pool, self.accounting, self.encoded = cache.pool, cache.accounting, cache.encoded
         self._columns = upload(list(columns), cache.pool.features.device)
 
     def features(self, owner: int, begin: int, end: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,6 +41,13 @@ NO_ENTRIES = LayerShape(0, 0, 0)
 """Of a layer that stores nothing of a token."""
 
 
+class EncodedKeys(Protocol):
+    """Keys and values of an encoder's output, as passes of its decoder read them."""
+
+    def read(self, owner: int | None, layer: int) -> tuple[Tensor, Tensor]:
+        """A sequence's in a layer, [kv_heads, positions, dim] each; None for those of trials."""
+
+
 class KVPool:
     """Keys and values of every layer, one slot a token. Only the native kernels know their layout besides this class.
 
@@ -64,6 +72,8 @@ class KVPool:
 
         Behind the `num_slots` that sequences get are `num_scratch` more, for rows that only fill a pass.
         """
+        self.encoded: EncodedKeys | None = None
+        """What the layers of an encoder-decoder attend to across; None for other models."""
         self.num_slots = num_slots
         self.scratch = range(num_slots, num_slots + num_scratch)
         num_slots += num_scratch

@@ -1,10 +1,9 @@
 """Hugging Face models behind one adapter: load, attend over our cache, tap hidden states.
 
-`load_model` loads any decoder-only Transformers model whose attention goes through Transformers' attention interface;
+`load_model` loads any Transformers language model whose attention goes through Transformers' attention interface;
 no model code is copied. The adapter, `CausalLM`, runs it on one packed row of tokens, and each attention layer calls
 back with its queries, keys and values (`attention`). What cannot work is refused when it is loaded, with the reason:
-encoder-decoders, recurrences that are not known (`mixers`), ALiBi, chunked attention. What the configuration cannot
-tell is tried out (`canary`).
+recurrences that are not known (`mixers`), ALiBi. What the configuration cannot tell is tried out (`canary`).
 
 Attention over latents, which the cache holds in the place of every head, is in `mixers.latent`.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kv.pool import NO_ENTRIES
+from slipstream.kv.pool import NO_ENTRIES, LayerShape
 from slipstream.models.attention.base import (
     ATTENTION_NAME,
     AttentionBackend,
@@ -34,6 +34,7 @@ from slipstream.models.attention.hook import leading_to, slipstream_attention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.cpu.layer_trial import LayerTrial
+from slipstream.models.encoder_decoder import EncoderDecoder
 from slipstream.models.executor.base import Executor
 from slipstream.models.huggingface import AttentionInterface, AttentionMaskInterface
 from slipstream.models.layer_check import LayerCheck
@@ -71,6 +72,7 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
     probe = LayerProbe()
     with unread(model) as used, contextlib.nullcontext() if mixers is None else mixers.probing():
         logits = _run_probe(model, backend, probe)
+        encoded = _probe_encoder(model)
     if not probe.shapes.keys() <= set(range(num_layers)):
         raise unsupported(model.config, "one attention serves several of its layers and is not told which")
     recurrent = set() if mixers is None else mixers.layers
@@ -89,7 +91,7 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
     variants = [probe.masks[layer][0] for layer in range(num_layers) if layer in probe.masks]
     shapes = [probe.shapes.get(layer, NO_ENTRIES) for layer in range(num_layers)]
     states = [] if mixers is None else mixers.shapes
-    return Probed(shapes, variants, int(logits.shape[-1]), used.only_called, states)
+    return Probed(shapes, variants, int(logits.shape[-1]), used.only_called, states, encoded)
 
 
 def _check_counting(model: Any, backend: AttentionBackend) -> None:
@@ -124,6 +126,7 @@ def check_masks(lm: CausalLM) -> None:
         probe = LayerProbe()
         with unread(lm.model):
             _run_probe(lm.model, lm.backend, probe, "a pass whose masks it does not make")
+            _probe_encoder(lm.model)
     positions = boundary_positions(lm.config)
     distance = positions[:, None] - positions[None, :]
     for layer, (variant, intended) in sorted(probe.masks.items()):
@@ -379,6 +382,14 @@ def _run_probe(
         )
     logits: Tensor = output.logits
     return logits
+
+
+def _probe_encoder(model: Any) -> tuple[LayerShape, ...]:
+    """What a decoder's layers keep of an encoder's output; none for a model without an encoder."""
+    if not isinstance(model, EncoderDecoder):
+        return ()
+    with refusing(model, "a pass of its encoder"), torch.inference_mode():
+        return model.encoded_shapes()
 
 
 def _visibility(*, mask_function: Any, config: Any, **_: Any) -> Tensor:

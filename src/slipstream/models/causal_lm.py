@@ -1,8 +1,9 @@
-"""A decoder-only Transformers model that runs packed rows over Slipstream's cache."""
+"""A Transformers model whose decoder runs packed rows over Slipstream's cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.sequence import Sequence
 from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
+from slipstream.kv.encoded import TRIAL, EncodedEntries, encoded_slots
 from slipstream.kv.pool import KVPool, runnable
 from slipstream.kv.slots import SlotMap
 from slipstream.kv.state import StatePool, StateRoom
@@ -24,6 +27,7 @@ from slipstream.models.files.stored import KeptWeights, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.rows import RowGroup
 from slipstream.models.trial import NUM_TRIAL_ROWS
+from slipstream.text.encoder_input import EncoderInput
 
 TRIAL_ROOM = StateRoom(num_owners=3, num_copies=0, num_logged=NUM_TRIAL_ROWS)
 """For the sequences of passes that belong to no request."""
@@ -60,6 +64,9 @@ class CausalLM(ModelIdentity):
         self.config = given.model.config
         self.shapes = tuple(given.probed.shapes)
         self.states = tuple(given.probed.states)
+        self.encoded_shapes = given.probed.encoded_shapes
+        self.num_encoded = 1
+        """Of how many sequences its caches hold what an encoder has made of their inputs."""
         self.vocab_size = given.probed.vocab_size
         self.context_length = context_length
         self.dtype = given.dtype
@@ -128,24 +135,60 @@ class CausalLM(ModelIdentity):
         feature_width: int = 0,
         cache_dtype: torch.dtype | None = None,
         states: StateRoom = TRIAL_ROOM,
+        num_encoded: int | None = None,
     ) -> KVCache:
         """A cache for this model's keys and values, in the layout that its attention reads.
 
         `feature_width` numbers are kept of each token with them. Keys and values are held in `cache_dtype`, None: in
-        the model's own. `states` is the room for those of recurrent layers, where it has some.
+        the model's own. `states` is the room for those of recurrent layers, where it has some. What encoders make of
+        inputs is held of `num_encoded` sequences, None: as planned.
         """
         held = self.cache_dtype if cache_dtype is None else cache_dtype
         scratch = self.executor.num_scratch_slots
         pool = KVPool(self.shapes, num_slots, self.dtype, self.device, feature_width, held, scratch)
         if self.states:
             pool.states = StatePool(self.states, states, self.device)
-        return KVCache(pool, prefix_caching, self.backend.layout)
+        encoded = None
+        if self.encoded_shapes:
+            number = self.num_encoded if num_encoded is None else num_encoded
+            size = number * encoded_slots(self.encoder_length)
+            encoded = EncodedEntries(
+                KVPool(self.encoded_shapes, size, self.dtype, self.device, cache_dtype=held)
+            )
+        return KVCache(pool, prefix_caching, self.backend.layout, encoded)
+
+    def reads(self, sequence: Sequence) -> bool:
+        """Whether its encoder can read a sequence's input."""
+        given = sequence.encoder_input
+        return given is not None and self.model.num_positions(given) <= self.encoder_length
+
+    @torch.inference_mode()
+    def encode(self, cache: KVCache, sequence: Sequence) -> None:
+        """Have what the encoder makes of a sequence's input in `cache`, where it is not yet."""
+        assert sequence.encoder_input is not None, "an encoder-decoder reads an input"
+        self._encode(cache, sequence.id, sequence.encoder_input, sequence.prefix_account)
+
+    def _encode(self, cache: KVCache, owner: int, given: EncoderInput, account: str) -> None:
+        encoded = cache.encoded
+        assert encoded is not None, "the cache is not this model's"
+        if owner not in encoded and not encoded.open(owner, self.model.num_positions(given), account):
+            try:
+                encoded.write(owner, self.executor.encode(given))
+            except BaseException:
+                encoded.close(owner)
+                raise
 
     def trial_cache(self, num_tokens: int, cache_dtype: torch.dtype | None = None) -> tuple[KVPool, SlotMap]:
         """A cache that holds one sequence of `num_tokens`, and its slots: for passes that belong to no request."""
         num_slots = -(-(num_tokens + 1) // self.kv_unit) * self.kv_unit
-        cache = self.new_cache(num_slots, prefix_caching=False, cache_dtype=cache_dtype)
+        cache = self.new_cache(
+            num_slots, prefix_caching=False, cache_dtype=cache_dtype, num_encoded=1 + TRIAL_ROOM.num_owners
+        )
         cache.accounting.open(0, [0] * num_tokens)
+        if cache.encoded is not None:
+            with torch.inference_mode():
+                for owner in (TRIAL, *range(TRIAL_ROOM.num_owners)):
+                    self._encode(cache, owner, self.model.trial_input(), "")
         return cache.pool, cache.accounting.slots(0)
 
     def trial_tokens(self) -> list[int]:
@@ -155,10 +198,10 @@ class CausalLM(ModelIdentity):
     @torch.inference_mode()
     def forward(
         self,
-        groups: Sequence[RowGroup],
+        groups: Seq[RowGroup],
         pool: KVPool,
-        hidden_layers: Sequence[int] = (),
-        layers: Sequence[int] | None = None,
+        hidden_layers: Seq[int] = (),
+        layers: Seq[int] | None = None,
         added: Tensor | None = None,
         choices: TokenChoices | None = None,
     ) -> ForwardOutput:
@@ -177,16 +220,16 @@ class CausalLM(ModelIdentity):
 
     @torch.inference_mode()
     def draft_chain(
-        self, groups: Sequence[RowGroup], pool: KVPool, chains: Chains, layers: Sequence[int] | None = None
-    ) -> Sequence[Sequence[int]]:
+        self, groups: Seq[RowGroup], pool: KVPool, chains: Chains, layers: Seq[int] | None = None
+    ) -> Seq[Seq[int]]:
         """The tokens of whole draft chains, one behind each row whose logits are wanted; see `Executor.draft_chain`."""
         return self.executor.draft_chain(self._rows(groups, layers), pool, chains, layers)
 
     def _rows(
         self,
-        groups: Sequence[RowGroup],
-        layers: Sequence[int] | None,
-        hidden_layers: Sequence[int] = (),
+        groups: Seq[RowGroup],
+        layers: Seq[int] | None,
+        hidden_layers: Seq[int] = (),
     ) -> ForwardBatch:
         """The rows of a pass over these layers, which are checked."""
         if layers is not None:
@@ -198,7 +241,7 @@ class CausalLM(ModelIdentity):
             self.check_layers(layers)
         return ForwardBatch(groups)
 
-    def check_layers(self, layers: Sequence[int] = ()) -> None:
+    def check_layers(self, layers: Seq[int] = ()) -> None:
         """Raise `ConfigError` where this model cannot run some of its layers alone, or not just `layers`."""
         if not self._runs_layers:
             token_ids = self.trial_tokens()

@@ -16,6 +16,7 @@ import torch
 from slipstream.core.model_path import names_gguf
 from slipstream.errors import ModelError
 from slipstream.models.configuration import load_config, meta_model, read_generation_config
+from slipstream.models.encoder_decoder import as_decoder
 from slipstream.models.files.folder import as_transformers_reads, check_weight_files
 from slipstream.models.files.gguf import Gguf, open_gguf
 from slipstream.models.files.gguf_architectures import read_config
@@ -27,7 +28,7 @@ from slipstream.models.files.stored import StoredModel
 from slipstream.models.files.unused import UnusedQuantised, UnusedTensors, unused_by
 from slipstream.models.huggingface import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
+    auto_class,
     creating_models,
     model_class,
 )
@@ -178,7 +179,7 @@ def load_weights(
         with one_line(f"cannot load the weights of {source.path!r}"):
             stored.install(model, changes, dtype)
         kept = stored.kind if stored.stay else ""
-    return model, kept
+    return as_decoder(model), kept
 
 
 def not_kept(path: str, kind: str) -> ModelError:
@@ -250,7 +251,7 @@ def _read_stored(
 
 def _read_folder(source: Checkpoint, dtype: torch.dtype, attention: str) -> tuple[Any, Mapping[str, Any]]:
     """The Transformers model of a folder or a hub id, and what Transformers says of its weights."""
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    from_pretrained: Any = auto_class(source.config).from_pretrained
     path, tower = source.path, source.tower
     options = {} if tower is None else {"key_mapping": KEY_MAPPING}
     with (

@@ -11,11 +11,12 @@ import torch
 
 from slipstream.core.model_path import names_gguf
 from slipstream.errors import ModelError
+from slipstream.models.encoder_decoder import as_decoder
 from slipstream.models.files.folder import check_folder
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.files.gguf_model import find_gguf
-from slipstream.models.huggingface import AutoConfig, AutoModelForCausalLM, GenerationConfig, creating_models
+from slipstream.models.huggingface import AutoConfig, GenerationConfig, auto_class, creating_models
 from slipstream.models.quiet import one_line, silenced
 
 
@@ -48,10 +49,9 @@ def read_generation_config(model: Any, path: str, revision: str | None) -> None:
 
 def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
     """The Transformers model without numbers. Its type is none that counts, and `config` stays as it is."""
-    make: Any = AutoModelForCausalLM.from_config
     try:
         with silenced(), creating_models(config), torch.device("meta"):
-            model = make(
+            model = auto_class(config).from_config(
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,  # experts' products have no other type on this device
                 attn_implementation=attention,
@@ -64,7 +64,7 @@ def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
         raise ModelError(
             f"no {config.model_type} model can be made of this configuration: {reason}"
         ) from None
-    return model.eval()
+    return as_decoder(model).eval()
 
 
 def named(path: str) -> str:

@@ -125,18 +125,31 @@ class _Unnumbered(TorchFunctionMode):
 
 
 def model_class(config: Any) -> Any:
-    """Transformers' class of causal language models for a configuration; raises `KeyError` where it has none.
+    """Transformers' class of language models for a configuration; raises `KeyError` where it has none.
 
     The files of some families, Gemma 3's among them, look into classes of processors while they are imported.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping = auto_class(config)._model_mapping
+    if type(config) not in mapping:
         raise KeyError(type(config))
     try:
         with unused_deferred():
-            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            return mapping[type(config)]
     except Exception:  # what such a look meets depends on the release
         with deferred([name for name in _UNUSED if name != _PROCESSORS]):
-            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            return mapping[type(config)]
+
+
+def encoder_decoders(config: Any) -> Any | None:
+    """The auto class of encoder-decoders that has one for this configuration; None where none has."""
+    autos: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+    return next((auto for auto in autos if type(config) in auto._model_mapping), None)
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class that makes and loads a language model of this configuration."""
+    is_both = getattr(config, "is_encoder_decoder", False)
+    return (encoder_decoders(config) if is_both else None) or AutoModelForCausalLM
 
 
 @contextmanager
@@ -157,12 +170,18 @@ if "transformers" not in sys.modules:
     defer_package("transformers.models")
 
 with unused_deferred():
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_outputs import BaseModelOutput
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
     from transformers.utils.hub import cached_file
@@ -175,13 +194,17 @@ __all__ = [
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoTokenizer",
+    "BaseModelOutput",
     "DynamicCache",
+    "EncoderDecoderCache",
     "GenerationConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerFast",
+    "auto_class",
     "cached_file",
     "creating_models",
     "eager_mask",
+    "encoder_decoders",
     "model_class",
     "unused_deferred",
 ]

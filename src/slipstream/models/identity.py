@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.kv.encoded import encoded_slots
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.kv.state import StateShape
 from slipstream.models.attention.base import AttentionBackend
 from slipstream.models.cpu.native import instructions
 from slipstream.models.linear.formats import OF_DTYPE, UNCHANGED, WeightFormat, checked_format
-from slipstream.models.support import text_config
+from slipstream.models.support import encoder_length, text_config
 
 if TYPE_CHECKING:
     from slipstream.models.executor.base import Executor
@@ -32,6 +33,8 @@ class ModelIdentity(ABC):
     """What each layer stores for a token."""
     states: tuple[StateShape, ...] = ()
     """What its recurrent layers keep of a sequence; empty for a model without any."""
+    encoded_shapes: tuple[LayerShape, ...] = ()
+    """What each layer keeps of a position of an encoder's output; empty for a model without an encoder."""
     vocab_size: int
     """Width of the logits."""
     context_length: int
@@ -143,6 +146,18 @@ class ModelIdentity(ABC):
     def kv_bytes_per_token(self) -> int:
         """Bytes of the cache a token, scales included."""
         return bytes_per_token(self.shapes, self.cache_dtype)
+
+    @property
+    def encoder_length(self) -> int:
+        """The most positions of an encoder's input; 0 for a model without an encoder."""
+        return encoder_length(self.config, self.context_length) if self.encoded_shapes else 0
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of what is kept of an encoder's output for a sequence, at most."""
+        if not self.encoded_shapes:
+            return 0
+        return encoded_slots(self.encoder_length) * bytes_per_token(self.encoded_shapes, self.cache_dtype)
 
     @property
     def kv_unit(self) -> int:

@@ -69,7 +69,7 @@ from slipstream.models.resolve import (
     resolve_kernels,
     resolve_weight_dtype,
 )
-from slipstream.models.support import check_config, context_length
+from slipstream.models.support import check_config, context_length, is_encoder_decoder, unsupported
 from slipstream.models.verdicts import LoadVerdict, verdict_of
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 def load_model(
     path: str, options: LoadOptions | None = None, *, canary: bool = True, pack: bool = True, **given: Any
 ) -> CausalLM:
-    """Load a decoder-only Transformers model from a folder or the hub.
+    """Load a Transformers model from a folder or the hub.
 
     `given` are fields of `LoadOptions`, in place of those of `options`. `canary=False` skips the comparisons with the
     model's own layers and weights and with a cache that rounds nothing; a model that has passed them before is not
@@ -86,9 +86,8 @@ def load_model(
     weights. Of a checkpoint that reads images, the language model is loaded.
 
     Raises `ModelError` when there is no such checkpoint or its weights are not exactly the model's, and
-    `UnsupportedModelError` when its architecture cannot be decoded exactly: a recurrence that is not known, an encoder,
-    attention that is not causal or bypasses the attention interface, keys or values that the type of the cache does
-    not hold.
+    `UnsupportedModelError` when its architecture cannot be decoded exactly: a recurrence that is not known, attention
+    that is not causal or bypasses the attention interface, keys or values that the type of the cache does not hold.
     """
     options = replace(options or LoadOptions(), **given)
     check_quantization(options.quantization)
@@ -270,7 +269,10 @@ def load_plain(path: str, *, dtype: torch.dtype, attention: str) -> Any:
     Reads the same weights as `load_model`, an adapter included, and raises the same errors.
     """
     with _with_path(path):
-        return load_weights(open_checkpoint(path, None, False, None), dtype, attention)[0]
+        source = open_checkpoint(path, None, False, None)
+        if is_encoder_decoder(source.config):
+            raise unsupported(source.config, "encoder-decoders are not trained here")
+        return load_weights(source, dtype, attention)[0]
 
 
 def adapt(

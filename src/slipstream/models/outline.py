@@ -103,6 +103,7 @@ class ModelOutline(ModelIdentity):
     fast_prompts: bool = False
     executor: str = AUTO
     """The name under which what computes it was requested."""
+    encoded_shapes: tuple[LayerShape, ...] = ()
 
     @property
     def kernels(self) -> str:
@@ -313,6 +314,7 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         config=seen.config,
         model=seen.model,
         shapes=tuple(seen.probed.shapes),
+        encoded_shapes=seen.probed.encoded_shapes,
         vocab_size=seen.probed.vocab_size,
         context_length=context_length(seen.config, options.max_model_len),
         dtype=seen.dtype,

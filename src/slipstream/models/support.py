@@ -6,7 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING
+from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING, encoder_decoders
+
+RELATIVE_LENGTH = 512
+"""Tokens of a text where positions are relative and the configuration names no length: what T5 was trained with. A
+larger `max_model_len` may be set."""
 
 _ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
 
@@ -54,10 +58,12 @@ UNBOUNDED_CONTEXT = 131072
 
 def check_config(config: Any) -> None:
     """Raise `UnsupportedModelError` for models that are known not to work, before any weights are read."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise unsupported(config, "it is an encoder-decoder, not a decoder-only model")
     if config.model_type in _REFUSED:
         raise unsupported(config, _REFUSED[config.model_type])
+    if is_encoder_decoder(config):
+        if encoder_decoders(config) is None:
+            raise unsupported(config, "it is an encoder-decoder of a family that is not known")
+        return
     if getattr(config, "alibi", False):
         raise unsupported(config, _ALIBI)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in _remote_classes(
@@ -115,20 +121,35 @@ def context_length(config: Any, wanted: int | None = None) -> int:
 
     LongRoPE has two sets of frequencies. Transformers takes the second for *all* rows of a pass as soon as one of them
     lies beyond the original length, so one sequence would change another's text. Therefore one set is chosen for good:
-    the second where `wanted` is beyond the original length, else the first, for texts of at most that length.
+    the second where `wanted` is beyond the original length, else the first, for texts of at most that length. Where
+    positions are relative, texts may be as long as `wanted`.
     """
     length = full_context_length(config)
+    if hasattr(text_config(config), "relative_attention_num_buckets"):
+        return max(length, wanted or 0)
     original = original_context_length(config)
     return length if original is None or (wanted or 0) > original else original
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Whether a model has an encoder for its input, and a decoder for its answer."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def encoder_length(config: Any, context: int) -> int:
+    """The most positions of an encoder's input, where texts of `context` tokens can be decoded."""
+    return int(getattr(config, "max_source_positions", None) or context)
 
 
 def full_context_length(config: Any) -> int:
     """Positions that the configuration says there are."""
     text = text_config(config)
-    length = getattr(text, "max_position_embeddings", None)
+    length = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     kinds = set(getattr(text, "layer_types", None) or ())
     if not length and kinds <= _UNBOUNDED_LAYERS and kinds & _RECURRENT_LAYERS:
         return UNBOUNDED_CONTEXT
+    if not length and hasattr(text, "relative_attention_num_buckets"):
+        length = getattr(text, "n_positions", None) or RELATIVE_LENGTH
     if not length:
         raise unsupported(config, "its configuration does not say how long its context is")
     return int(length)
@@ -145,8 +166,11 @@ def original_context_length(config: Any) -> int | None:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a configuration."""
-    return config.get_text_config(decoder=True)
+    """The language model's part of a configuration; of an encoder-decoder the decoder's."""
+    text = config.get_text_config(decoder=True)
+    if text is not config and getattr(text, "num_decoder_layers", None):  # a copy, see `get_text_config`
+        text.num_hidden_layers = text.num_decoder_layers
+    return text
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

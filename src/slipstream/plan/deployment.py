@@ -52,6 +52,8 @@ class DeploymentPlan:
     parts: tuple[PlannedPart, ...]
     stages: tuple[LoadingStage, ...]
     """Before the first request."""
+    encoded_bytes: int = 0
+    """What is kept of encoders' outputs for all requests."""
     notes: tuple[str, ...] = ()
     """What could not be known from the configurations."""
 
@@ -73,7 +75,7 @@ class DeploymentPlan:
     @property
     def kv_cache_bytes(self) -> int:
         """What to set `kv_cache_bytes` to, so that the engine makes room for exactly these requests."""
-        return self.num_slots * self.kv_bytes_per_token
+        return self.num_slots * self.kv_bytes_per_token + self.encoded_bytes
 
     def of_kind(self, kind: PartKind) -> int:
         """Bytes of one kind while requests run."""

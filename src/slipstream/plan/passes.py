@@ -6,7 +6,7 @@ layer of a Transformers model has alive at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -228,6 +228,11 @@ class PassLimits:
             context=context,
             num_threads=config.num_threads or threads.available(),
         )
+
+    def over(self, model: ModelIdentity) -> PassLimits:
+        """The limits of a model's passes: its encoder's, if it has one, are over the whole input."""
+        longest = model.encoder_length
+        return replace(self, num_rows=max(self.num_rows, longest), context=max(self.context, longest))
 
 
 def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:

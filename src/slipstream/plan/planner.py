@@ -96,6 +96,11 @@ class Planner:
         draft = self.draft.traits.kv_bytes_per_token + self.feature_bytes_per_token
         return self.target.kv_bytes_per_token + draft
 
+    @property
+    def encoded_bytes(self) -> int:
+        """What is kept of encoders' outputs for a request."""
+        return sum(model.encoded_bytes for model in (self.target, *self.draft.models))
+
     def at(self, batch: int, context: int) -> DeploymentPlan:
         """The plan for `batch` requests at once of `context` tokens each, prompt and answer together.
 
@@ -112,6 +117,7 @@ class Planner:
             context=context,
             num_slots=num_slots,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            encoded_bytes=batch * self.encoded_bytes,
             parts=tuple(self._with_heap(list(self._parts(batch, context, num_slots)))),
             stages=tuple(self._stages()),
             notes=(self.draft.note,) if self.draft.note else (),
@@ -123,6 +129,7 @@ class Planner:
         yield from self._weights()
         yield from self._cache(num_slots)
         yield from self._states(batch)
+        yield from self._encoded(batch)
         yield from self._passes(batch, context)
         yield PlannedPart(
             "texts",
@@ -188,8 +195,13 @@ class Planner:
             detail = f"of recurrent layers: {batch:,} requests and {most:,} copies for prefixes"
             yield PlannedPart(name, PartKind.CACHE, held, detail)
 
+    def _encoded(self, batch: int) -> Iterator[PlannedPart]:
+        if self.encoded_bytes:
+            detail = f"{batch} inputs of up to {self.target.encoder_length:,} positions"
+            yield PlannedPart("encoders' output", PartKind.CACHE, batch * self.encoded_bytes, detail)
+
     def _passes(self, batch: int, context: int) -> Iterator[PlannedPart]:
-        limits = PassLimits.of(self.config, batch, context, self.draft.traits.max_nodes)
+        limits = PassLimits.of(self.config, batch, context, self.draft.traits.max_nodes).over(self.target)
         sizes = PassSizes.of(self.target)
         features = 2 * self.feature_bytes_per_token
         yield PlannedPart(

@@ -45,8 +45,8 @@ class LogitsProcessor:
 
     `stop_token_ids` are all tokens that end the answer, EOS included unless it is ignored. `bad_words` are the
     tokenised bad words. `vocab_size` is the width of the logits; stop tokens and bad words beyond it are ignored.
-    `grammar` is the compiled `structured` of this answer. Works on any device without a host synchronisation, except
-    that on a CPU the size of top-p's sort depends on the data.
+    `grammar` is the compiled `structured` of this answer. No answer begins with a token of `never_first`. Works on any
+    device without a host synchronisation, except that on a CPU the size of top-p's sort depends on the data.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class LogitsProcessor:
         bad_words: Iterable[Seq[int]],
         vocab_size: int,
         grammar: Grammar | None = None,
+        never_first: Iterable[int] = (),
     ) -> None:
         params.check_vocabulary(vocab_size)
         vocabulary = range(vocab_size)
@@ -68,6 +69,7 @@ class LogitsProcessor:
         self._grammar = grammar
         self._stop = sorted({token for token in stop_token_ids if token in vocabulary})
         self._bad_tokens = frozenset(word[0] for word in words if len(word) == 1)
+        self._never_first = sorted({token for token in never_first if token in vocabulary})
         self._phrases: dict[tuple[int, ...], list[int]] = {}
         """Prefix of bad phrases to the tokens that would complete one."""
         for word in sorted(words):
@@ -94,7 +96,7 @@ class LogitsProcessor:
         """True when some tokens may be masked."""
         waits = self._params.min_tokens > 0 and bool(self._stop)
         chosen = self._params.allowed_token_ids is not None or self._grammar is not None
-        return chosen or bool(self._bad_tokens or self._phrases) or waits
+        return chosen or bool(self._bad_tokens or self._phrases or self._never_first) or waits
 
     @cached_property
     def _allowed(self) -> frozenset[int] | None:
@@ -138,6 +140,8 @@ class LogitsProcessor:
         no allowed token."""
         if token_id in self._bad_tokens or (self._allowed is not None and token_id not in self._allowed):
             return False
+        if not output_token_ids and token_id in self._never_first:
+            return False
         if any(token_id in completing for completing in self._completing(output_token_ids, ())):
             return False
         return self._grammar is None or bool(self._grammar.mask(output_token_ids) >> token_id & 1)
@@ -158,6 +162,9 @@ class LogitsProcessor:
             rows = torch.tensor(early, device=scores.device).unsqueeze(-1)
             forbidden = torch.where(rows, unfinished, forbidden)  # [R, V]
         scores.masked_fill_(forbidden, -math.inf)
+        if self._never_first and not output:
+            begin = torch.tensor([row for row, path in enumerate(paths) if not path], device=scores.device)
+            scores[begin[:, None], torch.tensor(self._never_first, device=scores.device)] = -math.inf
         if self._grammar is not None:
             follows = self._grammar.allowed(output, paths, scores.shape[-1]).to(scores.device)  # [R, V]
             scores.masked_fill_(~follows, -math.inf)

@@ -171,7 +171,7 @@ class Scheduler:
         if len(self.running) >= self._max_num_seqs:
             return None
         reuse = not sequence.wants_prompt_logprobs
-        return self._accounting.open(sequence.id, sequence.entry_ids(), sequence.tenant, reuse=reuse)
+        return self._accounting.open(sequence.id, sequence.entry_ids(), sequence.prefix_account, reuse=reuse)
 
     def _make_way(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt what keeps an account from its share; nothing where that would not be enough."""

@@ -22,7 +22,7 @@ from slipstream.core.version import __version__
 from slipstream.engine.async_engine import AsyncEngine
 from slipstream.errors import EngineStoppedError
 from slipstream.serve import endpoints
-from slipstream.serve.api import errors, openapi
+from slipstream.serve.api import audio, errors, openapi
 from slipstream.serve.api.chat import ChatAnswer
 from slipstream.serve.api.completions import CompletionAnswer, echo_of
 from slipstream.serve.api.constraints import Constraint, constraint_of
@@ -106,6 +106,7 @@ def create_app(
     openapi.install(app, config, service.model_name, routes)
     _add_generation(app, service)
     responses.add_routes(app, service, _reader(service, ResponseBody), _job)
+    audio.add_routes(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     dashboard.add_routes(app, service)
@@ -176,6 +177,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             tenant = tenant_of(request.scope, body.user)
             constraint = await constraint_of(body, service.tokens, check_grammar, tenant)
             prompts = await service.tokens.prompts(body.prompt)
+            if body.echo and service.info.both is not None:
+                raise errors.invalid(
+                    "an encoder-decoder's prompt is no part of its text; leave echo out", "echo"
+                )
             job = _job(service, request, body, prompts, "cmpl-", constraint)
             if body.echo:
                 job = replace(job, echo=await echo_of(body, prompts, service.tokens))
@@ -222,7 +227,7 @@ def _job(
         id=f"{kind}{uuid.uuid4().hex}",
         prompts=prompts,
         params=sampling_params(
-            body, [len(prompt) for prompt in prompts], seeds[0], service.limits, constraint
+            body, [service.num_begun(prompt) for prompt in prompts], seeds[0], service.limits, constraint
         ),
         seeds=seeds,
         constraint=constraint,

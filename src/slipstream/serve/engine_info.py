@@ -13,6 +13,7 @@ from slipstream.core.step import StepItem
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import reproduces
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.encoder_prompts import EncoderDecoderTexts
 
 _ROOM = {"num_slots", "kv_bytes"}
 
@@ -43,6 +44,10 @@ class EngineInfo:
     kv_bytes: int
     cache_dtype: str
     prefix_caching: bool
+    revision: str | None = None
+    """Of the model, on the hub."""
+    both: EncoderDecoderTexts | None = None
+    """How prompts for an encoder and a decoder are made; None for a model without an encoder."""
     seed: int | None = None
     """Seed of the seeds of requests without one; None where each is drawn by chance."""
 
@@ -64,9 +69,11 @@ class EngineInfo:
             sampling_defaults=dict(engine.sampling_defaults),
             end_token_ids=sorted(engine.end_token_ids),
             num_slots=engine.memory_plan.num_slots,
-            kv_bytes=engine.memory_plan.kv_bytes,
+            kv_bytes=engine.memory_plan.kv_bytes + engine.memory_plan.encoded_bytes,
             cache_dtype=str(engine.model.cache_dtype).removeprefix("torch."),
             prefix_caching=engine.config.enable_prefix_caching,
+            revision=engine.config.revision,
+            both=None if engine.intake.both is None else engine.intake.both.texts,
             seed=engine.config.seed,
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.core.request import DEFAULT_OPTIONS, RequestOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.serve.api.constraints import Constraint
+from slipstream.text.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Job:
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     """Alternatives a token under the response's `prompt_logprobs`; None leaves it out. The engine may report more."""
+    inputs: Seq[Prompt] | None = None
+    """What the engine is given in place of the prompts' tokens."""
     echo: Echo | None = None
     """The prompts that are returned before the answers."""
     created: int = field(default_factory=lambda: int(time.time()))

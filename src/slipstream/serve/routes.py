@@ -45,6 +45,8 @@ BUILT_IN = (
     _api("POST", "/v1/completions", "text_completion"),
     _api("POST", "/v1/chat/completions", "chat"),
     _api("POST", "/v1/responses", "chat"),
+    _api("POST", "/v1/audio/transcriptions", "transcribe"),
+    _api("POST", "/v1/audio/translations", "translate"),
     _api("GET", "/v1/responses/{response_id}"),
     _api("DELETE", "/v1/responses/{response_id}"),
     _api("POST", "/tokenize"),

@@ -13,6 +13,7 @@ from slipstream.engine.client import EngineClient, RequestHandle
 from slipstream.engine.outputs import Update
 from slipstream.engine.unread import UnreadUpdates
 from slipstream.errors import ConfigError, PredictionError, RequestError
+from slipstream.models.audio import AudioReader
 from slipstream.serve.accounts import Accounts, TaskLabels
 from slipstream.serve.api.errors import ApiError
 from slipstream.serve.api.sampling import Limits
@@ -58,6 +59,10 @@ class Service:
                 f"serve max_prompt_tokens must be below the context of {info.max_model_len} tokens, "
                 f"got {config.max_prompt_tokens}"
             )
+        self.tokenizer = served.tokenizer
+        hears = info.both is not None and info.both.speech is not None
+        self.ears = AudioReader(info.model, info.revision) if hears else None
+        """What makes sounds of files, for a speech model."""
         self.tokens = Tokens(
             served.tokenizer,
             info.vocab_size,
@@ -81,6 +86,11 @@ class Service:
     @property
     def is_ready(self) -> bool:
         return not self.admission.draining and self._served.is_ready
+
+    def num_begun(self, prompt: Seq[int]) -> int:
+        """Tokens that a text begins with: the prompt, or of an encoder-decoder what its answers begin with."""
+        both = self.info.both
+        return len(prompt) if both is None else 1 + len(both.forced)
 
     def replicas(self) -> Seq[ReplicaFigures] | None:
         """How each replica is that serves here; None where there is one engine."""
@@ -170,7 +180,7 @@ class Service:
                 arrived.put((number, item), len(item.token_ids))
 
         request = await self.engine.begin(
-            job.prompts[number],
+            job.prompts[number] if job.inputs is None else job.inputs[number],
             job.params_of(number),
             put,
             request_id=f"{job.id}-{number}",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from slipstream.errors import RequestError
+from slipstream.text.encoder_input import EncoderInput
 from slipstream.text.inputs import as_list, check_characters, is_token_id
 from slipstream.text.template_bound import bounded
 from slipstream.vllm_names import PROMPT, split_off
@@ -30,6 +31,26 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
+class EncoderDecoderPrompt(TypedDict):
+    """What the encoder reads, and how the answer begins, in vLLM's form."""
+
+    encoder_prompt: str | Seq[int] | TextPrompt | TokensPrompt
+    decoder_prompt: NotRequired[str | Seq[int] | TextPrompt | TokensPrompt | None]
+
+
+class AudioPrompt(TypedDict):
+    """What a speech model hears, and how its answer begins."""
+
+    audio: Any
+    """(samples, sampling rate), a file or its bytes."""
+    language: NotRequired[str | None]
+    """A code such as "en"; None lets the model find out."""
+    task: NotRequired[str | None]
+    """`transcribe`, or `translate` into English."""
+    decoder_prompt: NotRequired[str | Seq[int] | TextPrompt | TokensPrompt | None]
+    """In place of language and task."""
+
+
 class TokensPrompt(TypedDict):
     """A prompt of token ids in vLLM's form; `prompt` is its text, for the output only."""
 
@@ -37,7 +58,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-Prompt = str | Seq[int] | TextPrompt | TokensPrompt
+Prompt = str | Seq[int] | TextPrompt | TokensPrompt | EncoderDecoderPrompt | AudioPrompt
 """Text, or token ids: a list or a one-dimensional array."""
 
 _KINDS_OF_PROMPT = 'a prompt is a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
@@ -52,6 +73,8 @@ class EncodedPrompt:
     bad_words: list[list[int]]
     expected: ExpectedText | None = None
     """What the caller expects as the answer."""
+    encoder_input: EncoderInput | None = None
+    """What the encoder reads; None for a model without one."""
 
 
 def encode_request(

@@ -113,6 +113,7 @@ class Model:
     context_length = 10_000
     kv_bytes_per_token = 1_000
     states = ()
+    encoded_bytes = 0
     kv_unit = 64
     weight_bytes = 40_000_000
     device = torch.device("cpu")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.outputs import RequestOutput
     from slipstream.engine.requests import UpdateCallback
+    from slipstream.text.prompts import Prompt
 
 CONFIDENCE = 0.95
 MIN_PAIRS = 6
@@ -181,7 +182,7 @@ class TimedComparison:
 
 def time_pairs(
     llm: LLM,
-    prompts: Seq[list[int]],
+    prompts: Seq[Prompt],
     params: Seq[SamplingParams],
     tasks: Seq[str],
     repeats: int,

@@ -235,6 +235,7 @@ class CascadeDrafter(AutoregressiveDrafter):
             if len(proposal):
                 first = rows.logit_rows[0]
                 feed.rows = tree_rows(rows.slots, rows.num_past, rows.token_ids, proposal, first)
+                feed.rows.owner = rows.owner
         logits = self._forward(feeds)
         seen: list[Observation] = []
         end = 0
@@ -303,6 +304,7 @@ class CascadeDrafter(AutoregressiveDrafter):
             params=params,
             seed=sequence.seed,
             options=sequence.options,
+            encoder_input=sequence.encoder_input,
             grammar=sequence.grammar and sequence.grammar.copy(),  # it follows another text
         )
 

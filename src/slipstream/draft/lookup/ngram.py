@@ -84,7 +84,7 @@ class NgramIndex:
 
 
 class NgramDrafter(Drafter):
-    """Prompt lookup decoding (Saxena 2023) over prompt and answer alike.
+    """Prompt lookup decoding (Saxena 2023) over prompt and answer alike, and over what an encoder reads.
 
     The longest n-gram at the text's end that occurred before decides. The tokens that followed its most recent
     occurrence are proposed. If that continuation reaches the end of the text, the draft repeats its own
@@ -123,12 +123,13 @@ class NgramDrafter(Drafter):
         if index is None:
             index = NgramIndex(self.options.prompt_lookup_min, self.options.prompt_lookup_max)
             self._indexes[sequence.id] = index
-        index.extend_to(sequence.token_ids)
-        follower = index.find(sequence.token_ids)
+        token_ids = sequence.read_ids
+        index.extend_to(token_ids)
+        follower = index.find(token_ids)
         if follower is None:
             return EMPTY_PROPOSAL
-        draft = sequence.token_ids[follower : follower + num_draft_tokens]
-        period = len(sequence.token_ids) - follower
+        draft = token_ids[follower : follower + num_draft_tokens]
+        period = len(token_ids) - follower
         while len(draft) < num_draft_tokens:
             draft.append(draft[-period])
         return Proposal.chain(draft)

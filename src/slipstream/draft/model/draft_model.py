@@ -23,6 +23,7 @@ from slipstream.draft.proposers.growing import Feed
 from slipstream.draft.proposers.own_cache import CachedDrafter
 from slipstream.draft.proposers.proposal_shape import ProposalShape
 from slipstream.draft.traits import DrafterTraits
+from slipstream.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.kv.state import SPARE_ROWS, StateRoom
 from slipstream.models import CausalLM, load_draft_tokenizer, load_model, load_tokenizer
@@ -108,6 +109,7 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         self._is_reused = reused is not None
         self.model = reused or load_model(options.model, loaded_as)
         self._warn_of_size(options.model, context)
+        _check_encoders(options.model, self.model, context.target)
         super().__init__(
             options,
             context,
@@ -143,6 +145,15 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
         cache = self.model.new_cache(num_tokens, prefix_caching=prefix_caching, states=room)
         self.model.executor.warm_up(cache.pool, engine.max_num_batched_tokens)
         return cache
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        if not super()._has_room(sequence):
+            return False
+        if self.model.encoded_shapes:
+            if not self.model.reads(sequence):
+                return False
+            self.model.encode(self.cache, sequence)
+        return True
 
     def weight_bytes(self) -> int:
         """0 for a model that another drafter has loaded and counts."""
@@ -208,6 +219,23 @@ class DraftModelDrafter(CachedDrafter, AutoregressiveDrafter):
     def _forward(self, feeds: Seq[Feed]) -> Tensor:
         logits = self.model.forward([feed.rows for feed in feeds], self.cache.pool).logits
         return logits[:, : self._trees.vocab_size]
+
+
+def _check_encoders(path: str, draft: CausalLM, target: CausalLM | None) -> None:
+    """Raise `ConfigError` where a draft model has an encoder that cannot read what the target's does."""
+    if not draft.encoded_shapes:
+        return
+    if target is None or not target.encoded_shapes:
+        raise ConfigError(
+            f"the draft {path!r} is an encoder-decoder, and what it would read does not come with the target's tokens; "
+            "it drafts for an encoder-decoder in the same process"
+        )
+    for name in ("num_mel_bins", "max_source_positions"):
+        own, theirs = (getattr(model.config, name, None) for model in (draft, target))
+        if own != theirs:
+            raise ConfigError(
+                f"the draft {path!r} hears other features than the target: its {name} is {own}, the target's {theirs}"
+            )
 
 
 def _has_tokenizer(path: str) -> bool:

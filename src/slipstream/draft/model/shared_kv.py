@@ -81,7 +81,8 @@ class SharedKVDrafter(AutoregressiveDrafter):
         for tree in trees:
             if tree.frontier:
                 past = tree.length - 1
-                rows = RowGroup(tree.slots, past, tree.sequence.token_ids[-1:], [0])
+                last = tree.sequence.token_ids[-1:]
+                rows = RowGroup(tree.slots, past, last, [0], owner=tree.sequence.id)
                 feeds.append(Feed(tree, rows, past))
         return feeds
 

@@ -119,6 +119,7 @@ class DeviceTrees:
                     past + depth for depth, count in enumerate(fed[: level - 1]) for _ in range(count)
                 ],
                 tail_seen=[begins] * width,
+                owner=self._trees[number].sequence.id,
             )
             for number, (slots, past) in enumerate(self._firsts)
         ]

@@ -141,18 +141,19 @@ class CachedDrafter(EntriesDrafter):
 
     def release(self, sequence: Sequence) -> None:
         super().release(sequence)
+        self.cache.close_encoded(sequence.id)
         if sequence.id in self.cache.accounting:
             self.cache.accounting.close(sequence.id)
 
     def reset(self) -> None:
         super().reset()
-        self.cache.accounting.clear()
+        self.cache.clear()
 
     def num_held(self) -> int:
-        return max(super().num_held(), self.cache.accounting.num_owners)
+        return max(super().num_held(), self.cache.accounting.num_owners, self.cache.num_encoded_held)
 
     def integrity(self) -> list[str]:
-        faults = [f"draft: {fault}" for fault in self.cache.accounting.integrity()]
+        faults = [f"draft: {fault}" for fault in self.cache.integrity()]
         return faults + super().integrity()
 
     # --- drafting ---------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class CachedDrafter(EntriesDrafter):
         seen = accounting.num_valid(sequence.id) if opened else 0
         if not self._can_read(token_ids[seen:]):
             return False
-        if not opened and accounting.open(sequence.id, token_ids, sequence.tenant) is None:
+        if not opened and accounting.open(sequence.id, token_ids, sequence.prefix_account) is None:
             return False
         return accounting.reserve(sequence.id, length + self._max_stored())
 
@@ -264,7 +265,7 @@ class CachedDrafter(EntriesDrafter):
         slots = self.cache.accounting.slots(sequence.id)[self.first_entry :]
         last = PendingNumbers(tail.tokens.tensor[-number:])
         rows = RowGroup(slots, first - self.first_entry, [0] * number, [number - 1], drafted=last)
-        rows.shift = tail.shift
+        rows.shift, rows.owner = tail.shift, sequence.id
         return Feed(tree, rows, first)
 
     def draws_ahead(self, sequence: Sequence) -> bool:

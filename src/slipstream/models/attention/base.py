@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ ATTENTION_NAME = "slipstream"
 """The attention that Transformers models are loaded with; see `hook`."""
 
 
+class PositionBias(Protocol):
+    """What a layer adds to the logits of attention: it depends on the head, and on the distance of two tokens."""
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        """int64 [rows, entries], how far an entry lies behind a row, at least 0 -> [heads, rows, entries]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """How a layer's attention departs from softmax(q·k)·v over all earlier positions."""
@@ -42,6 +49,8 @@ class Variant:
     """[heads]: one logit a head that takes part in the softmax and carries no value."""
     values_in_keys: bool = False
     """Whether a value is the first numbers of its key, and only the key is stored."""
+    bias: PositionBias | None = None
+    """What is added to the scaled products, by how far behind a row an entry lies."""
 
     @property
     def reach(self) -> int:
@@ -87,6 +96,10 @@ class LayerProbe:
         self.masks[layer] = (variant, mask)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
+    def attend_across(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """As `AttentionPass.attend_across`; the answer is all zeros."""
+        return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+
     def record(self, layer: int, key: Tensor, value: Tensor, values_in_keys: bool = False) -> None:
         """key/value [1, kv_heads, N, dim], as they would be stored.
 
@@ -111,6 +124,8 @@ class Probed:
     """The names of the linear layers that it called, but for those whose weight other code reads."""
     states: list[StateShape] = field(default_factory=list)
     """What its recurrent layers keep of a sequence."""
+    encoded_shapes: tuple[LayerShape, ...] = ()
+    """What each layer keeps of a position of an encoder's output; empty for a model without an encoder."""
 
 
 class AttentionPass(ABC):
@@ -132,6 +147,13 @@ class AttentionPass(ABC):
     ) -> Tensor:
         """As `attend`, where key and value are latents (`LatentHeads.expand_kv`) and the query is the layer's own."""
         return heads.expand(self.attend(layer, heads.absorb(query), key, value, variant))
+
+    def attend_across(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """Attend over what an encoder has made of the input of each row's sequence, `KVPool.encoded`.
+
+        query [1, heads, N, key_dim] -> [1, N, heads, value_dim]. By default a pass has no such entries.
+        """
+        raise ValueError("its attention backend does not attend to an encoder's output")
 
 
 class AttentionBackend(ABC):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.attention.across import WholePass
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, LayerProbe, Variant
 from slipstream.models.huggingface import AttentionInterface
 from slipstream.models.mixers.latent import LatentHeads
@@ -68,10 +69,11 @@ def slipstream_attention(
 
     `others` are the pass that it belongs to, what the model says of the layer, and what Transformers may add.
     """
-    slipstream_pass: AttentionPass | LayerProbe | None = others.pop("slipstream_pass", None)
+    slipstream_pass: AttentionPass | LayerProbe | WholePass | None = others.pop("slipstream_pass", None)
     if slipstream_pass is None:
         slipstream_pass = _current.get()
     window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
+    bias = others.pop("position_bias", None)
     if slipstream_pass is None:
         raise UnsupportedAttention("it does not pass the arguments of a call on to its attention")
     odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
@@ -79,12 +81,21 @@ def slipstream_attention(
         raise UnsupportedAttention(
             f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported"
         )
+    factor = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+    if isinstance(slipstream_pass, WholePass):
+        if slipstream_pass.sees_all and attention_mask is not None and not bool(attention_mask.all()):
+            raise UnsupportedAttention("its encoder does not see all of its input at once")
+        number = getattr(module, "layer_idx", None)
+        return slipstream_pass.attend(number, query, key, value, factor, bias), None
+    if key.shape[2] == 0:  # see `EncoderDecoder`
+        return slipstream_pass.attend_across(module.layer_idx, query, factor), None  # type: ignore[arg-type]
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedAttention("its attention is not causal")
+    if isinstance(bias, Tensor):
+        raise UnsupportedAttention("its attention uses position_bias as a matrix, which is not supported")
     latent = module if isinstance(module, LatentHeads) else None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    factor = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks, latent is not None)
+    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks, latent is not None, bias)
     if isinstance(slipstream_pass, LayerProbe):
         output = slipstream_pass.attend(layer, query, key, value, variant, attention_mask)
         return (output if latent is None else output.new_zeros(*output.shape[:3], latent.v_head_dim)), None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from slipstream.models.attention.base import first_seen
+from slipstream.models.attention.base import PositionBias, first_seen
 from slipstream.models.batch import ForwardBatch
 
 
@@ -16,6 +18,7 @@ class Masks:
         self._rows = rows
         self._device = device
         self._made: dict[tuple[int, int, int], tuple[int, Tensor | None]] = {}
+        self._biased: dict[tuple[int, int, int], Tensor] = {}
 
     def of_group(self, number: int, reach: int, repeats: int) -> tuple[int, Tensor | None]:
         """How many of the oldest entries no row of a group sees, and a mask over the others.
@@ -53,6 +56,22 @@ class Masks:
             seen = on.tail_positions[begin:end] >= oldest[row, 0]
             visible[row, on.tail_entries[begin:end] - skipped] = seen
         return skipped, visible.repeat(repeats, 1) if repeats > 1 else visible
+
+    def biased(
+        self, number: int, bias: PositionBias, skipped: int, visible: Tensor | None, num_kv_heads: int
+    ) -> Tensor:
+        """What a layer's bias adds to a group's products, and -inf where a row may not look: [kv_heads, repeats * rows,
+        entries]. `skipped` and `visible` are what `of_group` says."""
+        key = (number, id(bias), skipped)
+        if key not in self._biased:
+            rows, group = self._rows, self._rows.groups[number]
+            places = [*range(group.num_past), *group.stored_positions, *group.row_positions()][skipped:]
+            entries = torch.tensor(places, device=self._device)
+            own = slice(rows.first_rows[number], rows.first_rows[number + 1])
+            distance = rows.on(self._device).positions[own, None] - entries
+            added = bias(distance.clamp(min=0)).reshape(num_kv_heads, -1, len(places))
+            self._biased[key] = added if visible is None else added.masked_fill(~visible, -math.inf)
+        return self._biased[key]
 
     def of_all(self) -> Tensor:
         """bool [N, all entries], the sequences' entries side by side: rows see those of their own sequence only."""

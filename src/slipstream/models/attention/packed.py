@@ -36,6 +36,9 @@ class PackedAttention(AttentionPass):
         outputs: list[Tensor] = []
         for number in range(len(rows.groups)):
             skipped, visible = self._masks.of_group(number, variant.reach, repeats)
+            if variant.bias is not None:
+                biased = self._masks.biased(number, variant.bias, skipped, visible, key.shape[1])
+                visible = biased.to(query.dtype)
             keys, values = self._pool.read(layer, self._entries_of(number, skipped))
             outputs.append(
                 attend(
@@ -57,6 +60,16 @@ class PackedAttention(AttentionPass):
             return super().attend_to_latents(layer, heads, query, key, value, variant)
         layer = self._first_layer + layer
         return attend_to_latents(self._rows, self._pool, layer, heads, query, key, variant.scaling)
+
+    def attend_across(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        encoded, rows, variant = self._pool.encoded, self._rows, Variant(scaling)
+        assert encoded is not None, "the cache is not one of an encoder-decoder"
+        outputs: list[Tensor] = []
+        for number, group in enumerate(rows.groups):
+            own = query[0, :, rows.first_rows[number] : rows.first_rows[number + 1]]
+            outputs.append(attend(own, *encoded.read(group.owner, layer), None, variant))
+        heads = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)  # [heads, N, value_dim]
+        return heads.transpose(0, 1)[None].contiguous()
 
     def _entries_of(self, number: int, skipped: int) -> slice | Tensor:
         """What picks a group's entries, but the first `skipped`, out of the pool."""
@@ -81,7 +94,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, varia
     """query [heads, n, key_dim], key/value [kv_heads, S, dim] -> [heads, n, value_dim].
 
     The heads that share a key head are folded into rows, so that grouped-query attention copies no keys;
-    `mask`, bool [heads / kv_heads * n, S], is folded likewise.
+    `mask`, bool [heads / kv_heads * n, S], is folded likewise; or it is what is added, [kv_heads, heads / kv_heads * n,
+    S].
     """
     heads, n, _ = query.shape
     query = query.reshape(key.shape[0], heads // key.shape[0] * n, -1)  # [kv_heads, rows, key_dim]

@@ -16,7 +16,7 @@ from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cuda.attention_plan import AttentionPlan, plan_attention
 from slipstream.models.cuda.tree_attention import Cut, Reads, Scratch, tree_attention
-from slipstream.models.support import text_config
+from slipstream.models.support import is_encoder_decoder, text_config
 
 MAX_DIM = 256
 """The widest heads that the kernels take."""
@@ -64,6 +64,8 @@ class TritonBackend(PackedBackend):
                 return "Triton is not installed"
             if torch.cuda.get_device_capability(traits.device) < (8, 0):
                 return "our Triton kernels need a device of compute capability 8.0 or newer"
+        if is_encoder_decoder(traits.config):
+            return "our Triton kernels do not attend to an encoder's output"
         if _widest_head(text_config(traits.config)) > MAX_DIM:
             return f"our Triton kernels take heads of at most {MAX_DIM} numbers"
         return super().refusal(traits)

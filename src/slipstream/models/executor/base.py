@@ -33,6 +33,7 @@ from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.mixers.base import Mixers
 from slipstream.models.mixers.latent import latent_projections
 from slipstream.models.weight_check import WeightCheck
+from slipstream.text.encoder_input import EncoderInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,11 @@ class Executor(ABC):
         choices: TokenChoices | None = None,
     ) -> PassOutput:
         """One pass over all rows; writes their keys and values to `pool`. See `CausalLM.forward`."""
+
+    def encode(self, given: EncoderInput) -> Sequence[tuple[Tensor, Tensor]]:
+        """Keys and values that each layer makes of an encoder's output, [heads, positions, dim] each. By default there
+        is no encoder."""
+        raise ValueError(f"{self.name} runs no encoder")
 
     def draft(
         self, rows: ForwardBatch, pool: KVPool, drafts: PendingDrafts, layers: Sequence[int] | None = None,

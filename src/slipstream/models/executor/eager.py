@@ -15,6 +15,7 @@ from slipstream.models.attention.gpu import without_cudnn
 from slipstream.models.attention.hook import leading_to
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
+from slipstream.models.encoder_decoder import EncoderDecoder
 from slipstream.models.executor.base import (
     Executor,
     PackedChecks,
@@ -29,6 +30,7 @@ from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.matrices import widen_experts
 from slipstream.models.support import text_config
+from slipstream.text.encoder_input import EncoderInput
 
 
 class EagerExecutor(Executor):
@@ -66,7 +68,8 @@ class EagerExecutor(Executor):
         share = _expert_share(self.model.config)
         number, num_bytes = 0.0, 0.0
         seen: set[int] = set()
-        for module in self.model.modules():
+        has_encoder = isinstance(self.model, EncoderDecoder)
+        for module in self.model.modules_of_a_pass() if has_encoder else self.model.modules():
             if isinstance(module, nn.Embedding):
                 continue
             packed = getattr(module, "nbytes", None)
@@ -113,6 +116,11 @@ class EagerExecutor(Executor):
                 return self.run(rows, attention, hidden_layers)
             with self.only(layers):
                 return self.run(rows, attention)
+
+    def encode(self, given: EncoderInput) -> Sequence[tuple[Tensor, Tensor]]:
+        with self._lock, threads.operators(self.num_threads):
+            encoded: Sequence[tuple[Tensor, Tensor]] = self.model.encode(given)
+            return encoded
 
     def only(self, layers: Sequence[int]) -> AbstractContextManager[None]:
         """Let passes run these layers alone within the body; the lock is held meanwhile."""

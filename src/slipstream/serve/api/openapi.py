@@ -27,6 +27,7 @@ Schema = dict[str, Any]
 _ERRORS = {
     400: "The body is not valid, or a parameter is not supported.",
     401: "No API key, or an unknown one.",
+    403: "Web pages of this origin may not send forms.",
     404: "The model is not served here, or the response is unknown.",
     408: "The body was not complete in time.",
     413: "The body is too large.",
@@ -129,6 +130,8 @@ class _Operation:
     errors: tuple[int, ...] = ()
     streams: bool = False
     media_type: str = "application/json"
+    form: Schema | None = None
+    """In place of a body: the parts of a form."""
 
 
 _TEXT_PART = _object(
@@ -174,6 +177,18 @@ _MODEL = _object(
     speculation=_object(method=STRING, verifier=STRING, lossy={"type": "boolean"}),
 )
 
+_SOUND = _object(
+    ("model", "language", "prompt", "response_format", "temperature", "seed"),
+    file={"type": "string", "format": "binary"},
+    model=STRING,
+    language=STRING,
+    prompt=STRING,
+    response_format={"enum": ["json", "text", "verbose_json"]},
+    temperature={"type": "number", "minimum": 0, "maximum": 1},
+    seed=INTEGER,
+)
+_HEARD = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+
 OPERATIONS: dict[str, _Operation] = {
     "POST /v1/completions": _Operation(
         "Continue prompts.",
@@ -195,6 +210,12 @@ OPERATIONS: dict[str, _Operation] = {
         ResponseBody,
         _GENERATION,
         streams=True,
+    ),
+    "POST /v1/audio/transcriptions": _Operation(
+        "What is said in a sound.", _object(text=STRING), form=_SOUND, errors=_HEARD
+    ),
+    "POST /v1/audio/translations": _Operation(
+        "What is said in a sound, in English.", _object(text=STRING), form=_SOUND, errors=_HEARD
     ),
     "GET /v1/responses/{response_id}": _Operation("A stored response.", _RESPONSE, errors=(400, 404, 500)),
     "DELETE /v1/responses/{response_id}": _Operation(
@@ -250,6 +271,9 @@ def _document(app: FastAPI, config: ServeConfig, model_name: str, routes: RouteT
             continue
         found["summary"] = operation.summary
         found["responses"] = _responses(operation, guarded)
+        if operation.form is not None:
+            content = {"multipart/form-data": {"schema": operation.form}}
+            found["requestBody"] = {"required": True, "content": content}
         if operation.body is not None:
             schema = _body_schema(operation.body, model_name, config.strict_parameters, schemas)
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -279,7 +279,10 @@ class EngineHost:
 
     def _add(self, served: _Served, grammar: Grammar | None) -> None:
         submit = served.submit
-        prompt = EncodedPrompt(None, submit.token_ids, submit.bad_words)
+        given = submit.encoder_input
+        prompt = EncodedPrompt(
+            None, submit.token_ids, submit.bad_words, encoder_input=None if given is None else given.input()
+        )
         try:
             if submit.options.prediction is not None:  # tokens, but for those that begin within another one
                 prompt = replace(prompt, expected=self._engine.intake.expected(submit.options.prediction))

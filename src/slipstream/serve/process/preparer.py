@@ -12,13 +12,15 @@ from slipstream.engine.continuation import check_emitted
 from slipstream.engine.mailbox import Put
 from slipstream.engine.requests import request_seeds
 from slipstream.errors import RequestError
+from slipstream.models.audio import AudioReader
 from slipstream.sampling.grammars.compiler import GrammarCompiler
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.structured import StructuredOutput
 from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.answers import AnswerRecord, makes_text, params_out
 from slipstream.serve.process.calls import RemoteCall
-from slipstream.serve.process.protocol import Submit
+from slipstream.serve.process.protocol import EncoderMessage, Submit
+from slipstream.text.encoder_prompts import EncoderDecoderPrompts
 from slipstream.text.expected import PredictionEncoder
 from slipstream.text.prompts import EncodedPrompt, Prompt, encode_request
 from slipstream.text.stream import TextStream
@@ -47,6 +49,10 @@ class RequestPreparer:
         self._sizes = info.vocab_size, info.max_model_len
         self._defaults = info.sampling_defaults
         self._seeds = request_seeds(info.seed)
+        self._both: EncoderDecoderPrompts | None = None
+        if info.both is not None:
+            hear = None if info.both.speech is None else AudioReader(info.model, info.revision).features
+            self._both = EncoderDecoderPrompts(tokenizer, info.both, *self._sizes, hear)
         self._predictions = PredictionEncoder(tokenizer, *self._sizes)
         self._ends = frozenset(info.end_token_ids)
         self.grammars = GrammarCompiler(tokenizer, info.vocab_size, self._ends)
@@ -96,6 +102,7 @@ class RequestPreparer:
             request_id=name,
             token_ids=prompt.token_ids,
             bad_words=prompt.bad_words,
+            encoder_input=EncoderMessage.of(prompt.encoder_input),
             params=values,
             options=request.options,
             tried_bytes=request.tried_bytes,
@@ -108,6 +115,8 @@ class RequestPreparer:
 
     async def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
         params.check_vocabulary(self._sizes[0])
+        if self._both is not None:
+            return await asyncio.to_thread(self._both.encode, prompt, params.bad_words)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_characters = len(text) if isinstance(text, str) else 0
         if num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS:

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from slipstream.config import SpeculativeConfig
 from slipstream.control.types import ControlReport
@@ -27,8 +28,9 @@ from slipstream.learn.session import SessionSettings
 from slipstream.rpc.codec import Codec, WireMessage
 from slipstream.serve.engine_info import EngineInfo
 from slipstream.serve.process.answers import AnswerUpdate
+from slipstream.text.encoder_input import EncoderInput
 
-VERSION = 4
+VERSION = 5
 
 
 class EngineMessage(WireMessage, frozen=True):
@@ -64,6 +66,32 @@ class Load(EngineMessage, tag="load", frozen=True):
     """How the drafter goes on learning from what is served, if it does; `speculative` is then that of `versions`."""
 
 
+class EncoderMessage(msgspec.Struct, frozen=True):
+    """What the encoder of an encoder-decoder reads."""
+
+    token_ids: list[int]
+    features: bytes = b""
+    """float32, row after row; empty for a text."""
+    num_bins: int = 0
+    """Rows of the features."""
+
+    @classmethod
+    def of(cls, given: EncoderInput | None) -> EncoderMessage | None:
+        """The message of an input."""
+        if given is None:
+            return None
+        if given.features is None:
+            return cls(list(given.token_ids))
+        return cls([], given.features.tobytes(), len(given.features))
+
+    def input(self) -> EncoderInput:
+        """The input of a message."""
+        if not self.features:
+            return EncoderInput(tuple(self.token_ids))
+        features = np.frombuffer(self.features, np.float32).reshape(self.num_bins, -1)
+        return EncoderInput(features=features.copy())
+
+
 class Submit(EngineMessage, tag="submit", frozen=True):
     """Answer this. `Steps` bring its updates, or one `Refused` says why not."""
 
@@ -80,6 +108,8 @@ class Submit(EngineMessage, tag="submit", frozen=True):
     """What compiling the constraint on trial found; None leaves the trial to the engine."""
     emitted: list[EmittedTokens] = msgspec.field(default_factory=list)
     """What an engine has emitted of each answer before: this one goes on behind it, with `params.seed`."""
+    encoder_input: EncoderMessage | None = None
+    """None for a model without an encoder."""
 
 
 class CancelRequest(EngineMessage, tag="cancel", frozen=True):
