@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kv.state import StatePool, StateRoom
+from slipstream.kv.state import SPARE_ROWS, StatePool, StateRoom, state_bytes
 from slipstream.models.mixers.base import CellPass
 from slipstream.models.mixers.native import NativeWalk
 from slipstream.models.mixers.registry import recurrences
@@ -153,3 +153,21 @@ def test_rows_are_what_transformers_computes(name: str, is_native: bool) -> None
     dim = 2 if name in ("mamba_selective_scan", "causal_conv1d_fn") else 1
     found, _ = computed(name, make(), [5, 6, 17], is_native)
     assert float((found - expected.movedim(dim, 0)).abs().max()) < 1e-4
+
+
+def test_a_tree_of_twelve_nodes_takes_a_fifth_of_a_state_for_each_node() -> None:
+    """At the widths of Qwen 3.5's layers, where an engine that saves the state behind each token has thirteen."""
+
+    def sized(*size: int) -> Tensor:
+        return torch.empty(size, device="meta")
+
+    keys, values = sized(1, 2, 16, 128), sized(1, 2, 32, 128)
+    shapes = [
+        recurrences()["causal_conv1d_fn"].shape(hidden_states=sized(1, 8192, 2), weight=sized(8192, 4)),
+        recurrences()["torch_chunk_gated_delta_rule"].shape(
+            query=keys, key=keys, value=values, g=sized(1, 2, 32), beta=sized(1, 2, 32)
+        ),
+    ]
+    assert state_bytes(shapes) == 4 * (32 * 128 * 128 + 3 * 8192)
+    held = StateRoom(1, 0, 12 + SPARE_ROWS).num_bytes(shapes)
+    assert held <= 13 * state_bytes(shapes) / 5
