@@ -130,7 +130,7 @@ def tested_models_page() -> str:
     parts = [TESTED_INTRODUCTION, FAMILIES_INTRODUCTION, "| family | tested as | on a CPU |", "|---|---|---|"]
     by_type: dict[str, list[str]] = {}
     tiny = tests["tiny_models"]
-    families = ("FAMILIES", "LATENT", "LIKE_OTHERS", "RECURRENT")
+    families = ("FAMILIES", "LATENT", "LIKE_OTHERS", "SPARSE", "RECURRENT")
     for name, config in {key: made for each in families for key, made in tiny[each].items()}.items():
         by_type.setdefault(config().model_type, []).append(name)
     latent = {config().model_type for config in tiny["LATENT"].values()}

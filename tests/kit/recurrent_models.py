@@ -1,4 +1,4 @@
-"""Small models with recurrent layers, and drafts that are nearly the same model."""
+"""Small models of kinds of their own, and drafts that are nearly the same model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.kit.folders import kept_folder
 from tests.kit.tokenizer_families import byte_level
-from tests.parity.tiny_models import RECURRENT, randomise
+from tests.parity.tiny_models import RECURRENT, SPARSE, randomise
 
 
 @cache
 def recurrent_model(family: str, noise: float = 0.0) -> str:
-    """The folder of one of `RECURRENT` that speaks a tokenizer; with `noise` its weights are off by that share."""
+    """The folder of one of `RECURRENT` or `SPARSE` that speaks a tokenizer; `noise` is how far its weights are off."""
     tokenizer = byte_level(320)
-    config: Any = RECURRENT[family]()
+    config: Any = (RECURRENT | SPARSE)[family]()
     config.vocab_size = len(tokenizer)
     model = AutoModelForCausalLM.from_config(config)
     randomise(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, LIKE_OTHERS, NOT_FUSED, RECURRENT, VOCAB, WINDOW, save_tiny
+from tiny_models import FAMILIES, LIKE_OTHERS, NOT_FUSED, RECURRENT, SPARSE, VOCAB, WINDOW, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +65,8 @@ PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
     params=[
         *FAMILIES,
         *RECURRENT,
-        *(f"{family}-torch" for family in (*FAMILIES, *RECURRENT)),
+        *SPARSE,
+        *(f"{family}-torch" for family in (*FAMILIES, *RECURRENT, *SPARSE)),
         *(f"{family}-paged" for family in PAGED),
         *(f"{family}-recorded" for family in FAMILIES if not family.startswith("falcon")),  # see refusals
     ],
@@ -90,7 +91,7 @@ def make_pair(
     attention: str = "auto",
 ) -> Pair:
     folder = save_tiny(
-        (FAMILIES | LIKE_OTHERS | RECURRENT)[family](), tmp_path_factory.mktemp("models") / family
+        (FAMILIES | LIKE_OTHERS | RECURRENT | SPARSE)[family](), tmp_path_factory.mktemp("models") / family
     )
     stock = "sdpa" if family.startswith("falcon") else "eager"
     theirs = AutoModelForCausalLM.from_pretrained(

@@ -205,10 +205,12 @@ def test_layers_that_see_nothing_are_refused_before_weights_are_read(
 
 
 def test_layers_that_are_not_known_are_named_with_what_they_would_need(tmp_path: Path) -> None:
-    tf.DeepseekV32Config(**_SIZES).save_pretrained(tmp_path)
+    tf.DeepseekV4Config(num_hidden_layers=2, layer_types=["compressed_sparse_attention"] * 2).save_pretrained(
+        tmp_path
+    )
     reason = (
-        r"its indexed_attention layers are not plain attention \(the first is layer 0\); they would need a cache of "
-        "what their indexer keeps"
+        r"its compressed_sparse_attention layers are not plain attention \(the first is layer 0\); they would need a "
+        "cache of compressed blocks"
     )
     with pytest.raises(UnsupportedModelError, match=reason):
         load_model(str(tmp_path))

@@ -264,6 +264,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-new": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
 }
 
+_SPARSE: dict[str, Any] = {
+    **{**_NO_GQA, "head_dim": 4},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    **{"moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    **{"index_topk": 6, "index_n_heads": 24, "index_head_dim": 8},
+}
+"""So many heads score that two entries never score alike."""
+
+SPARSE: dict[str, Callable[[], Any]] = {
+    "deepseek-v3.2": lambda: tf.DeepseekV32Config(**_SPARSE),
+    "glm-moe-dsa": lambda: tf.GlmMoeDsaConfig(**_SPARSE, indexer_types=["full", "shared", "full"]),
+}
+"""Families whose rows attend to what an indexer chooses."""
+
 _RECURRENT: dict[str, Any] = {**_SHAPE, "head_dim": 8}
 _DELTA: dict[str, Any] = {
     **_RECURRENT,

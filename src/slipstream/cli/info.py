@@ -214,7 +214,7 @@ def _details(described: EngineDescription, name: str) -> dict[str, Any]:
         "model": name,
         "family": model.family,
         "num_parameters": model.num_parameters,
-        "num_layers": len(model.shapes),
+        "num_layers": model.num_layers,
         "context_length": model.context_length,
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(model.cache_dtype).removeprefix("torch."),

@@ -90,6 +90,9 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
         _check_counting(model, backend)
     variants = [probe.masks[layer][0] for layer in range(num_layers) if layer in probe.masks]
     shapes = [probe.shapes.get(layer, NO_ENTRIES) for layer in range(num_layers)]
+    for module, dim in probe.indexers.items():
+        module.index_entries = len(shapes)
+        shapes.append(LayerShape(1, dim, 0, values_in_keys=True))
     states = [] if mixers is None else mixers.shapes
     return Probed(shapes, variants, int(logits.shape[-1]), used.only_called, states, encoded)
 

@@ -14,6 +14,7 @@ import torch
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits
 from slipstream.models.attention.counted import tell_positions
+from slipstream.models.attention.indexer import lead_indexers
 from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
@@ -305,6 +306,7 @@ def adapt(
     traits = ModelTraits(model.config, model.device, dtype, native and pack and options.fuses)
     name = options.attention_backend
     backend = choose_backend(name, traits)
+    lead_indexers(model)
     if backend.holds_latents:
         is_native = native and pack and dtype == torch.float32 and model.device.type == "cpu"
         hold_latents(model, ATTENTION_NAME, threads.available() if is_native else 0)

@@ -26,7 +26,8 @@ _REFUSED = {
 }
 
 _ATTENDING_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
+    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention"}
+    | {"hybrid", "hybrid_sliding"}
 )
 """Layer types whose masks the attention hook can make."""
 
@@ -38,7 +39,6 @@ _CHOICE = (
 )
 _STATE = "a cache from which what drafts have left can be taken back"
 _NEEDED = {
-    "indexed_attention": _CHOICE,
     "minimax_m3_sparse": _CHOICE,
     "compressed_sparse_attention": "a cache of compressed blocks, and a choice among them",
     "heavily_compressed_attention": "a cache of compressed blocks, and a choice among them",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits, Probed
+from slipstream.models.attention.indexer import lead_indexers
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers, read_weights
@@ -131,6 +132,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype
+    lead_indexers(model)
     if backend.holds_latents:
         hold_latents(model, ATTENTION_NAME)
     probed = probed_outline(model, backend)

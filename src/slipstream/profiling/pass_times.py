@@ -277,4 +277,8 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
     kinds: Mapping[int, str] | Seq[str] = (
         getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
     )
-    return [window if kinds[layer] == "sliding_attention" else None for layer in range(num_layers)]
+    known = len(kinds)  # an indexer's keys lie in the cache as further layers
+    return [
+        window if layer < known and kinds[layer] == "sliding_attention" else None
+        for layer in range(num_layers)
+    ]

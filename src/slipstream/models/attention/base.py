@@ -9,7 +9,7 @@ has to know.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -27,6 +27,19 @@ from slipstream.models.mixers.latent import LatentHeads
 
 ATTENTION_NAME = "slipstream"
 """The attention that Transformers models are loaded with; see `hook`."""
+
+
+class NoMask:
+    """Stands for a mask where a layer's code reads one that nothing depends on."""
+
+    def __getitem__(self, _: Any) -> NoMask:
+        return self
+
+
+NO_MASK = NoMask()
+
+Selected = Sequence[Tensor | None]
+"""Of each group of rows which entries an indexer has chosen, bool [rows, entries]; None: all that a row may see."""
 
 
 class PositionBias(Protocol):
@@ -51,6 +64,8 @@ class Variant:
     """Whether a value is the first numbers of its key, and only the key is stored."""
     bias: PositionBias | None = None
     """What is added to the scaled products, by how far behind a row an entry lies."""
+    selected: Selected | None = None
+    """What rows attend to, where an indexer chooses."""
 
     @property
     def reach(self) -> int:
@@ -85,6 +100,8 @@ class LayerProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.indexers: dict[Any, int] = {}
+        """Modules that choose what rows attend to, and the numbers that each keeps of a token."""
         self.masks: dict[int, tuple[Variant, Tensor | None]] = {}
         self._entries: list[tuple[int, Tensor, Tensor]] = []
 
@@ -147,6 +164,16 @@ class AttentionPass(ABC):
     ) -> Tensor:
         """As `attend`, where key and value are latents (`LatentHeads.expand_kv`) and the query is the layer's own."""
         return heads.expand(self.attend(layer, heads.absorb(query), key, value, variant))
+
+    def select(
+        self, entries: int, choose: Callable[[slice, Tensor, Callable[[Tensor], Tensor]], Tensor | None]
+    ) -> Selected:
+        """What `choose` says for each group of rows.
+
+        It is given which rows these are, what each may see, bool [rows, entries], and a function that keeps the rows'
+        index keys [rows, dim] and returns those of all entries. They lie in the cache as layer number `entries`.
+        """
+        raise ValueError("its attention backend does not attend to what an indexer chooses")
 
     def attend_across(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         """Attend over what an encoder has made of the input of each row's sequence, `KVPool.encoded`.

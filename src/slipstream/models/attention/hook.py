@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.attention.across import WholePass
-from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, LayerProbe, Variant
+from slipstream.models.attention.base import ATTENTION_NAME, AttentionPass, LayerProbe, NoMask, Variant
 from slipstream.models.huggingface import AttentionInterface
 from slipstream.models.mixers.latent import LatentHeads
 
@@ -51,6 +51,11 @@ def leading_to(attention: AttentionPass | LayerProbe) -> Iterator[None]:
         _current.reset(token)
 
 
+def current_pass() -> AttentionPass | LayerProbe | None:
+    """The pass of ours that runs now."""
+    return _current.get()
+
+
 class UnsupportedAttention(ValueError):
     """A layer attends in a way that the hook does not know. The text continues "cannot be decoded: "."""
 
@@ -73,7 +78,9 @@ def slipstream_attention(
     if slipstream_pass is None:
         slipstream_pass = _current.get()
     window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
-    bias = others.pop("position_bias", None)
+    bias, selected = others.pop("position_bias", None), others.pop("indices", None)
+    if isinstance(attention_mask, NoMask):
+        attention_mask = None
     if slipstream_pass is None:
         raise UnsupportedAttention("it does not pass the arguments of a call on to its attention")
     odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
@@ -95,7 +102,9 @@ def slipstream_attention(
         raise UnsupportedAttention("its attention uses position_bias as a matrix, which is not supported")
     latent = module if isinstance(module, LatentHeads) else None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    variant = Variant(factor, window, chunk_of(module, layer), softcap, sinks, latent is not None, bias)
+    variant = Variant(
+        factor, window, chunk_of(module, layer), softcap, sinks, latent is not None, bias, selected
+    )
     if isinstance(slipstream_pass, LayerProbe):
         output = slipstream_pass.attend(layer, query, key, value, variant, attention_mask)
         return (output if latent is None else output.new_zeros(*output.shape[:3], latent.v_head_dim)), None

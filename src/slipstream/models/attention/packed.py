@@ -5,12 +5,15 @@ Contiguous entries are read where they lie; others are gathered first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
-from slipstream.models.attention.base import AttentionBackend, AttentionPass, Variant
+from slipstream.models.attention.base import AttentionBackend, AttentionPass, Selected, Variant
 from slipstream.models.attention.masks import Masks
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu.latent import attend_to_latents
@@ -36,6 +39,9 @@ class PackedAttention(AttentionPass):
         outputs: list[Tensor] = []
         for number in range(len(rows.groups)):
             skipped, visible = self._masks.of_group(number, variant.reach, repeats)
+            chosen = None if variant.selected is None else variant.selected[number]
+            if chosen is not None:
+                visible = chosen[:, skipped:].repeat(repeats, 1)
             if variant.bias is not None:
                 biased = self._masks.biased(number, variant.bias, skipped, visible, key.shape[1])
                 visible = biased.to(query.dtype)
@@ -56,10 +62,31 @@ class PackedAttention(AttentionPass):
         self, layer: int, heads: LatentHeads, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
         is_plain = not variant.reach and variant.softcap is None and variant.sinks is None
+        is_plain &= not any(chosen is not None for chosen in variant.selected or ())
         if not heads.native_threads or not self._rows.contiguous or not is_plain:
             return super().attend_to_latents(layer, heads, query, key, value, variant)
         layer = self._first_layer + layer
         return attend_to_latents(self._rows, self._pool, layer, heads, query, key, variant.scaling)
+
+    def select(
+        self, entries: int, choose: Callable[[slice, Tensor, Callable[[Tensor], Tensor]], Tensor | None]
+    ) -> Selected:
+        rows, pool, chosen = self._rows, self._pool, []
+
+        def update(number: int, keys: Tensor) -> Tensor:
+            group = rows.groups[number]
+            where = pool.index(group.slots[group.num_before : group.num_entries])
+            pool.write(entries, where, keys[None], keys[None, :, :0])
+            return pool.read(entries, self._entries_of(number, 0))[0][0]
+
+        for number, group in enumerate(rows.groups):
+            own = slice(rows.first_rows[number], rows.first_rows[number + 1])
+            _, visible = self._masks.of_group(number, 0, 1)
+            if visible is None:
+                size = (len(group.token_ids), group.num_entries)
+                visible = torch.ones(size, dtype=torch.bool, device=pool.features.device)
+            chosen.append(choose(own, visible, partial(update, number)))
+        return chosen
 
     def attend_across(self, layer: int, query: Tensor, scaling: float) -> Tensor:
         encoded, rows, variant = self._pool.encoded, self._rows, Variant(scaling)

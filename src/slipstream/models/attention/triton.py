@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cuda.attention_plan import AttentionPlan, plan_attention
 from slipstream.models.cuda.tree_attention import Cut, Reads, Scratch, tree_attention
+from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.support import is_encoder_decoder, text_config
 
 MAX_DIM = 256
@@ -69,6 +71,11 @@ class TritonBackend(PackedBackend):
         if _widest_head(text_config(traits.config)) > MAX_DIM:
             return f"our Triton kernels take heads of at most {MAX_DIM} numbers"
         return super().refusal(traits)
+
+    def misfit(self, model: Any, variants: Sequence[Variant], fmt: WeightFormat) -> str | None:
+        if any(variant.selected is not None for variant in variants):
+            return "an indexer chooses what its rows attend to"
+        return super().misfit(model, variants, fmt)
 
     def prepare(self, rows: ForwardBatch, pool: KVPool) -> AttentionPass:
         if not rows.contiguous:
