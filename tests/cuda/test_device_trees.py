@@ -39,7 +39,7 @@ class Recorded:
         self.shape = SimpleNamespace(top_k=top_k, method=method, num_nodes=num_nodes, depth=depth)
         self.max_nodes, self.max_depth = num_nodes, depth
         self.noise = Noise(seed, 5, is_greedy)
-        self.sequence = SimpleNamespace(token_ids=[1] * 5)
+        self.sequence = SimpleNamespace(id=0, token_ids=[1] * 5)
         self.processor = SimpleNamespace(filters_only=params)
         self.proposal: PendingTree | None = None
         self.fed: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ def test_a_version_of_transformers_that_cannot_be_told_reads_float32(
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     assert not hasattr(PreTrainedModel, "_get_dtype_plan")
     monkeypatch.setattr(PreTrainedModel, "_get_dtype_plan", matrices.inherited_plan, raising=False)

@@ -79,7 +79,11 @@ def test_the_first_start_widens_each_weight_once_and_the_second_none(
     assert packed <= 4
     assert matrices <= widened <= matrices + again
     load_model(str(gguf))
-    assert counts.take() == (0, 0, 2 * 64)  # two tokens are embedded to try the model out
+    assert counts.take() == (
+        0,
+        0,
+        4 * 64,
+    )  # two tokens are embedded to try the model out, with a cache and without
 
 
 def test_masks_and_layers_are_tried_without_reading_weights(
