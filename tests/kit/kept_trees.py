@@ -31,7 +31,7 @@ class KeptTree:
         self.shape = SimpleNamespace(top_k=top_k, method=method, num_nodes=num_nodes, depth=depth)
         self.max_nodes, self.max_depth = num_nodes, depth
         self.noise = Noise(rng.getrandbits(40), len(text), greedy)
-        self.sequence = SimpleNamespace(token_ids=text)
+        self.sequence = SimpleNamespace(id=0, token_ids=text)
         self.processor = SimpleNamespace(filters_only=params)
         self.proposal: PendingTree | None = None
 
