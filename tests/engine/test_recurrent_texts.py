@@ -134,17 +134,18 @@ def test_a_wrong_prediction_changes_nothing(expected: tuple[str, Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("expected", ["qwen3.5", "lfm2", "falcon-h1"], indirect=True)
-def test_preempted_sequences_go_on(expected: tuple[str, Any]) -> None:
-    family, wanted = expected
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "falcon-h1"])
+def test_preempted_sequences_go_on(family: str) -> None:
+    texts = 2 * prompts()
+    wanted = answers(engine(family, max_num_seqs=1, enable_prefix_caching=False), texts)
     spec = drafted(family, num_speculative_tokens=3)
     ample = engine(family, spec).engine
     plan = ample.memory_plan
     needed = plan.state_bytes - plan.num_state_copies * state_bytes(ample.model.states)
     room = needed + 210 * plan.kv_bytes_per_token  # of which copies take a quarter at most
     tight = engine(family, spec, kv_cache_bytes=room, max_model_len=90)
-    assert [answer[0] for answer in answers(tight, prompts())] == [each[0] for each in wanted[0]]
-    assert tight.engine.stats().num_preemptions > 0 or family == "lfm2"
+    assert [answer[0] for answer in answers(tight, texts)] == [answer[0] for answer in wanted]
+    assert tight.engine.stats().num_preemptions > 0
     assert tight.engine.integrity() == []
 
 
