@@ -246,7 +246,7 @@ def test_random_histories_equal_lone_runs(family: str, way: str) -> None:
 def test_many_random_histories_equal_lone_runs(family: str, way: str) -> None:
     llm = engine(family, **WAYS[way](family))
     plain = engine(family, max_num_seqs=1, enable_prefix_caching=False)
-    assert sum(history(llm, plain, seed, 500) for seed in range(8)) >= 4000
+    assert sum(history(llm, plain, seed, 500) for seed in range(4)) >= 2000
 
 
 @pytest.mark.parametrize(
