@@ -103,6 +103,28 @@ def write(file: Path, arch: str, keys: dict[str, Any], tensors: dict[str, Any]) 
     return file
 
 
+def in_two_parts(file: Path, folder: Path) -> list[Path]:
+    """The parts, in a new `folder`, of a file of a family's keys and of tensors, layers for prediction among them."""
+    from slipstream.models.files.gguf import open_gguf
+
+    whole = open_gguf(str(file))
+    arch, entries = whole.architecture, {**whole.tensors, **whole.prediction}
+    keys = {key: value for key, value in whole.fields.items() if key.startswith(f"{arch}.")}
+    keys[f"{arch}.block_count"] += keys.get(f"{arch}.nextn_predict_layers", 0)
+    folder.mkdir()
+    names, parts = list(entries), []
+    for number, own in enumerate((names[:7], names[7:])):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        tensors: dict[str, Any] = {}
+        for name in own:
+            entry = entries[name]
+            is_coded = entry.format.dtype is None
+            tensors[name] = (entry.format.name, entry.raw.numpy()) if is_coded else entry.numbers().numpy()
+        part = folder / f"x-{number + 1:05}-of-00002.gguf"
+        parts.append(write(part, arch, split | ({} if number else keys), tensors))
+    return parts
+
+
 def requantised(file: Path, plain: Path, kind: str) -> Path:
     """A GGUF file of plain numbers whose matrices are rounded to blocks of this type, keys and tokenizer included."""
     import gguf

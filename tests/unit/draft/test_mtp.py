@@ -25,7 +25,7 @@ from slipstream.models import RowGroup, load_model
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.outline import outline_model
 from slipstream.testing.stub_drafters import draft_context
-from tests.kit.gguf_files import write_model
+from tests.kit.gguf_files import in_two_parts, write_model
 from tests.kit.mtp_drafts import (
     CLOSE,
     TEXT,
@@ -298,8 +298,10 @@ def test_a_gguf_file_has_the_layers_behind_its_own(family: str, arch: str, tmp_p
         found = drafter.executor.forward(one, pool, given[-1:], level=1)[1]
         output = made.step([*TEXT[2:], 7], made.parts[0].final_norm(output), number=1, **fed)
         assert float((found - made.logits(output[-1:], 1)).abs().max()) < CLOSE
-    planned = dataclasses.replace(context, target=None, target_outline=outline_model(str(file)))
-    assert MtpDrafter.footprint(drafter.options, planned).traits == drafter.traits
+    in_two_parts(file, tmp_path / "folder")
+    for path in (file, tmp_path / "folder"):
+        planned = dataclasses.replace(context, target=None, target_outline=outline_model(str(path)))
+        assert MtpDrafter.footprint(drafter.options, planned).traits == drafter.traits
 
 
 @pytest.mark.parametrize("count", [3, 2**31])

@@ -26,7 +26,7 @@ from slipstream.models.linear.formats import weight_format
 from slipstream.models.load_options import LoadOptions
 from slipstream.models.outline import outline_model
 from slipstream.tools.export.checkpoints.gguf_models import finish, model_writer
-from tests.kit.gguf_files import QUANTISED, write, write_model
+from tests.kit.gguf_files import QUANTISED, in_two_parts, write, write_model
 from tests.kit.logits import cached_logits, eager_logits, relative_error
 from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import sizes
@@ -284,17 +284,7 @@ def test_packed_numbers_are_the_files(kind: str, tmp_path: Path) -> None:
 @needs_kernels
 def test_a_file_in_parts_is_the_whole_one(tmp_path: Path) -> None:
     file, _ = quantised({"": "Q4_0"}, tmp_path)
-    whole = open_gguf(str(file))
-    names, keys = list(whole.tensors), {k: v for k, v in whole.fields.items() if k.startswith("llama.")}
-    (tmp_path / "folder").mkdir()
-    parts = [tmp_path / f"folder/x-{number}-of-00002.gguf" for number in ("00001", "00002")]
-    for number, (part, own) in enumerate(zip(parts, (names[:7], names[7:]), strict=True)):
-        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
-        tensors: dict[str, Any] = {}
-        for name in own:
-            entry, is_coded = whole.tensors[name], whole.tensors[name].format.dtype is None
-            tensors[name] = ("Q4_0", entry.raw.numpy()) if is_coded else entry.numbers().numpy()
-        write(part, "llama", split | ({} if number else keys), tensors)
+    parts = in_two_parts(file, tmp_path / "folder")
     for path in (parts[1], tmp_path / "folder"):
         lm = load_model(str(path))
         assert torch.equal(packed_logits(lm), packed_logits(load_model(str(file))))

@@ -338,4 +338,4 @@ def test_gguf_files_whose_experts_disagree_with_their_keys_are_refused(tmp_path:
         assert what in refusal(gguf_file(tmp_path, "mixtral", more)[0])
     model_type, changes, keys = FAMILIES["qwen2"]
     file = write_model(tmp_path / "x.gguf", "qwen2", tiny(model_type, changes), keys | {"expert_count": 2})
-    assert "holds a qwen2 model with experts, which GGUF files are read for of llama" in refusal(file)
+    assert "holds a qwen2 model with experts, which is read without them only" in refusal(file)

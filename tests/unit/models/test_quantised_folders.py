@@ -144,6 +144,9 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
     assert "w.qzeros is 2 x 6, and its layer needs 4 x 6" in of_gptq(qzeros=good["qzeros"][:2])
     assert "w.qweight holds float32 numbers" in of_gptq(qweight=good["qweight"].float())
     assert "w lacks qzeros" in of_gptq(qzeros=None)
+    short = gptq(Layer.random(48, 192, 96, 4, seed=5))  # 128 inputs and 64 would have as many scales
+    by_shape = GptqSettings.read({"bits": 4, "group_size": 128, "dynamic": {".*": {}}})
+    assert "w: its 2 groups do not divide its inputs" in refusal(lambda: GptqMatrix("w", short, by_shape))
     assert torch.equal(numbers(GptqMatrix("w", good, settings)), layer.weight)
     words = awq(Layer.random(48, 128, 32, 4, seed=6))
     assert "w.qzeros is 3 x 6" in refusal(lambda: AwqMatrix("w", words | {"qzeros": words["qzeros"][1:]}, 32))
@@ -287,6 +290,11 @@ FOLDERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "awq": (random_layer(), awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "compressed-tensors": (random_layer(), compressed, ct_settings()),
     "AutoRound as GPTQ": (random_layer(), gptq, AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}),
+    "AutoRound's own": (
+        random_layer(),
+        partial(gptq, less_one=False),
+        AUTO_ROUND | {"packing_format": "auto_round:exllamav2"},
+    ),
     "AutoRound as AWQ": (random_layer(), awq, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
 }
 

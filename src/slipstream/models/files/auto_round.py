@@ -9,7 +9,7 @@ from slipstream.errors import ModelError
 from slipstream.models.files.gptq import BITS
 
 _LIKE_GPTQ = ("gptq", "exllamav2", "triton")
-"""What a packing is called, in part, whose zero points are stored as AutoGPTQ stores them."""
+"""What a packing is called, in part, whose layout is GPTQ's. Only AutoGPTQ's own takes 1 off zero points."""
 
 
 def as_packed(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -31,4 +31,9 @@ def as_packed(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             f"AutoRound weights ({kind} of {bits} bits in groups of {group}, packed as {packing!r}): read are integers "
             "of 2, 3, 4 and 8 bits packed as auto_gptq, and of 4 bits packed as auto_awq"
         )
-    return method, {"bits": bits, "group_size": group, "dynamic": settings.get("extra_config")}
+    return method, {
+        "bits": bits,
+        "group_size": group,
+        "checkpoint_format": "gptq" if "gptq" in packing else "gptq_v2",
+        "dynamic": settings.get("extra_config"),
+    }

@@ -15,6 +15,7 @@ from slipstream.models.files.gguf import Gguf
 from slipstream.models.files.gguf_family import (
     AFTER,
     ATTENTION,
+    BEFORE_BOTH,
     EXPERTS,
     GATE_AND_UP,
     HEAD_NORMS,
@@ -23,6 +24,7 @@ from slipstream.models.files.gguf_family import (
     OUTPUT,
     GgufArchitecture,
     Keys,
+    partly_rotated,
 )
 from slipstream.models.files.gguf_gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, gemma4
 from slipstream.models.files.gguf_hybrids import LFM2, QWEN35
@@ -50,20 +52,13 @@ def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    def size(key: str, otherwise: int | None) -> int | None:
-        return keys.size(key) if key in keys else otherwise
-
-    rotated = size("rope.dimension_count", None) or sizes["head_dim"]
     window = keys.get("attention.sliding_window")  # 0 says that there is none
     return {
         "sliding_window": keys.size("attention.sliding_window") if window else None,
-        "original_max_position_embeddings": size(
+        "original_max_position_embeddings": keys.size(
             "rope.scaling.original_context_length", sizes["max_position_embeddings"]
         ),
-        "rope_parameters": {
-            **sizes["rope_parameters"],
-            "partial_rotary_factor": rotated / sizes["head_dim"],
-        },
+        "rope_parameters": partly_rotated(keys, sizes, sizes["head_dim"]),
     }
 
 
@@ -88,11 +83,9 @@ def _glm4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(
             f"{keys.file.path!r} holds the text part of a GLM that reads images, whose heads are in another order"
         )
-    rotated = keys.size("rope.dimension_count") if "rope.dimension_count" in keys else sizes["head_dim"] // 2
-    share = rotated / sizes["head_dim"]
     return {
         "attention_bias": keys.has("attn_q.bias"),
-        "rope_parameters": {**sizes["rope_parameters"], "partial_rotary_factor": share},
+        "rope_parameters": partly_rotated(keys, sizes, sizes["head_dim"] // 2),
     }
 
 
@@ -206,9 +199,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35": QWEN35,
     "seed_oss": GgufArchitecture(
         "seed_oss",
-        {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}
-        | ATTENTION
-        | MLP,
+        BEFORE_BOTH | ATTENTION | MLP,
         more=_seed_oss,
     ),
     "ernie4_5": GgufArchitecture("ernie4_5", _LLAMA, more=_ernie),
@@ -216,9 +207,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "mistral3": GgufArchitecture("ministral3", _LLAMA, rotates_neighbours=True, rope=_ministral3_rope),
     "gpt-oss": GgufArchitecture(
         "gpt_oss",
-        {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}
-        | ATTENTION
-        | {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
+        BEFORE_BOTH | ATTENTION | {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
         experts=EXPERTS,
         more=_gpt_oss,
     ),
@@ -292,10 +281,8 @@ def architecture_of(file: Gguf) -> GgufArchitecture:
     keys = Keys(file)
     found = _BY_KEYS[file.architecture](keys) if file.architecture in _BY_KEYS else found
     if keys.get("expert_count") and not found.experts:
-        mixtures = [name for name, each in ARCHITECTURES.items() if each.experts]
         raise ModelError(
-            f"{file.path!r} holds a {file.architecture} model with experts, which GGUF files are read for of llama "
-            f"(Mixtral), {', '.join(mixtures)} only"
+            f"{file.path!r} holds a {file.architecture} model with experts, which is read without them only"
         )
     return found
 
@@ -341,8 +328,7 @@ def _sizes(architecture: GgufArchitecture, keys: Keys) -> dict[str, Any]:
     own, path = architecture.sizes(keys), keys.file.path
     sizes: dict[str, Any] = {name: keys.size(key) for key, name in _SIZES.items() if name not in own} | own
     if "num_key_value_heads" not in own:
-        key = "attention.head_count_kv"
-        sizes["num_key_value_heads"] = keys.size(key) if key in keys else sizes["num_attention_heads"]
+        sizes["num_key_value_heads"] = keys.size("attention.head_count_kv", sizes["num_attention_heads"])
     if "head_dim" in own:
         return sizes
     if "attention.key_length" in keys:
@@ -387,7 +373,7 @@ def _check_shapes(file: Gguf, sizes: Mapping[str, Any]) -> None:
     architecture, keys = architecture_of(file), Keys(file)
     usual = _usual_shapes(architecture, keys, sizes)
     for layer in sorted(map(int, numbers)):
-        own = architecture.shapes(keys, sizes, layer) if architecture.shapes is not None else {}
+        own = architecture.shapes(keys, sizes, layer)
         expected |= {f"blk.{layer}.{part}": shape for part, shape in {**usual, **own}.items()}
     for stem, shape in expected.items():
         tensor = file.tensors.get(f"{stem}.weight")
@@ -427,8 +413,7 @@ def _usual_shapes(
     number = keys.size("expert_count")
     if keys.size("expert_used_count") > number:
         raise ModelError(f"{keys.file.path!r} uses more experts for a token than the {number} that it has")
-    if "expert_feed_forward_length" in keys:
-        inner = keys.size("expert_feed_forward_length")
+    inner = keys.size("expert_feed_forward_length", inner)
     shared = inner * keys.count("expert_shared_count", 0)
     for part in ("gate", "up", "down"):
         own, of_shared = ((hidden, wide) if part == "down" else (wide, hidden) for wide in (inner, shared))

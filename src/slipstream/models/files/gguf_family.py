@@ -17,6 +17,8 @@ ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 AROUND = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **AFTER}
+BEFORE_BOTH = {name: NORMS.get(name) or AFTER[name] for name in ("attn_norm", "post_attention_norm")}
+"""As `NORMS`, for families in which the second one is named by what is before it."""
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 OUTPUT = {"attn_output": "self_attn.o_proj"}
 ATTENTION = {
@@ -85,9 +87,9 @@ class Keys:
             )
         return value
 
-    def size(self, key: str) -> int:
+    def size(self, key: str, default: int | None = None) -> int:
         """A positive number that is the same in all layers; raises `ModelError` for any other value."""
-        value = self.get(key)
+        value = self.get(key, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise ModelError(f"{self.file.path!r}: the layers differ in {key}, which is not supported")
@@ -97,6 +99,12 @@ class Keys:
                 f"{self.file.path!r} does not say the model's sizes: {self.file.architecture}.{key} is {value!r:.40}"
             )
         return value
+
+
+def partly_rotated(keys: Keys, sizes: Mapping[str, Any], otherwise: int) -> dict[str, Any]:
+    """`rope_parameters` of heads that are rotated in part: `otherwise` numbers of each where no key says how many."""
+    rotated = keys.size("rope.dimension_count", otherwise)
+    return {**sizes["rope_parameters"], "partial_rotary_factor": rotated / sizes["head_dim"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +130,16 @@ class GgufArchitecture:
     norm_epsilon: str = "rms_norm_eps"
     sizes: Callable[[Keys], dict[str, Any]] = field(default=lambda keys: {})
     """Sizes that are not under the usual keys, by Transformers' names."""
-    shapes: Callable[[Keys, Mapping[str, Any], int], Mapping[str, tuple[int, ...]]] | None = None
-    """Shapes of the matrices of a layer, by the names of its parts, by its keys, sizes and number; None: the usual."""
+    shapes: Callable[[Keys, Mapping[str, Any], int], Mapping[str, tuple[int, ...]]] = field(
+        default=lambda keys, sizes, layer: {}
+    )
+    """Shapes of the matrices of a layer that are not the usual ones, by the names of its parts."""
     rows: Callable[[str, Any], Tensor | None] = field(default=lambda part, config: None)
     """Which row of a part in the file each row of the model's is, by its configuration; None: the same."""
     columns: Callable[[str, Any], Tensor | None] = field(default=lambda part, config: None)
     """As `rows`, of columns."""
+    numbers: Callable[[str, Tensor], Tensor] = field(default=lambda part, tensor: tensor)
+    """A part's plain numbers as the model has them."""
     rope: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = field(
         default=lambda keys, sizes: rope_parameters(keys.file, sizes["head_dim"])
     )

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf_family import (
-    AFTER,
     ATTENTION,
+    BEFORE_BOTH,
     ENDS,
     HEAD_NORMS,
     MLP,
-    NORMS,
     GgufArchitecture,
     Keys,
+    partly_rotated,
 )
 
 _CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
@@ -62,6 +62,7 @@ LFM2 = GgufArchitecture(
     ends=ENDS | dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
     norm_epsilon="norm_eps",
     sizes=_lfm2_sizes,
+    numbers=lambda part, tensor: tensor[:, None] if part == "conv" else tensor,  # a channel's, by itself
     shapes=lambda keys, sizes, layer: {
         "shortconv.conv": (sizes["hidden_size"], sizes["conv_L_cache"]),
         "shortconv.in_proj": (3 * sizes["hidden_size"], sizes["hidden_size"]),
@@ -80,7 +81,7 @@ _DELTA = {
 
 def _qwen35_sizes(keys: Keys) -> dict[str, Any]:
     """Every so many layers attend, and the others keep a state, with heads of their own."""
-    interval = keys.size("full_attention_interval") if "full_attention_interval" in keys else 4
+    interval = keys.size("full_attention_interval", 4)
     num_keys, num_values = keys.size("ssm.group_count"), keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if num_values % num_keys or inner % num_values:
@@ -102,7 +103,7 @@ def _qwen35_sizes(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen35_lacks(keys: Keys, layer: int) -> set[str]:
-    interval = keys.size("full_attention_interval") if "full_attention_interval" in keys else 4
+    interval = keys.size("full_attention_interval", 4)
     return {*ATTENTION, *HEAD_NORMS} if (layer + 1) % interval else {*_DELTA}
 
 
@@ -125,9 +126,7 @@ def _qwen35_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str
 
 
 def _qwen35(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    rotated = keys.size("rope.dimension_count") if "rope.dimension_count" in keys else sizes["head_dim"] // 4
-    share = rotated / sizes["head_dim"]
-    return {"rope_parameters": {**sizes["rope_parameters"], "partial_rotary_factor": share}}
+    return {"rope_parameters": partly_rotated(keys, sizes, sizes["head_dim"] // 4)}
 
 
 def _value_heads(config: Any, width: int) -> Tensor:
@@ -148,19 +147,22 @@ def _qwen35_rows(part: str, config: Any) -> Tensor | None:
     return torch.cat([torch.arange(first), first + values]) if part in ("attn_qkv", "ssm_conv1d") else None
 
 
+def _qwen35_numbers(part: str, tensor: Tensor) -> Tensor:
+    if part == "ssm_a":
+        return (-tensor.float()).log()
+    return tensor[:, None] if part == "ssm_conv1d" else tensor
+
+
 QWEN35 = GgufArchitecture(
     "qwen3_5_text",
-    {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}
-    | ATTENTION
-    | HEAD_NORMS
-    | MLP
-    | _DELTA,
+    BEFORE_BOTH | ATTENTION | HEAD_NORMS | MLP | _DELTA,
     norms_hold_one_more=True,
     lacks=_qwen35_lacks,
     whole={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
     sizes=_qwen35_sizes,
     shapes=_qwen35_shapes,
     rows=_qwen35_rows,
+    numbers=_qwen35_numbers,
     columns=lambda part, config: (
         _value_heads(config, config.linear_value_head_dim) if part == "ssm_out" else None
     ),

@@ -7,8 +7,8 @@ from typing import Any
 
 from slipstream.errors import ModelError
 from slipstream.models.files.gguf_family import (
-    AFTER,
     ATTENTION,
+    BEFORE_BOTH,
     EXPERTS,
     HEAD_NORMS,
     LATENT_PARTS,
@@ -17,6 +17,7 @@ from slipstream.models.files.gguf_family import (
     OUTPUT,
     GgufArchitecture,
     Keys,
+    partly_rotated,
 )
 from slipstream.models.files.gguf_rope import rope_parameters
 
@@ -43,7 +44,7 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 def _lacks(keys: Keys, layer: int) -> set[str]:
     """Experts in the first layers, a plain MLP in the others."""
-    step = keys.size("interleave_moe_layer_step") if "interleave_moe_layer_step" in keys else 1
+    step = keys.size("interleave_moe_layer_step", 1)
     if layer < keys.count("leading_dense_block_count", 0) or (layer + 1) % step:
         return {*_ROUTER, *_SHARED, *EXPERTS}
     return {*MLP, *(() if keys.count("expert_shared_count", 0) else _SHARED)}
@@ -59,26 +60,17 @@ def _glm4_moe(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(
             f"{keys.file.path!r}: its routers' function is number {function}; read is {_SIGMOID} (sigmoid)"
         )
-    rotated = keys.size("rope.dimension_count") if "rope.dimension_count" in keys else sizes["head_dim"] // 2
     return _mixture(keys) | {
         "attention_bias": keys.has("attn_q.bias"),
         "use_qk_norm": keys.has("attn_q_norm.weight"),
         "num_nextn_predict_layers": 0,
-        "rope_parameters": {
-            **sizes["rope_parameters"],
-            "partial_rotary_factor": rotated / sizes["head_dim"],
-        },
+        "rope_parameters": partly_rotated(keys, sizes, sizes["head_dim"] // 2),
     }
 
 
 GLM4_MOE = GgufArchitecture(
     "glm4_moe",
-    {"attn_norm": NORMS["attn_norm"], "post_attention_norm": AFTER["post_attention_norm"]}
-    | ATTENTION
-    | HEAD_NORMS
-    | MLP
-    | _ROUTER
-    | _SHARED,
+    BEFORE_BOTH | ATTENTION | HEAD_NORMS | MLP | _ROUTER | _SHARED,
     experts=EXPERTS,
     lacks=_glm4_lacks,
     whole={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
@@ -219,5 +211,8 @@ ERNIE_MOE = GgufArchitecture(
     experts=EXPERTS,
     lacks=_lacks,
     whole={"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+    numbers=lambda part, tensor: (
+        tensor[None] if part == "exp_probs_b" else tensor
+    ),  # a group of routers has a row
     more=_ernie_moe,
 )

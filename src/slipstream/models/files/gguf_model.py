@@ -118,17 +118,9 @@ def _numbers(entry: GgufTensor, architecture: GgufArchitecture, order: Tensor | 
     tensor = entry.numbers()
     if order is not None:
         tensor = tensor[order]
-    if entry.name.endswith(".exp_probs_b.bias") and architecture.model_type == "ernie4_5_moe":
-        tensor = tensor[None]  # a group of routers has a row
-    if entry.name.endswith(".shortconv.conv.weight"):
-        tensor = tensor[:, None]  # each channel is convolved by itself
-    if _part(entry) == "ssm_conv1d":
-        tensor = tensor[:, None]
-    if _part(entry) == "ssm_a":
-        tensor = (-tensor.float()).log()
     if architecture.norms_hold_one_more and entry.name.endswith("norm.weight") and _part(entry) != "ssm_norm":
         tensor = tensor.float() - 1
-    return tensor
+    return architecture.numbers(_part(entry), tensor)
 
 
 class GgufPrediction(Mapping[str, Tensor]):
@@ -237,7 +229,7 @@ class GgufMatrix(GroupedMatrix):
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
         """See `GroupedMatrix.blocks`."""
-        if self.order is not None:
+        if not self.has_blocks:
             return None
         found = self._entry.format.read_blocks(self._raw(begin, end))
         release(self._entry.raw)

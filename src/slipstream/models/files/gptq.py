@@ -75,6 +75,9 @@ class GptqMatrix(GroupedMatrix):
         if settings.differ:
             self.bits = self._zeros.shape[1] * 32 // self.out_features
             group = max(rows * 32 // max(self.bits, 1) // len(self._scales), 1)
+            if len(self._scales) > 1 and group & (group - 1):
+                # The last group of such a layer is shorter than the others, whose size is not known.
+                raise ModelError(f"{name}: its {len(self._scales)} groups do not divide its inputs")
         if self.bits not in BITS:
             raise ModelError(f"{name} has {self.bits} bits: read are 2, 3, 4 and 8")
         each, words = word_run(self.bits)

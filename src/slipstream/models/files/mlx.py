@@ -6,6 +6,7 @@ checkpoint of Transformers.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,13 +48,13 @@ class MlxSettings:
     usual: tuple[int, int]
     """Bits, and inputs of a group."""
     others: Mapping[str, tuple[int, int]]
-    """Those of layers that differ, by their names."""
+    """Those of layers that differ, by their names; those of a stack of experts, by that of expert `*`."""
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> MlxSettings:
         """Read a `quantization`; raises `ModelError` for what cannot be read."""
         others = {name: each for name, each in settings.items() if isinstance(each, Mapping)}
-        return cls(_sizes(settings), {name: _sizes(each) for name, each in others.items()})
+        return cls(_sizes(settings), {_of_expert(name, "*"): _sizes(each) for name, each in others.items()})
 
 
 def names_mlx(settings: Mapping[str, Any]) -> bool:
@@ -81,7 +82,8 @@ class MlxMatrix(GroupedMatrix):
                 raise ModelError(f"{name} lacks {part}")
             check_matrix(f"{name}.{part}", tensors[part])
         self.name = name
-        self.bits, self.group_size = settings.others.get(name, settings.usual)
+        stack = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+        self.bits, self.group_size = settings.others.get(stack, settings.usual)
         words, self._scales, self._minimums = (tensors[part] for part in PARTS)
         self.out_features, groups = self._scales.shape
         self.in_features = groups * self.group_size
@@ -127,11 +129,18 @@ def by_expert(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str,
 
 def _experts(stem: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The names and tensors of a layer's experts, or the layer itself where it has none."""
-    stack = next((stack for stack in _STACKS if stack in stem), None)
-    if stack is None or tensor.ndim != 3:
+    if tensor.ndim != 3 or _of_expert(stem, 0) == stem:
         yield stem, tensor
         return
+    for expert, held in enumerate(tensor):
+        yield _of_expert(stem, expert), held
+
+
+def _of_expert(stem: str, expert: int | str) -> str:
+    """What Transformers calls an expert's layer of a stack; the own name of any other layer."""
+    stack = next((stack for stack in _STACKS if stack in stem), None)
+    if stack is None:
+        return stem
     block, _, layer = stem.rpartition(stack)
     layer = _OLD_NAMES.get(layer, layer) if block.endswith(".block_sparse_moe") else layer
-    for expert, held in enumerate(tensor):
-        yield f"{block.removesuffix('.experts')}.experts.{expert}.{layer}", held
+    return f"{block.removesuffix('.experts')}.experts.{expert}.{layer}"

@@ -118,16 +118,18 @@ def read_quantised(
             kept[stem] = matrix
     if not kept and not converted and not may_be_plain:
         raise ModelError(f"{path!r} says that its weights are {NAMES[method]}, and has none such")
-    kind = (
-        NAMES[method]
-        if method == "mxfp4"
-        else "/".join(sorted({matrix.kind for matrix in converted.values()}))
-    )
-    if kept and method != "mxfp4":
-        bits = "/".join(sorted({str(matrix.bits) for matrix in kept.values()}))
-        kind = f"{NAMES[method]}, {bits} bits"
     tensors = {name: reader.plain(name, tensor) for name, tensor in tensors.items()}
-    return StoredModel(tensors, kept, kind, converted)
+    return StoredModel(tensors, kept, _kind(method, kept, converted), converted)
+
+
+def _kind(method: str, kept: Mapping[str, GroupedMatrix], converted: Mapping[str, ConvertedMatrix]) -> str:
+    """How messages name the weights of a folder."""
+    if method == "mxfp4":
+        return NAMES[method]
+    if kept:
+        bits = "/".join(sorted({str(matrix.bits) for matrix in kept.values()}))
+        return f"{NAMES[method]}, {bits} bits"
+    return "/".join(sorted({matrix.kind for matrix in converted.values()}))
 
 
 def _reader(method: str, settings: Mapping[str, Any]) -> _Reader:

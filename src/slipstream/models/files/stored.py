@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from slipstream.models.families.experts import file_stacks
 from slipstream.models.files.converted import ConvertedMatrix
 from slipstream.models.files.grouped import GroupedMatrix, bounds
 from slipstream.models.files.lora import WIDENS
-from slipstream.models.files.stored_experts import KEPT, StoredStack, joined, take_experts, take_stacks
+from slipstream.models.files.stored_experts import KEPT, StoredStack, take_experts, take_stacks
 from slipstream.models.files.stored_linear import StoredLinear, kernel_groups
 from slipstream.models.linear.grouped import GroupedLinear
 from slipstream.models.linear.low_rank import LowRankChange
@@ -56,7 +56,7 @@ class StoredModel:
             for name, matrix in self.matrices.items()
         }
         stand_ins |= {name: nothing.expand(stack.shape) for name, stack in self.stacks.items()}
-        return joined({**self.tensors, **stand_ins})
+        return {**self.tensors, **stand_ins}
 
     def stacked(self, model: Any) -> StoredModel:
         """The same with those experts as `stacks` that only we can put together for `model`, which may be without
@@ -78,7 +78,7 @@ class StoredModel:
             for begin, end in bounds(matrix):
                 weight[begin:end] = matrix.widened(begin, end)
             found[f"{name}.weight"] = weight
-        return joined(found)
+        return found
 
     def converted_to(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Those that are converted, as plain numbers of this type, and those in FP8 as `state` has them."""
@@ -220,9 +220,9 @@ class KeptWeights:
     """Bytes of their codes, without scales."""
 
     @classmethod
-    def of(cls, model: Any) -> KeptWeights:
-        """Return the kept weights of a model before it is packed."""
-        sizes = [(int(part.in_features * part.out_features), part.bits) for part in quantised_layers(model)]
+    def of(cls, layers: Sequence[GroupedLinear]) -> KeptWeights:
+        """Return the kept weights of a model's `quantised_layers`."""
+        sizes = [(int(part.in_features * part.out_features), part.bits) for part in layers]
         return cls(sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes))
 
 

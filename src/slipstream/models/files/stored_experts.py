@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,15 +143,22 @@ def take_experts(
                 ) from None
             stacks[f"{holder}.{parameter}"] = stack
         names |= {name for name, _ in held[holder].values()}
-    weights = {id(parts.router) for parts in known.values()}
-    routers = {
+    routers = _routers(matrices, modules, known.values())
+    return TakenExperts(
+        stacks, frozenset(names | {name.removesuffix(".weight") for name in routers}), routers
+    )
+
+
+def _routers(
+    matrices: Mapping[str, GroupedMatrix], modules: Mapping[str, Any], known: Iterable[ExpertParts]
+) -> dict[str, Tensor]:
+    """Weights of routers that the file holds quantised, widened, by their names in the file."""
+    weights = {id(parts.router) for parts in known}
+    return {
         f"{name}.weight": matrix.widened(0, matrix.out_features)
         for name, matrix in matrices.items()
         if id(getattr(modules.get(_renamed(name)), "weight", None)) in weights
     }
-    return TakenExperts(
-        stacks, frozenset(names | {name.removesuffix(".weight") for name in routers}), routers
-    )
 
 
 def take_stacks(

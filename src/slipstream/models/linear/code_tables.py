@@ -19,8 +19,4 @@ CENTRED: CodeTable = tuple(range(-8, 8))
 
 def halves_of_e8m0(exponents: Tensor) -> Tensor:
     """uint8 -> float32: half of two to the power of each minus 127, which `FP4` is multiplied with."""
-    numbers = exponents.int()
-    bits = torch.where(
-        numbers < 2, (numbers + 1) << 21, (numbers - 1) << 23
-    )  # the smallest have no leading one
-    return bits.view(torch.float32)
+    return exponents.view(torch.float8_e8m0fnu).float() / 2
