@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import wave
@@ -15,13 +16,15 @@ import torch
 import transformers as tf
 from typer.testing import CliRunner
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.cli.main import app
+from slipstream.deploy.process import ReplicaDescription, start_replica
 from slipstream.errors import CapacityError, ConfigError, ModelError, RequestError, UnsupportedModelError
 from slipstream.models import encoder_decoder, load_model
 from slipstream.models.attention import masks
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.verdicts import LoadVerdict
+from slipstream.tools.audit.replaying import Replayer
 from tests.kit.encoder_decoders import FAMILIES, RATE, Stock, prompts, save, sound
 
 LENGTH = 20
@@ -236,6 +239,28 @@ def test_prompts_that_are_refused(prompt: Any, complaint: str, path_of: Path_of)
         llm.chat([{"role": "user", "content": "w5"}])
 
 
+@pytest.mark.parametrize(("start", "forced"), [(1, 7), (5, 5)])
+def test_answers_begin_with_what_the_model_requires(
+    start: int, forced: int, path_of: Path_of, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(path_of("bart"), tmp_path / "bart"))
+    file = folder / "generation_config.json"
+    changes = {"decoder_start_token_id": start, "forced_bos_token_id": forced}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    stock, given = Stock(str(folder)), prompts("bart", 3)
+    expected = [stock.answer(prompt, LENGTH + 1) for prompt in given]
+    assert {text[0] for text in expected} == {forced}
+    assert answers(LLM(str(folder)), given) == [text[1:] for text in expected]
+
+
+def test_an_audit_and_a_fleet_refuse_them(path_of: Path_of) -> None:
+    engine = AsyncEngine(path_of("bart"))
+    with pytest.raises(ConfigError, match="those of an encoder-decoder depend on its input too"):
+        Replayer(engine.engine)
+    with pytest.raises(ConfigError, match="a fleet does not serve encoder-decoders"):
+        asyncio.run(start_replica(engine, ReplicaDescription(id="a", secret="b")))
+
+
 def test_forms_of_prompts(path_of: Path_of) -> None:
     llm = LLM(path_of("bart"))
     forms: list[Any] = [
@@ -310,7 +335,7 @@ def small_llama(folder: Path, tokenizer: str) -> str:
         ({"audio": (sound(1), "loud")}, "audio must be"),
         ({"audio": (sound(1) * np.nan, RATE), "language": "de"}, "samples are numbers"),
         ({"audio": (np.zeros(0, np.float32), RATE)}, "samples are numbers"),
-        ({"audio": (np.tile(sound(1), 3), RATE), "language": "de"}, "the model hears 1 s at once"),
+        ({"audio": (np.tile(sound(1), 3), RATE), "language": "de"}, "1.9 s long, and at most 1 s are heard"),
         ({"audio": "nowhere.wav"}, "cannot be read as a WAV file"),
         ({"audio": (sound(1), RATE), "language": "tlh"}, "language must be one of de, en, fr"),
         (

@@ -12,10 +12,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from slipstream import LLM, SamplingParams
+from slipstream.errors import RequestError
 from slipstream.models.audio import AudioReader, read_sound
 from slipstream.serve.api.audio import cut
 from slipstream.serve.app import create_app
 from slipstream.serve.config import ServeConfig
+from slipstream.serve.network.multipart import MAX_FIELDS
 from tests.kit.encoder_decoders import RATE, Stock, prompts, save, sound
 from tests.kit.threaded_host import ThreadedHost
 
@@ -31,6 +33,13 @@ def wav(samples: Any, rate: int = RATE, width: int = 2, channels: int = 1) -> by
         whole = (whole + 128 if width == 1 else whole).repeat(channels)
         file.writeframes(whole.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes())
     return written.getvalue()
+
+
+def of_bits(bits: int) -> bytes:
+    """A WAV file that says that its samples have so many bits."""
+    file = bytearray(wav(sound(1), width=4))
+    file[34] = bits
+    return bytes(file)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +124,8 @@ def test_the_language_is_found(speech: TestClient, speech_path: str) -> None:
 def test_a_long_sound_is_heard_in_parts(speech: TestClient, speech_path: str) -> None:
     quiet = np.zeros(3000, np.float32)
     long = np.concatenate([sound(0), quiet, sound(1)[:9000], quiet])
-    ears = AudioReader(speech_path)
-    parts = cut(ears.samples(wav(long)), ears)
+    reader = AudioReader(speech_path)
+    parts = cut(reader.samples(wav(long), 60), reader)
     assert len(parts) == 2
     assert 9000 < len(parts[0]) < 12000, "cut where it is quiet"
     each = [heard(speech, wav(part), language="en").json()["text"] for part in parts]
@@ -129,6 +138,14 @@ def test_a_long_sound_is_heard_in_parts(speech: TestClient, speech_path: str) ->
         (b"no sound", {}, 400, "cannot be read as a WAV file"),
         (wav(sound(1))[:30], {}, 400, "cannot be read as a WAV file"),
         (wav(sound(1)[:0]), {}, 400, "audio must be"),
+        (
+            of_bits(40),
+            {},
+            400,
+            "the audio has 40 bits a sample, and a WAV file of at most 32 is read",
+        ),
+        (b"no sound", {"language": "xx"}, 400, "language must be one of de, en, fr"),
+        (b"no sound", {"seed": "x"}, 400, "seed must be a whole number"),
         (wav(sound(1)), {"language": "xx"}, 400, "language must be one of de, en, fr"),
         (
             wav(sound(1)),
@@ -164,6 +181,10 @@ def test_bodies_that_are_no_form(speech: TestClient) -> None:
     part = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n1\r\n'
     assert "twice" in speech.post(route, content=2 * part + b"--x--", headers=form).json()["error"]["message"]
     assert "no file" in speech.post(route, content=part + b"--x--", headers=form).json()["error"]["message"]
+    field = b'--x\r\nContent-Disposition: form-data; name="field%d"\r\n\r\n1\r\n'
+    for count, complaint in ((MAX_FIELDS, "no file"), (MAX_FIELDS + 1, "at most 64 parts")):
+        whole = b"".join(field % number for number in range(count)) + b"--x--"
+        assert complaint in speech.post(route, content=whole, headers=form).json()["error"]["message"]
     page = {"Origin": "https://somewhere.else"}
     refused = speech.post(route, files={"file": wav(sound(1))}, headers=page)
     assert refused.status_code == 403
@@ -186,8 +207,10 @@ def test_sounds_of_other_rates_are_the_same_sound(rate: int, speech_path: str) -
             np.float32
         )
 
-    ears = AudioReader(speech_path)
-    made = ears.samples((tone(rate), rate))
-    assert len(made) == ears.rate
+    reader = AudioReader(speech_path)
+    made = reader.samples((tone(rate), rate), 60)
+    assert len(made) == reader.rate
+    with pytest.raises(RequestError, match=r"1\.0 s long, and at most 0\.9 s are heard"):
+        reader.samples((tone(rate), rate), 0.9)
     inside = slice(400, -400)
-    assert np.abs(made[inside] - tone(ears.rate)[inside]).max() < 2e-3
+    assert np.abs(made[inside] - tone(reader.rate)[inside]).max() < 2e-3

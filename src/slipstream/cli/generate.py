@@ -164,8 +164,8 @@ class _Answers:
         """Encode the prompts, and wait until the constraint is compiled."""
         self.params = recommended(llm, self.params, self.flags.sampling)
         self.params.check_vocabulary(llm.engine.model.vocab_size)
-        both = llm.engine.intake.both
-        if both is not None and both.texts.speech is not None:
+        encoder = llm.engine.intake.encoder_prompts
+        if encoder is not None and encoder.texts.speech is not None:
             self.prompts = llm.with_languages([{"audio": job.text or ""} for job in self.jobs])
         else:
             self.prompts = [prepare(llm.engine, job, self.flags.chat) for job in self.jobs]

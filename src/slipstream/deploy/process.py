@@ -21,7 +21,7 @@ from slipstream.deploy.identity import fingerprint_of
 from slipstream.deploy.replica import BEAT_S, ReplicaServer
 from slipstream.deploy.served import engine_info
 from slipstream.engine.async_engine import AsyncEngine
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class ReplicaDescription:
 async def start_replica(engine: AsyncEngine, described: ReplicaDescription) -> tuple[ReplicaServer, str, int]:
     """Serve `engine` as a replica; returns the server, its host and its port."""
     inner = engine.engine
+    if inner.model.encoded_shapes:
+        raise ConfigError("a fleet does not serve encoder-decoders; use slipstream serve")
     info = ReplicaInfo(
         described.id, fingerprint_of(inner), inner.config.max_num_seqs, inner.memory_plan.num_slots
     )

@@ -362,10 +362,12 @@ class AsyncEngine(EngineClient):
 
 def _takes_long_to_encode(prompt: Prompt, params: SamplingParams, options: RequestOptions) -> bool:
     """True for texts that would delay the engine's steps, or the other callers of the event loop."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    text: Any = prompt
+    if isinstance(prompt, Mapping):
+        if "audio" in prompt:
+            return True
+        text = prompt.get("encoder_prompt", prompt.get("prompt"))
     num_characters = len(text) if isinstance(text, str) else 0
-    if isinstance(prompt, Mapping) and "audio" in prompt:
-        return True
     num_characters += len(options.prediction or "")
     return num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS
 

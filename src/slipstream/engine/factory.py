@@ -21,12 +21,7 @@ from slipstream.engine.description import check_memory
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
 from slipstream.engine.extension import StepExtension
-from slipstream.engine.memory import (
-    MemoryPlan,
-    plan_memory,
-    recorded_passes,
-    with_passes,
-)
+from slipstream.engine.memory import MemoryPlan, plan_memory, recorded_passes, with_passes
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.reasoning import StepSpeculation
 from slipstream.engine.runner import ModelRunner

@@ -58,7 +58,7 @@ class Intake:
         self._seeds = request_seeds(seed)
         self._nonces = request_seeds(None if seed is None else derive_seed(seed, 2**41))
         self._ids = itertools.count()
-        self.both = encoder_decoder_prompts(served)
+        self.encoder_prompts = encoder_decoder_prompts(served)
         """What encodes prompts for an encoder and a decoder; None for a model without an encoder."""
 
     def default_params(self) -> SamplingParams:
@@ -169,7 +169,7 @@ class Intake:
         if sequence.grammar is not None and not stop_token_ids:
             stop_token_ids = served.end_token_ids  # an answer under a grammar needs a token to end with
         width = served.model.vocab_size
-        never_first = () if self.both is None else self.both.texts.never_first
+        never_first = () if self.encoder_prompts is None else self.encoder_prompts.texts.never_first
         processor = LogitsProcessor(
             params, list(prompt), stop_token_ids, bad_words, width, sequence.grammar, never_first
         )
@@ -190,8 +190,8 @@ class Intake:
         """
         vocab_size = self._served.model.vocab_size
         params.check_vocabulary(vocab_size)
-        if self.both is not None:
-            encoded = self.both.encode(prompt, params.bad_words)
+        if self.encoder_prompts is not None:
+            encoded = self.encoder_prompts.encode(prompt, params.bad_words)
         else:
             encoded = encode_request(
                 self._served.tokenizer, prompt, params.bad_words, vocab_size, self._served.max_model_len

@@ -152,17 +152,21 @@ class LLM:
 
     def with_languages(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts, with the languages that a speech model hears where they say none; `generate` does it too."""
-        both = self.engine.intake.both
-        unknown = [] if both is None else [place for place, one in enumerate(prompts) if both.detects(one)]
-        if both is None or not unknown:
+        encoder = self.engine.intake.encoder_prompts
+        if encoder is None or encoder.texts.speech is None:
+            return prompts
+        unknown = [place for place, prompt in enumerate(prompts) if encoder.detects(prompt)]
+        if not unknown:
             return prompts
         heard: list[Any] = [prompts[place] for place in unknown]
-        asked = [both.detecting(prompt) for prompt in heard]
+        asked = [encoder.texts.detecting(prompt["audio"]) for prompt in heard]
         params = [SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=ids) for _, ids in asked]
         options = batch_options(len(asked), None, {})
         outputs = self._run([one for one, _ in asked], params, options, False, None)
         for place, prompt, output in zip(unknown, heard, outputs, strict=True):
-            prompts[place] = both.detected(prompt, output.outputs[0].token_ids[0])
+            language = encoder.texts.speech.language_of(output.outputs[0].token_ids[0])
+            named: Any = {**prompt, "language": language}
+            prompts[place] = named
         return prompts
 
     @contextmanager

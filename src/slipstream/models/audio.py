@@ -42,25 +42,21 @@ class AudioReader:
 
     def features(self, audio: Any) -> NDArray[np.float32]:
         """float32 [bins, frames] of `samples`; raises `RequestError` for what is no sound, or a longer one."""
-        samples = self.samples(audio)
-        if len(samples) > self.seconds * self.rate:
-            raise RequestError(
-                f"the audio is {len(samples) / self.rate:.1f} s long, and the model hears {self.seconds:g} s at once; "
-                "split it"
-            )
+        samples = self.samples(audio, self.seconds)
         with torch.inference_mode():
             made = self._extract(samples, sampling_rate=self.rate, return_tensors="np")
         return np.ascontiguousarray(made["input_features"][0], np.float32)
 
-    def samples(self, audio: Any) -> NDArray[np.float32]:
-        """float32 [samples] at the model's rate, of one channel."""
+    def samples(self, audio: Any, most_s: float) -> NDArray[np.float32]:
+        """float32 [samples] at the model's rate, of one channel; raises `RequestError` for what is no sound, or longer
+        than `most_s` seconds."""
         if isinstance(audio, str | os.PathLike | bytes):
             audio = read_sound(audio)
         if not isinstance(audio, tuple | list) or len(audio) != 2:
             raise RequestError(_KINDS)
         try:
             samples, rate = np.asarray(audio[0]), float(audio[1])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise RequestError(_KINDS) from None
         if np.issubdtype(samples.dtype, np.signedinteger):
             samples = samples / -float(np.iinfo(samples.dtype).min)
@@ -69,6 +65,10 @@ class AudioReader:
         is_sound = samples.ndim == 1 and samples.size and np.issubdtype(samples.dtype, np.floating)
         if not is_sound or not np.isfinite(samples).all() or not 1000 <= rate <= 200_000:
             raise RequestError(f"{_KINDS}; samples are numbers, of one channel or [channels, samples]")
+        if len(samples) > most_s * rate:
+            raise RequestError(
+                f"the audio is {len(samples) / rate:.1f} s long, and at most {most_s:g} s are heard; split it"
+            )
         return resampled(samples.astype(np.float32), round(rate), self.rate)
 
 
@@ -96,6 +96,8 @@ def _read_wave(opened: Any) -> tuple[NDArray[Any], int]:
         raise RequestError(
             f"the audio cannot be read as a WAV file ({error}); install soundfile for other formats"
         ) from None
+    if width > 4:
+        raise RequestError(f"the audio has {8 * width} bits a sample, and a WAV file of at most 32 is read")
     raw = raw[: len(raw) // (width * channels) * width * channels].reshape(-1, width)
     if width == 1:  # the one width without a sign
         samples = raw[:, 0].astype(np.float32) / 128 - 1

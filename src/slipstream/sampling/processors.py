@@ -163,8 +163,10 @@ class LogitsProcessor:
             forbidden = torch.where(rows, unfinished, forbidden)  # [R, V]
         scores.masked_fill_(forbidden, -math.inf)
         if self._never_first and not output:
-            begin = torch.tensor([row for row, path in enumerate(paths) if not path], device=scores.device)
-            scores[begin[:, None], torch.tensor(self._never_first, device=scores.device)] = -math.inf
+            beginning = [row for row, path in enumerate(paths) if not path]
+            begin = torch.tensor(beginning, dtype=torch.int64, device=scores.device)
+            never = self._tensor("never first", lambda: torch.tensor(self._never_first), scores.device)
+            scores[begin[:, None], never] = -math.inf
         if self._grammar is not None:
             follows = self._grammar.allowed(output, paths, scores.shape[-1]).to(scores.device)  # [R, V]
             scores.masked_fill_(~follows, -math.inf)

@@ -175,12 +175,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> CompletionAnswer:
             tenant = tenant_of(request.scope, body.user)
-            constraint = await constraint_of(body, service.tokens, check_grammar, tenant)
-            prompts = await service.tokens.prompts(body.prompt)
-            if body.echo and service.info.both is not None:
+            if body.echo and service.info.encoder_texts is not None:
                 raise errors.invalid(
                     "an encoder-decoder's prompt is no part of its text; leave echo out", "echo"
                 )
+            constraint = await constraint_of(body, service.tokens, check_grammar, tenant)
+            prompts = await service.tokens.prompts(body.prompt)
             job = _job(service, request, body, prompts, "cmpl-", constraint)
             if body.echo:
                 job = replace(job, echo=await echo_of(body, prompts, service.tokens))

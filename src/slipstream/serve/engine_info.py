@@ -46,7 +46,7 @@ class EngineInfo:
     prefix_caching: bool
     revision: str | None = None
     """Of the model, on the hub."""
-    both: EncoderDecoderTexts | None = None
+    encoder_texts: EncoderDecoderTexts | None = None
     """How prompts for an encoder and a decoder are made; None for a model without an encoder."""
     seed: int | None = None
     """Seed of the seeds of requests without one; None where each is drawn by chance."""
@@ -73,7 +73,9 @@ class EngineInfo:
             cache_dtype=str(engine.model.cache_dtype).removeprefix("torch."),
             prefix_caching=engine.config.enable_prefix_caching,
             revision=engine.config.revision,
-            both=None if engine.intake.both is None else engine.intake.both.texts,
+            encoder_texts=None
+            if engine.intake.encoder_prompts is None
+            else engine.intake.encoder_prompts.texts,
             seed=engine.config.seed,
         )
 

@@ -60,8 +60,8 @@ class Service:
                 f"got {config.max_prompt_tokens}"
             )
         self.tokenizer = served.tokenizer
-        hears = info.both is not None and info.both.speech is not None
-        self.ears = AudioReader(info.model, info.revision) if hears else None
+        hears = info.encoder_texts is not None and info.encoder_texts.speech is not None
+        self.audio_reader = AudioReader(info.model, info.revision) if hears else None
         """What makes sounds of files, for a speech model."""
         self.tokens = Tokens(
             served.tokenizer,
@@ -89,8 +89,8 @@ class Service:
 
     def num_begun(self, prompt: Seq[int]) -> int:
         """Tokens that a text begins with: the prompt, or of an encoder-decoder what its answers begin with."""
-        both = self.info.both
-        return len(prompt) if both is None else 1 + len(both.forced)
+        texts = self.info.encoder_texts
+        return len(prompt) if texts is None else 1 + len(texts.forced)
 
     def replicas(self) -> Seq[ReplicaFigures] | None:
         """How each replica is that serves here; None where there is one engine."""

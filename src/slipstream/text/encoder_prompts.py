@@ -57,6 +57,12 @@ class EncoderDecoderTexts:
             speech=SpeechTexts.of(settings) if model.is_audio else None,
         )
 
+    def detecting(self, audio: Any) -> tuple[AudioPrompt, list[int]]:
+        """The prompt of a speech model whose most probable answer is the language that is spoken, and the tokens of the
+        languages."""
+        tokens = [] if self.speech is None else sorted(self.speech.languages.values())
+        return {"audio": audio, "decoder_prompt": [self.start]}, tokens
+
 
 class EncoderDecoderPrompts:
     """Encodes what callers send to one model."""
@@ -83,7 +89,7 @@ class EncoderDecoderPrompts:
         if self.texts.speech is not None:
             given, begun = self._heard(prompt, self.texts.speech)
             return EncodedPrompt(None, begun, words, encoder_input=given)
-        own = None
+        own: Any = None
         if isinstance(prompt, Mapping) and _TEXT_KEYS & prompt.keys():
             _check_keys(prompt, _TEXT_KEYS, "encoder_prompt", _TEXT_FORMS)
             prompt, own = prompt["encoder_prompt"], prompt.get("decoder_prompt")
@@ -94,27 +100,15 @@ class EncoderDecoderPrompts:
                 f"the encoder's prompt has {len(token_ids)} tokens, and the encoder reads {self.texts.encoder_length}; "
                 "shorten it"
             )
-        begun = self._begun(self.texts.forced if own is None else own)
+        begun = self._begun([self.texts.start, *self.texts.forced] if own is None else own)
         return EncodedPrompt(text, begun, words, encoder_input=EncoderInput(tuple(token_ids)))
 
     def detects(self, prompt: Any) -> bool:
-        """Whether a prompt leaves it to the model which language is spoken; `detecting` and `detected` find out."""
+        """Whether a prompt leaves it to the model which language is spoken."""
         speech = self.texts.speech
         if speech is None or not isinstance(prompt, Mapping) or prompt.get("decoder_prompt") is not None:
             return False
         return "audio" in prompt and speech.detects(prompt.get("language"))
-
-    def detecting(self, prompt: Mapping[str, Any]) -> tuple[AudioPrompt, list[int]]:
-        """The prompt whose most probable answer is the language, one of these tokens."""
-        assert self.texts.speech is not None
-        asked: AudioPrompt = {"audio": prompt["audio"], "decoder_prompt": [self.texts.start]}
-        return asked, sorted(self.texts.speech.languages.values())
-
-    def detected(self, prompt: AudioPrompt, token_id: int) -> AudioPrompt:
-        """The prompt with the language that was found."""
-        assert self.texts.speech is not None
-        codes = {token: code for code, token in self.texts.speech.languages.items()}
-        return {**prompt, "language": codes[token_id]}
 
     def _heard(self, prompt: Any, speech: SpeechTexts) -> tuple[EncoderInput, list[int]]:
         assert self._hear is not None
@@ -130,8 +124,7 @@ class EncoderDecoderPrompts:
 
     def _begun(self, own: Any) -> list[int]:
         """The decoder's prompt: the start, and what the caller gives or the model requires."""
-        if not isinstance(own, tuple):
-            _, own = parse_prompt(own)
+        _, own = parse_prompt(own)
         if isinstance(own, str):
             check_characters("the decoder's prompt", own)
             own = self._tokenizer(own, add_special_tokens=False, verbose=False).input_ids

@@ -49,6 +49,10 @@ class SpeechTexts:
         """Whether a request leaves it to the model which language is spoken."""
         return bool(self.languages) and (language or self.default_language) is None
 
+    def language_of(self, token_id: int) -> str:
+        """The code of the language that a token says."""
+        return next(code for code, token in self.languages.items() if token == token_id)
+
     def _language(self, language: str | None) -> list[int]:
         code = (language or self.default_language or "").lower().strip("<|>")
         if not self.languages:

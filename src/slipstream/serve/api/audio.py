@@ -52,32 +52,29 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def _answer(request: Request, service: Service, task: str) -> Response:
     """One response; raises `ApiError` for a form that cannot be served."""
     fields = await _form(request, service)
-    ears, both = service.ears, service.info.both
-    if ears is None or both is None or both.speech is None:
-        raise invalid(f"{service.model_name!r} is no speech model; serve one, such as Whisper", "model")
     shape = fields.get("response_format", "json")
     if shape not in _FORMATS:
         raise invalid(
             f"response_format must be one of {', '.join(_FORMATS)}, got {shape!r}", "response_format"
         )
+    heard = _Hearing(request, service, fields, task)
+    reader = heard.reader
     deadline_s = asyncio.get_running_loop().time() + service.config.request_timeout_s
     with service.admission.admit(1, account_of(request.scope)):
         async with service.until(deadline_s):
-            samples = await asyncio.to_thread(ears.samples, fields["file"])
-        parts = cut(samples, ears)
+            most_s = _MAX_PARTS * reader.seconds
+            samples = await asyncio.to_thread(reader.samples, fields["file"], most_s)
+        parts = cut(samples, reader)
         if len(parts) > _MAX_PARTS:
-            raise invalid(
-                f"the audio is longer than {_MAX_PARTS} parts of {ears.seconds:g} s; split it", "file"
-            )
-        heard = _Hearing(request, service, fields, ears, both, both.speech)
+            raise invalid(f"the audio is longer than {_MAX_PARTS} parts; split it", "file")
         language = await heard.language(parts[0], deadline_s)
-        outputs = await heard.texts(parts, language, task, deadline_s)
+        outputs = await heard.texts(parts, language, deadline_s)
     text = " ".join(filter(None, (output.outputs[0].text.strip() for output in outputs)))
     if shape == "text":
         return PlainTextResponse(text + "\n")
     if shape == "json":
         return JSONResponse({"text": text})
-    seconds = len(samples) / ears.rate
+    seconds = len(samples) / reader.rate
     return JSONResponse({"task": task, "language": language or "en", "duration": seconds, "text": text})
 
 
@@ -92,6 +89,7 @@ async def _form(request: Request, service: Service) -> dict[str, Any]:
             raise ApiError(
                 403, f"pages of {origin!r} may not send forms here; see cors_origins", code="forbidden"
             )
+        _speech(service)
         service.admission.check_open()
         service.admission.check_room(account=account_of(request.scope))
     except ApiError:
@@ -113,50 +111,46 @@ async def _form(request: Request, service: Service) -> dict[str, Any]:
     return fields
 
 
+def _speech(service: Service) -> tuple[AudioReader, EncoderDecoderTexts, SpeechTexts]:
+    """What reads sounds, and how answers begin; raises `ApiError` for a model of another kind."""
+    reader, texts = service.audio_reader, service.info.encoder_texts
+    if reader is None or texts is None or texts.speech is None:
+        raise invalid(f"{service.model_name!r} is no speech model; serve one, such as Whisper", "model")
+    return reader, texts, texts.speech
+
+
 class _Hearing:
     """The answers of one request."""
 
-    def __init__(
-        self,
-        request: Request,
-        service: Service,
-        fields: dict[str, Any],
-        ears: AudioReader,
-        both: EncoderDecoderTexts,
-        speech: SpeechTexts,
-    ) -> None:
-        self._service, self._fields, self._ears, self._both, self._speech = (
-            service,
-            fields,
-            ears,
-            both,
-            speech,
-        )
+    def __init__(self, request: Request, service: Service, fields: dict[str, Any], task: str) -> None:
+        """Raises `RequestError` or `ApiError` for fields that the model cannot follow."""
+        self._service, self._task = service, task
+        self.reader, self._texts, self._speech = _speech(service)
+        self._language: str | None = fields.get("language")
+        self._detects = self._speech.detects(self._language)
+        self._speech.begin(next(iter(self._speech.languages)) if self._detects else self._language, task)
         self._options = RequestOptions(tenant=tenant_of(request.scope, None), task="audio")
         self._log_fields = request.scope[LOG_FIELDS]
-        self._seed = _whole(fields.get("seed")) if "seed" in fields else draw_seed()
+        self._seed = _whole(fields["seed"]) if "seed" in fields else draw_seed()
         self._temperature = _number(fields.get("temperature", "0"))
         self._before = self._earlier(fields.get("prompt", ""))
 
     async def language(self, part: NDArray[np.float32], deadline_s: float) -> str | None:
         """What is spoken, as the request or else the model says; None for a model of one language."""
-        given = self._fields.get("language")
-        if not self._speech.detects(given):
-            self._speech.begin(given, None)  # raises for one that it has no token for
-            return given or self._speech.default_language
-        asked: AudioPrompt = {"audio": (part, self._ears.rate), "decoder_prompt": [self._both.start]}
-        languages = {token: code for code, token in self._speech.languages.items()}
-        params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=sorted(languages))
+        if not self._detects:
+            return self._language or self._speech.default_language
+        asked, tokens = self._texts.detecting((part, self.reader.rate))
+        params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=tokens)
         [output] = await self._run([asked], params, deadline_s)
-        return languages[output.outputs[0].token_ids[0]]
+        return self._speech.language_of(output.outputs[0].token_ids[0])
 
     async def texts(
-        self, parts: list[NDArray[np.float32]], language: str | None, task: str, deadline_s: float
+        self, parts: list[NDArray[np.float32]], language: str | None, deadline_s: float
     ) -> list[RequestOutput]:
         """What is said in each part."""
-        begun = [*self._before, self._both.start, *self._speech.begin(language, task)]
+        begun = [*self._before, self._texts.start, *self._speech.begin(language, self._task)]
         prompts: list[AudioPrompt] = [
-            {"audio": (part, self._ears.rate), "decoder_prompt": begun} for part in parts
+            {"audio": (part, self.reader.rate), "decoder_prompt": begun} for part in parts
         ]
         left = self._service.limits.max_model_len - len(begun)
         params = SamplingParams(temperature=self._temperature, max_tokens=left, seed=self._seed)
@@ -194,10 +188,10 @@ class _Hearing:
         return [mark, *said[-most:]]
 
 
-def cut(samples: NDArray[np.float32], ears: AudioReader) -> list[NDArray[np.float32]]:
+def cut(samples: NDArray[np.float32], reader: AudioReader) -> list[NDArray[np.float32]]:
     """The sound in parts that the model hears at once, each cut where its end is quietest."""
-    longest, window = int(ears.seconds * ears.rate), max(ears.rate // 10, 1)
-    reach = min(int(_QUIET_S * ears.rate), longest // 2)
+    longest, window = int(reader.seconds * reader.rate), max(reader.rate // 10, 1)
+    reach = min(int(_QUIET_S * reader.rate), longest // 2)
     parts = []
     while len(samples) > longest:
         end = samples[longest - reach : longest]
@@ -218,8 +212,8 @@ def _number(text: str) -> float:
     return number
 
 
-def _whole(text: str | None) -> int:
+def _whole(text: str) -> int:
     try:
-        return int(text or "")
+        return int(text)
     except ValueError:
         raise invalid(f"seed must be a whole number, got {text!r}", "seed") from None

@@ -29,7 +29,7 @@ def fields_of(raw: bytes, boundary: bytes) -> dict[str, bytes]:
     """Name to content of each part; raises `ApiError` 400 for a body that is no such form, or names a part twice."""
     mark = b"\r\n--" + boundary
     parts = (b"\r\n" + raw).split(mark, MAX_FIELDS + 2)
-    if len(parts) < 2 or len(parts) > MAX_FIELDS + 1 or not parts[-1].startswith(b"--"):
+    if len(parts) < 2 or len(parts) > MAX_FIELDS + 2 or not parts[-1].startswith(b"--"):
         raise _refusal(f"the body is no whole form of at most {MAX_FIELDS} parts")
     fields: dict[str, bytes] = {}
     for part in parts[1:-1]:

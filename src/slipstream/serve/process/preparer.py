@@ -49,10 +49,12 @@ class RequestPreparer:
         self._sizes = info.vocab_size, info.max_model_len
         self._defaults = info.sampling_defaults
         self._seeds = request_seeds(info.seed)
-        self._both: EncoderDecoderPrompts | None = None
-        if info.both is not None:
-            hear = None if info.both.speech is None else AudioReader(info.model, info.revision).features
-            self._both = EncoderDecoderPrompts(tokenizer, info.both, *self._sizes, hear)
+        self._encoder_prompts: EncoderDecoderPrompts | None = None
+        if info.encoder_texts is not None:
+            hear = (
+                None if info.encoder_texts.speech is None else AudioReader(info.model, info.revision).features
+            )
+            self._encoder_prompts = EncoderDecoderPrompts(tokenizer, info.encoder_texts, *self._sizes, hear)
         self._predictions = PredictionEncoder(tokenizer, *self._sizes)
         self._ends = frozenset(info.end_token_ids)
         self.grammars = GrammarCompiler(tokenizer, info.vocab_size, self._ends)
@@ -115,8 +117,8 @@ class RequestPreparer:
 
     async def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
         params.check_vocabulary(self._sizes[0])
-        if self._both is not None:
-            return await asyncio.to_thread(self._both.encode, prompt, params.bad_words)
+        if self._encoder_prompts is not None:
+            return await asyncio.to_thread(self._encoder_prompts.encode, prompt, params.bad_words)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_characters = len(text) if isinstance(text, str) else 0
         if num_characters + sum(map(len, params.bad_words)) > SHORT_CHARACTERS:

@@ -88,7 +88,7 @@ def run_local(audit: LocalAudit) -> Certificate:
 
 def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
     """Compare two engines of one target. `off` should neither draft nor reuse prefixes."""
-    settings = audit.settings
+    settings, replayer = audit.settings, Replayer(off)
     prompts = settings.prompts(lambda prompt: fits(off, settings, prompt))
     ids = [encode(off, settings, prompt) for prompt in prompts]
     requests = make_requests(settings, prompts, ids, audit.profiles, off.model.vocab_size)
@@ -108,7 +108,7 @@ def certify(audit: LocalAudit, on: Engine, off: Engine) -> Certificate:
         complete = False
     finally:
         audit.journal.close()
-    return _Judging(audit, on, off, prompts, requests, repeatable, streams, complete).certificate()
+    return _Judging(audit, on, off, replayer, prompts, requests, repeatable, streams, complete).certificate()
 
 
 @dataclass
@@ -118,6 +118,7 @@ class _Judging:
     audit: LocalAudit
     on: Engine
     off: Engine
+    replayer: Replayer
     prompts: Seq[Prompt]
     requests: Seq[AuditRequest]
     repeatable: Mapping[int, bool]
@@ -127,7 +128,7 @@ class _Judging:
     def certificate(self) -> Certificate:
         audit, settings = self.audit, self.audit.settings
         mine, theirs = audit.journal.side(ON), audit.journal.side(OFF)
-        replayer = Replayer(self.off)
+        replayer = self.replayer
         rounding = self._rounding(replayer, mine)
         identity = self._identity(replayer, rounding, mine, theirs)
         level = level_of_tests(settings.alpha)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from slipstream.core.proposal import EMPTY_PROPOSAL
 from slipstream.engine.engine import Engine
+from slipstream.errors import ConfigError
 from slipstream.models.rows import tree_rows
 from slipstream.sampling.noise import Noise
 from slipstream.sampling.params import SamplingParams
@@ -48,6 +49,11 @@ class Replayer:
     """Scores answers with an engine's target. The engine itself is not stepped and its cache not used."""
 
     def __init__(self, engine: Engine) -> None:
+        """Raises `ConfigError` for an encoder-decoder."""
+        if engine.model.encoded_shapes:
+            raise ConfigError(
+                "an audit scores answers by their tokens alone, and those of an encoder-decoder depend on its input too"
+            )
         self._engine = engine
         self._model = engine.model
         self._eos = end_token_ids(engine.tokenizer, engine.model.model, engine.model.vocab_size)
