@@ -70,11 +70,13 @@ Only the language model is loaded, for text. `tests/parity/test_text_towers.py` 
 model's.
 """
 
-ENCODER_DECODERS = """## Encoder-decoders
+ENCODER_DECODERS = """\
+## Encoder-decoders
 
 `tests/parity/test_encoder_decoders.py` compares tiny random models of these families with Transformers' greedy text,
 with drafts and without: `t5` (also gated and untied, as FLAN-T5), `mt5`, `umt5`, `bart`, `mbart`, `marian`, `pegasus`,
 `m2m_100`, `blenderbot` and `whisper`. See [the guide](../guides/encoder-decoders.md)."""
+
 REFUSED_INTRODUCTION = """\
 ## Refused
 

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                 decoder_ffn_dim=48,
             )
         ),
-        "attend to the encoder's output",
+        "layers attend to the encoder's output by the hook",
     ),
     "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**_SIZES)), "its attention is not causal"),
     "vit": (

@@ -52,7 +52,6 @@ class MemoryPlan:
     """How many requests may run together where each keeps an encoder's output; None for models without an encoder."""
     recorded_bytes: int = 0
     """What executors come to hold of passes that they record: an estimate, see `models.executor.pass_memory`."""
-
     state_bytes: int = 0
     """States of recurrent layers, of target and draft models together."""
     num_state_copies: int = 0
@@ -114,37 +113,29 @@ def plan_memory(
     per_token = model.kv_bytes_per_token + draft_kv_bytes_per_token
     both = model.weight_bytes + draft_bytes
     unread = 0 if is_loaded else both
-    held_bytes = states_bytes(config, [model, *drafts], max_draft_tokens)
-    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded)) - held_bytes
-    if held_bytes and allowed <= 0:
-        raise CapacityError(
-            f"the states of {config.max_num_seqs} requests' recurrent layers take {format_bytes(held_bytes)}, and the "
-            f"cache may take {format_bytes(allowed + held_bytes)}; lower max_num_seqs or raise kv_cache_bytes"
-        )
-    num_copies = _num_copies(config, model, allowed)
-    held_bytes += num_copies * state_bytes(model.states)
-    allowed -= num_copies * state_bytes(model.states)
     # What a request holds is rounded to units.
     longest_held = max_model_len + max_draft_tokens + unit
-    encoded_bytes = sum(each.encoded_bytes for each in (model, *drafts))
-    num_encoded = _num_encoded(config, encoded_bytes, longest_held * per_token, allowed)
-    allowed = max(allowed - num_encoded * encoded_bytes, 0)
-    num_slots = min(num_encoded * longest_held, allowed // max(per_token, 1))
+    allowed = _allowed_bytes(config, model.device, unread, both, sum(recorded))
+    held = _held_beside(config, [model, *drafts], max_draft_tokens, longest_held * per_token, allowed)
+    allowed = max(allowed - held.num_bytes, 0)
+    num_slots = min(held.num_encoded * longest_held, allowed // max(per_token, 1))
     longest = min(num_slots - unit, max_model_len)  # without room for draft tokens a step decodes without
     without_draft = _allowed_bytes(config, model.device, unread, model.weight_bytes, sum(recorded[:1]))
-    without_draft = max(without_draft - held_bytes - num_encoded * model.encoded_bytes, 0)
+    without_draft = max(without_draft - held.state_bytes - held.num_encoded * model.encoded_bytes, 0)
     alone = min(without_draft // max(model.kv_bytes_per_token, 1) - unit, max_model_len)
     needed = min(config.max_model_len or unit, max_model_len)
+    least_beside = held.state_bytes + held.encoded_bytes  # for one request at a time
     if longest < needed:
         limit = f"max_model_len to {needed} and " if alone > longest and config.max_model_len is None else ""
         raise CapacityError(
             f"{format_bytes(allowed)}{_beside(recorded)} hold the keys and values of {num_slots} tokens, "
             f"too few for a request of {needed}; set {limit}kv_cache_bytes to at least "
-            f"{_mebibytes(needed + unit, per_token, held_bytes + encoded_bytes)} MiB"
+            f"{_mebibytes(needed + unit, per_token, least_beside)} MiB"
         )
     if longest < alone:
         what = f"{format_bytes(allowed)} hold requests of {alone} tokens without the drafter and of {longest} with it"
-        _warn_of_shorter_texts(config, what, longest, _mebibytes(max_model_len + unit, per_token, held_bytes))
+        needed_mib = _mebibytes(max_model_len + unit, per_token, least_beside)
+        _warn_of_shorter_texts(config, what, longest, needed_mib)
     elif longest < max_model_len:
         logger.warning(
             "the cache has room for requests of %d tokens, the model for %d", longest, max_model_len
@@ -152,11 +143,53 @@ def plan_memory(
     fmt = None if model.weight_type == "float32" else model.weight_type
     cache = None if model.cache_dtype == torch.float32 else str(model.cache_dtype).removeprefix("torch.")
     plan = MemoryPlan(model.weight_bytes, draft_bytes, per_token, num_slots, longest, fmt, cache)
-    if encoded_bytes:
-        plan = replace(plan, encoded_bytes=num_encoded * encoded_bytes, num_encoded=num_encoded)
+    if held.encoded_bytes:
+        total = held.num_encoded * held.encoded_bytes
+        plan = replace(plan, encoded_bytes=total, num_encoded=held.num_encoded)
     if sum(recorded):
         _check_room(plan.kv_bytes, recorded, available_bytes(model.device) - unread)
-    return replace(plan, recorded_bytes=sum(recorded), state_bytes=held_bytes, num_state_copies=num_copies)
+    return replace(
+        plan,
+        recorded_bytes=sum(recorded),
+        state_bytes=held.state_bytes,
+        num_state_copies=held.num_state_copies,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldBeside:
+    """What the cache's memory holds beside keys and values."""
+
+    state_bytes: int
+    num_state_copies: int
+    encoded_bytes: int
+    """An encoder's output for one request."""
+    num_encoded: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.state_bytes + self.num_encoded * self.encoded_bytes
+
+
+def _held_beside(
+    config: EngineConfig, models: Seq[ModelIdentity], max_nodes: int, request_bytes: int, allowed: int
+) -> _HeldBeside:
+    """States of recurrent layers and encoders' outputs of the `models`, the target first.
+
+    `request_bytes` are those of the keys and values of the longest request. Raises `CapacityError` where the states
+    alone leave nothing of what is `allowed`.
+    """
+    held_bytes = states_bytes(config, models, max_nodes)
+    if held_bytes and allowed <= held_bytes:
+        raise CapacityError(
+            f"the states of {config.max_num_seqs} requests' recurrent layers take {format_bytes(held_bytes)}, and the "
+            f"cache may take {format_bytes(allowed)}; lower max_num_seqs or raise kv_cache_bytes"
+        )
+    num_copies = _num_copies(config, models[0], allowed - held_bytes)
+    held_bytes += num_copies * state_bytes(models[0].states)
+    encoded_bytes = sum(each.encoded_bytes for each in models)
+    num_encoded = _num_encoded(config, encoded_bytes, request_bytes, allowed - held_bytes)
+    return _HeldBeside(held_bytes, num_copies, encoded_bytes, num_encoded)
 
 
 def states_bytes(config: EngineConfig, models: Seq[ModelIdentity], max_nodes: int) -> int:

@@ -80,12 +80,9 @@ class KVPool:
         self.dtype = dtype
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
 
-        self._sources = [
-            number if shape.source is None else shape.source for number, shape in enumerate(shapes)
-        ]
-        own = [number for number, source in enumerate(self._sources) if source == number]
+        self._shapes = shapes
+        own = [number for number, shape in enumerate(shapes) if shape.source is None]
         stored = [shapes[number] for number in own]
-        self._in_keys = [shape.values_in_keys for shape in shapes]
         with_values = [shape for shape in stored if not shape.values_in_keys]
         key_sizes = [(shape.num_kv_heads, num_slots, shape.key_dim) for shape in stored]
         value_sizes = [(shape.num_kv_heads, num_slots, shape.value_dim) for shape in with_values]
@@ -105,8 +102,9 @@ class KVPool:
             of_keys if shape.values_in_keys else next(scales)
             for shape, of_keys in zip(stored, self.key_scales, strict=False)
         ]
+        sources = [number if shape.source is None else shape.source for number, shape in enumerate(shapes)]
         for kind in (self.keys, self.values, self.key_scales, self.value_scales):
-            kind[:] = [kind[own.index(source)] for source in self._sources] if kind else []
+            kind[:] = [kind[own.index(source)] for source in sources] if kind else []
         self.features = torch.empty(num_slots, feature_width, dtype=dtype, device=device)
         self.states: StatePool | None = None
         """States of the recurrent layers, of a model that has some; these store no keys and values."""
@@ -139,12 +137,12 @@ class KVPool:
 
         Keys alone where values are in them. A layer that reads another's entries keeps nothing: they are there.
         """
-        if self._sources[layer] != layer:
+        if self._shapes[layer].source is not None:
             return
         if self.cache_dtype == torch.int8:
             key, self.key_scales[layer][:, where] = quantise(key)
         self.keys[layer][:, where] = key.to(self.cache_dtype)
-        if self._in_keys[layer]:
+        if self._shapes[layer].values_in_keys:
             return
         if self.cache_dtype == torch.int8:
             value, self.value_scales[layer][:, where] = quantise(value)

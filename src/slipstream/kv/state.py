@@ -2,7 +2,7 @@
 
 Other layers keep an entry for each token, so that a rejected draft is forgotten by not reading its entries. A recurrent
 layer adds every token to one state, which cannot be undone. Here the state is that of tokens which are certain; of each
-row behind them the *inputs* are kept, what the row puts into the state, some 1/80 of its size. Keeping drafted tokens
+row behind them the *inputs* are kept, what the row puts into the state, some 1/40 of its size. Keeping drafted tokens
 means to say which inputs count (`gather`), and copies nothing. The next pass puts them into the state before its own
 rows (`Walk`).
 

@@ -29,7 +29,7 @@ from slipstream.models.attention.base import (
     Variant,
     first_seen,
 )
-from slipstream.models.attention.counted import AskedCache, is_told
+from slipstream.models.attention.counted import LengthProbe, needs_positions
 from slipstream.models.attention.hook import leading_to, slipstream_attention
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.causal_lm import CausalLM
@@ -98,11 +98,11 @@ def probe_layers(model: Any, backend: AttentionBackend, mixers: Mixers | None = 
 
 
 def _check_counting(model: Any, backend: AttentionBackend) -> None:
-    """Raise `UnsupportedModelError` for layers that ask a cache where their rows are, if they are not told."""
-    cache = AskedCache()
+    """Raise `UnsupportedModelError` for layers that read a cache's length, unless they are given positions instead."""
+    cache = LengthProbe()
     probe = LayerProbe()
     with contextlib.suppress(Exception), unread(model), leading_to(probe), torch.inference_mode():
-        # One that takes no cache asks none.
+        # One that takes no cache reads no length.
         model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
             position_ids=torch.arange(2, device=model.device)[None],
@@ -110,7 +110,7 @@ def _check_counting(model: Any, backend: AttentionBackend) -> None:
             past_key_values=cache,
             **backend.probe_arguments(probe),
         )
-    if cache.was_asked and not is_told(model):
+    if cache.was_read and not needs_positions(model):
         raise unsupported(
             model.config,
             "its layers count the tokens before them by the length of a cache, and not by the positions that they are "
@@ -242,9 +242,8 @@ class StockPass:
 
 
 def _stock_logits(model: Any, ids: Tensor, places: Tensor) -> Tensor:
-    seen = torch.ones_like(
-        ids
-    )  # without it, positions that do not follow each other are those of several texts
+    # Without a mask, positions that do not follow each other are those of several texts.
+    seen = torch.ones_like(ids)
     logits: Tensor = model(input_ids=ids, attention_mask=seen, position_ids=places, use_cache=False).logits
     return logits
 

@@ -75,7 +75,7 @@ class CausalLM(ModelIdentity):
         """Where true, `RowGroup.num_fast` says of each pass for which rows."""
         self.device: torch.device = given.model.device
         quantised = quantised_layers(self.model)
-        self.kept = KeptWeights.of(self.model)
+        self.kept = KeptWeights.of(quantised)
         """Those that are held as a file had them."""
         self._num_parameters: int = (
             sum(parameter.numel() for parameter in self.model.parameters())

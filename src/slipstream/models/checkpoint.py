@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from slipstream.core.model_path import names_gguf
 from slipstream.errors import ModelError
 from slipstream.models.configuration import load_config, meta_model, read_generation_config
 from slipstream.models.encoder_decoder import as_decoder
@@ -25,6 +24,7 @@ from slipstream.models.files.lora import apply_adapter, chosen_adapter
 from slipstream.models.files.quantised_folder import read_quantised
 from slipstream.models.files.quantized import Quantised, resolve_quantized
 from slipstream.models.files.stored import StoredModel
+from slipstream.models.files.stored_experts import joined
 from slipstream.models.files.unused import UnusedQuantised, UnusedTensors, unused_by
 from slipstream.models.huggingface import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -238,7 +238,7 @@ def _read_stored(
         model, loaded = make.from_pretrained(
             None,
             config=source.config,
-            state_dict=state | stored.converted_to(narrow),
+            state_dict=joined(state | stored.converted_to(narrow)),
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
@@ -303,8 +303,9 @@ def unused_names(path: str, config: Any) -> Collection[str] | None:
 
     The headers of the files are read, and nothing else.
     """
-    if names_gguf(path) and Path(path).is_file():
-        return GgufPrediction(open_gguf(path), config).keys()
+    file = find_gguf(path) if Path(path).exists() else None
+    if file is not None:
+        return GgufPrediction(open_gguf(file), config).keys()
     if not Path(path).is_dir():
         return None
     names = UnusedTensors(path, None, unused_by(config)).keys()

@@ -39,20 +39,12 @@ _HEAD_OUTPUTS = 512
 _NUM_TIES = 3
 """Rows of a layer with experts that may be wrong: a near-tie of its router may send a row to another expert."""
 
+_SAME = ("attention_norm", "mlp_norm", "attended_norm", "mlp_out_norm", "query_norm", "key_norm", "sinks")
+_BESIDE = ("router_norm", "input_norm", "mlp_out_norm", "output_norm", "scales")
 _VECTORS = {
-    **{
-        name: name
-        for name in (
-            *("attention_norm", "mlp_norm", "attended_norm", "mlp_out_norm", "query_norm", "key_norm"),
-            *("sinks",),
-        )
-    },
+    **{name: name for name in _SAME},
     "inputs.norm": "input_norm",
-    "beside.router_norm": "mixture.router_norm",
-    "beside.input_norm": "mixture.input_norm",
-    "beside.mlp_out_norm": "mixture.mlp_out_norm",
-    "beside.output_norm": "mixture.output_norm",
-    "beside.scales": "mixture.scales",
+    **{f"beside.{name}": f"mixture.{name}" for name in _BESIDE},
 }
 """What no format rounds: where `LayerParts` has it, and where the struct."""
 _NUMBERS = (
@@ -165,14 +157,14 @@ class LayerCheck:
             self._inputs = self._trial.inputs(parts, tokens, states, packed)
             self._weights.add_inputs(parts)
         ours, theirs = self._inputs.view(len(self._inputs), -1, given.width)[:, number], given.of_layer
-        errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+        errors = _relative(ours, theirs)
         self._refuse(f"what its layer {number} is given", errors, _TOLERANCE)
 
     def check_packed_inputs(self, ours: Tensor) -> None:
         """Compare rows [near tokens, layers * width] that packed weights have given."""
         given = [each.of_layer for each in self.given if each is not None]
         theirs = torch.cat(given, dim=1)[: len(ours)]
-        errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+        errors = _relative(ours, theirs)
         self._refuse("what its layers are given, as it is packed,", errors.median()[None], _PACKED_TOLERANCE)
 
     def leave(self, layer: nn.Module) -> None:
@@ -292,3 +284,9 @@ class _Visit:
 def _flat(states: Tensor) -> Tensor:
     """[..., tokens, hidden] -> float32 [all tokens, hidden], a copy."""
     return states.detach().reshape(-1, states.shape[-1]).float().clone().contiguous()
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Length of each row's error, as a part of the row's own."""
+    errors: Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+    return errors

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits
-from slipstream.models.attention.counted import tell_positions
+from slipstream.models.attention.counted import pass_positions
 from slipstream.models.attention.indexer import lead_indexers
 from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
@@ -296,7 +296,7 @@ def adapt(
     """
     options = LoadOptions(**given)
     check_config(model.config)
-    tell_positions(model)
+    pass_positions(model)
     dtype = dtype or row_dtype(model)
     fmt = weight_format(options.quantization)
     if dtype == torch.float32:

@@ -32,7 +32,7 @@ from slipstream.models.families.experts import ExpertParts, file_stacks
 from slipstream.models.families.parts import LayerParts
 from slipstream.models.families.registry import find_family
 from slipstream.models.fast_prompts import check_fast_prompts, check_model
-from slipstream.models.files.stored import KeptWeights, StoredEmbedding
+from slipstream.models.files.stored import KeptWeights, StoredEmbedding, quantised_layers
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat, check_quantization, checked_format
 from slipstream.models.linear.grouped import GroupedLinear, plain_bits
@@ -136,7 +136,7 @@ class ModelOutline(ModelIdentity):
     @cached_property
     def kept(self) -> KeptWeights:
         """As `CausalLM.kept`."""
-        return KeptWeights.of(self.model)
+        return KeptWeights.of(quantised_layers(self.model))
 
     @property
     def rounds_to_16_bits(self) -> bool:

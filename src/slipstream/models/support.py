@@ -173,6 +173,13 @@ def text_config(config: Any) -> Any:
     return text
 
 
+def experts_of(config: Any) -> tuple[int, int]:
+    """How many experts a layer has, and to how many a row is sent; (0, 1) where there are none."""
+    number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    return (int(number), int(chosen)) if number and chosen else (0, 1)
+
+
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """One set of parameters, or one a layer type."""
     rope = getattr(config, "rope_parameters", None) or {}

@@ -109,7 +109,7 @@ def _part(name: str) -> str:
 
 
 def text_tower(config: Any) -> TextTower | None:
-    """The language model of `config`; None where the checkpoint has no image encoder, or its family is unknown."""
+    """The language model of `config`; None where it has no encoder of images or sound, or its family is unknown."""
     family = config.model_type
     if family not in _KNOWN:
         return None

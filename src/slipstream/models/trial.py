@@ -94,12 +94,14 @@ def trial_passes(
         TrialPass([tree, others[1]], [6, 7, 6, 7, 8]),
         TrialPass([below, others[2]], [8, 9, 10, 11, 9, 10, 11]),
     ]
-    if not far:
-        return passes
+    return [*passes, _far_pass(ids, slots[2 * room :], far)] if far else passes
+
+
+def _far_pass(ids: list[int], slots: SlotMap, far: Sequence[int]) -> TrialPass:
     text = ids[NUM_TRIAL_ROWS : 2 * NUM_TRIAL_ROWS]
     # Not a chain: entry i of a chain is at position i, and these are the only entries of their sequence.
     group = RowGroup(
-        slots[2 * room :],
+        slots,
         0,
         text,
         range(len(text)),
@@ -107,7 +109,7 @@ def trial_passes(
         tail_seen=[list(range(row + 1)) for row in range(len(text))],
         owner=2,
     )
-    return [*passes, TrialPass([group], list(range(NUM_TRIAL_ROWS, 2 * NUM_TRIAL_ROWS)))]
+    return TrialPass([group], list(range(NUM_TRIAL_ROWS, 2 * NUM_TRIAL_ROWS)))
 
 
 def sign_rows(width: int) -> Tensor:

@@ -101,12 +101,10 @@ class WeightCheck:
 
     def add_inputs(self, parts: InputParts) -> None:
         """Add what makes the inputs of all layers besides the states."""
-        stored, projection = getattr(parts.table, "linear", None), parts.projection
-        if stored is not None:
-            self.input_table = Expected(stored(sign_rows(stored.in_features)), _STORED)
-        is_stored = isinstance(projection, GroupedLinear)
-        plain = projection.widened() if isinstance(projection, GroupedLinear) else projection
-        self.input_projection = self._stack([plain], [plain], {id(plain)} if is_stored else set())
+        if parts.stored is not None:
+            self.input_table = Expected(parts.stored(sign_rows(parts.stored.in_features)), _STORED)
+        plain = parts.plain_projection()
+        self.input_projection = self._stack([plain], [plain], {id(plain)} - {id(parts.projection)})
 
     def check_layers(self, layers: Sequence[LayerStruct]) -> None:
         """Raise `UnsupportedModelError` for a packed layer whose weights are not those that were added."""

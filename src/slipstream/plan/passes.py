@@ -16,7 +16,7 @@ from slipstream.kv.pool import LayerShape
 from slipstream.models.cpu import threads
 from slipstream.models.executor.base import LargestPass
 from slipstream.models.identity import ModelIdentity
-from slipstream.models.support import text_config
+from slipstream.models.support import experts_of, text_config
 from slipstream.sampling.noise import SMALL_VOCABULARY
 
 _LINE = 16
@@ -84,7 +84,7 @@ class PassSizes:
         config = text_config(model.config)
         widest = max(model.shapes, key=LayerShape.elements)
         hidden = int(config.hidden_size)
-        num_experts, num_chosen = _experts_of(config)
+        num_experts, num_chosen = experts_of(config)
         is_mixture = num_experts > 0 and model.is_fused
         input_width = (getattr(config, "hidden_size_per_layer_input", None) or 0) if model.is_fused else 0
         return cls(
@@ -105,9 +105,7 @@ class PassSizes:
             heads=tuple(dict.fromkeys((shape.num_kv_heads, shape.key_dim) for shape in model.shapes)),
             num_inputs=input_width * len(model.shapes),
             input_width=input_width,
-            latent=widest.value_dim
-            if widest.values_in_keys and model.is_native and not widest.value_dim % _WIDE
-            else 0,
+            latent=_latent(widest) if model.is_native else 0,
         )
 
     def row_bytes(self) -> int:
@@ -288,13 +286,6 @@ def _num_heads(config: Any, num_kv_heads: int) -> int:
     """Query heads; code of a checkpoint's own may call them otherwise, and then there are as many as in the cache."""
     number = getattr(config, "num_attention_heads", None)
     return number if isinstance(number, int) else num_kv_heads
-
-
-def _experts_of(config: Any) -> tuple[int, int]:
-    """How many experts a layer has, and to how many a row is sent; (0, 1) where there are none."""
-    number = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
-    return (int(number), int(chosen)) if number and chosen else (0, 1)
 
 
 def _is_beside(config: Any) -> bool:

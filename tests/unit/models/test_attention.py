@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool, LayerShape
 from slipstream.models import RowGroup
+from slipstream.models.attention.across import EncoderPass
 from slipstream.models.attention.base import Variant, first_seen
 from slipstream.models.attention.cache_adapter import CacheAdapterPass
 from slipstream.models.attention.hook import slipstream_attention
@@ -211,6 +212,10 @@ def test_copies_of_a_key_head_are_stored_once() -> None:
     torch.testing.assert_close(values, heads)
 
 
+def no_bias(distance: Tensor) -> Tensor:
+    return torch.zeros(1, *distance.shape)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -218,6 +223,11 @@ def test_copies_of_a_key_head_are_stored_once() -> None:
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.ones(1, 1, 1, 1)}, "mask on their own"),
         ({"slipstream_pass": None}, "does not pass the arguments"),
+        ({"position_bias": no_bias, "sliding_window": 3}, "cannot be combined"),
+        ({"position_bias": no_bias, "indices": [None]}, "cannot be combined"),
+        ({"sliding_window": 3, "indices": [None]}, "cannot be combined"),
+        ({"sliding_window": 3, "slipstream_pass": EncoderPass()}, "has a window, a cap or sinks"),
+        ({"softcap": 9.0, "slipstream_pass": EncoderPass()}, "has a window, a cap or sinks"),
     ],
 )
 def test_what_the_hook_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:

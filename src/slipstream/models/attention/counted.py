@@ -30,20 +30,20 @@ class _Count:
         return key, value
 
 
-class AskedCache:
-    """Looks like an empty cache; knows whether a layer has asked how long it is."""
+class LengthProbe:
+    """Looks like an empty cache; knows whether a layer has read its length."""
 
     def __init__(self) -> None:
-        self.was_asked = False
+        self.was_read = False
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Zero. A model asks as well, and names no layer."""
-        self.was_asked |= layer_idx is not None
+        """Zero. A model reads it as well, and names no layer."""
+        self.was_read |= layer_idx is not None
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Zero: the rows are the first ones."""
-        self.was_asked = True
+        self.was_read = True
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -55,17 +55,17 @@ class AskedCache:
         return key, value
 
 
-def is_told(model: Any) -> bool:
-    """Whether `tell_positions` does something for a model."""
+def needs_positions(model: Any) -> bool:
+    """Whether `pass_positions` does something for a model."""
     return model.config.model_type in COUNTING
 
 
-def tell_positions(model: Any) -> None:
+def pass_positions(model: Any) -> None:
     """Let the layers of `model` count by the positions that they are given, where its type is in `COUNTING`.
 
     Passes have one row of tokens then, [1, N].
     """
-    if is_told(model):
+    if needs_positions(model):
         for layer in model.model.layers:
             layer.register_forward_pre_hook(_with_count, with_kwargs=True)
 

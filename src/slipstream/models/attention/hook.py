@@ -8,7 +8,7 @@ them to the `AttentionPass` that travels with the call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -83,11 +83,10 @@ def slipstream_attention(
         attention_mask = None
     if slipstream_pass is None:
         raise UnsupportedAttention("it does not pass the arguments of a call on to its attention")
-    odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
-    if odd or dropout:
-        raise UnsupportedAttention(
-            f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported"
-        )
+    _refuse_unknown(others, dropout)
+    is_over_input = key.shape[2] == 0 or (isinstance(slipstream_pass, WholePass) and slipstream_pass.sees_all)
+    if is_over_input and any(each is not None for each in (window, softcap, sinks)):
+        raise UnsupportedAttention("its attention over an encoder's input has a window, a cap or sinks")
     factor = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     if isinstance(slipstream_pass, WholePass):
         if slipstream_pass.sees_all and attention_mask is not None and not bool(attention_mask.all()):
@@ -105,6 +104,7 @@ def slipstream_attention(
     variant = Variant(
         factor, window, chunk_of(module, layer), softcap, sinks, latent is not None, bias, selected
     )
+    _refuse_mixed(variant)
     if isinstance(slipstream_pass, LayerProbe):
         output = slipstream_pass.attend(layer, query, key, value, variant, attention_mask)
         return (output if latent is None else output.new_zeros(*output.shape[:3], latent.v_head_dim)), None
@@ -113,6 +113,24 @@ def slipstream_attention(
     if latent is not None:
         return slipstream_pass.attend_to_latents(layer, latent, query, key, value, variant), None
     return slipstream_pass.attend(layer, query, key, value, variant), None
+
+
+def _refuse_unknown(others: Mapping[str, Any], dropout: float) -> None:
+    odd = [name for name, value in others.items() if name not in _IGNORED and value is not None]
+    if odd or dropout:
+        raise UnsupportedAttention(
+            f"its attention uses {', '.join(odd) or 'dropout'}, which is not supported"
+        )
+
+
+def _refuse_mixed(variant: Variant) -> None:
+    is_sparse = variant.selected is not None
+    if (is_sparse and variant.reach) or (
+        variant.bias is not None and (is_sparse or variant.reach or variant.values_in_keys)
+    ):
+        raise UnsupportedAttention(
+            "its attention has several of a position bias, a window, an indexer and latents that cannot be combined"
+        )
 
 
 def chunk_of(module: torch.nn.Module, layer: int) -> int | None:

@@ -56,30 +56,31 @@ class _IndexKeys:
 def lead_indexers(model: nn.Module) -> None:
     """Let the indexers of a model score what our cache holds, in passes of ours."""
     for module in model.modules():
-        if isinstance(module.forward, partial):
+        leads, chooses = hasattr(module, "indexer"), hasattr(module, "index_topk")
+        if not (leads or chooses) or isinstance(module.forward, partial):
             continue
-        takes = inspect.signature(module.forward).parameters
-        if hasattr(module, "indexer") and "attention_mask" in takes:
-            module.forward = partial(_attend, module.forward)
-        elif hasattr(module, "index_topk") and "past_key_values" in takes:
-            module.forward = partial(_choose, module, module.forward)
+        takes = inspect.signature(module.forward)
+        if leads and "attention_mask" in takes.parameters:
+            module.forward = partial(_attend, module.forward, takes)
+        elif chooses and "past_key_values" in takes.parameters:
+            module.forward = partial(_choose, module, module.forward, takes)
 
 
-def _attend(stock: Any, *given: Any, **others: Any) -> Any:
+def _attend(stock: Any, takes: inspect.Signature, *given: Any, **others: Any) -> Any:
     """A layer's attention; in a pass of ours what reads its mask is told what rows may see in other ways."""
     if current_pass() is None:
         return stock(*given, **others)
-    bound = inspect.signature(stock).bind(*given, **others)
+    bound = takes.bind(*given, **others)
     bound.arguments["attention_mask"] = NO_MASK
     return stock(*bound.args, **bound.kwargs)
 
 
-def _choose(module: Any, stock: Any, *given: Any, **others: Any) -> Any:
+def _choose(module: Any, stock: Any, takes: inspect.Signature, *given: Any, **others: Any) -> Any:
     """What a layer's indexer chooses for each row: in a pass of ours one mask a sequence, [rows, entries], or None."""
     attention = current_pass()
     if attention is None:
         return stock(*given, **others)
-    bound = inspect.signature(stock).bind(*given, **others)
+    bound = takes.bind(*given, **others)
     named = bound.arguments
     if isinstance(attention, LayerProbe):
         rows = named["hidden_states"].shape[1]

@@ -38,19 +38,20 @@ class PackedExperts:
         self.router = PackedWeight([parts.router], [bias], _ROUTER_KERNEL)
         hidden, inner, experts = parts.router.shape[1], parts.intermediate, range(parts.num_experts)
         panel = library().slipstream_panel()
-        keeps = keeps and parts.kept_in is not None
-        wide, narrow = parts.kept_in if keeps and parts.kept_in is not None else (kernel, kernel)
+        kept_in = parts.kept_in if keeps else None
+        wide, narrow = kept_in or (kernel, kernel)
+        kept = None if kept_in is None else [parts.kept_layers(expert) for expert in experts]
         room = _Room(wide, hidden, 2 * -(-inner // panel) * panel, len(experts))
         self.gate_up = []
         for expert in experts:
-            pair = parts.kept_layers(expert)[0] if keeps else parts.gate_and_up(expert)
+            pair = parts.gate_and_up(expert) if kept is None else kept[expert][0]
             own = give_back and isinstance(parts.gate_up, nn.Parameter)
             biases = parts.gate_and_up_biases(expert)
             self.gate_up.append(PackedWeight(pair, biases, wide, True, own, room.of(expert)))
         room = _Room(narrow, inner, hidden, len(experts))
         self.down = []
         for expert in experts:
-            last = parts.kept_layers(expert)[1] if keeps else [parts.last(expert)]
+            last = [parts.last(expert)] if kept is None else kept[expert][1]
             own = give_back and isinstance(parts.down, nn.Parameter)
             self.down.append(
                 PackedWeight(last, [parts.last_bias(expert)], narrow, False, own, room.of(expert))

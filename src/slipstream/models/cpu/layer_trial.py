@@ -89,11 +89,10 @@ class LayerTrial(PackedModel):
 
         `layer` is any that is packed, and stays valid.
         """
-        stored, ids = getattr(parts.table, "linear", None), torch.tensor(tokens)
-        rows = parts.table.weight.detach()[ids] if stored is None else stored.rows(ids)
+        ids = torch.tensor(tokens)
+        rows = parts.table.weight.detach()[ids] if parts.stored is None else parts.stored.rows(ids)
         table = self._keep_table(rows.float())
-        projection = parts.projection
-        plain = projection.widened() if isinstance(projection, GroupedLinear) else projection
+        plain = parts.plain_projection()
         self._shared |= {plain.weight.data_ptr()}
         num_layers = len(self._sizes.heads)
         inputs = InputsStruct(

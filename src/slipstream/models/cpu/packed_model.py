@@ -228,10 +228,9 @@ class PackedModel:
 
     def _inputs(self, inputs: InputParts, kernel: Kernel) -> InputsStruct:
         """What makes the inputs of all layers."""
-        stored = getattr(inputs.table, "linear", None)
-        table = self._keep_table(inputs.table.weight) if stored is None else None
-        packed = LinearStruct() if stored is None else self._pack([stored], kernel).struct
-        self.input_table = self._kept[-1]
+        table = self._keep_table(inputs.table.weight) if inputs.stored is None else None
+        packed = None if inputs.stored is None else self._pack([inputs.stored], kernel)
+        self.input_table = table if packed is None else packed
         return InputsStruct(
             width=inputs.width,
             table_kind=0 if table is None else TABLE_KINDS[table.dtype],
@@ -239,7 +238,7 @@ class PackedModel:
             projection_scale=inputs.projection_scale,
             scale=inputs.scale,
             table=None if table is None else table.data_ptr(),
-            packed_table=packed,
+            packed_table=LinearStruct() if packed is None else packed.struct,
             projection=self._pack([inputs.projection], kernel).struct,
             norm=self._norm(inputs.norm).weight,
         )

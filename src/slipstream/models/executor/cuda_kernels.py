@@ -57,7 +57,7 @@ class CudaKernels(CudaGraphExecutor):
         config = backend.traits.config
         if config.model_type not in FAMILIES.names():
             return f"the fused decoder knows {', '.join(FAMILIES.names())}"
-        if FAMILIES.load(config.model_type).is_of_cpu_kernels():
+        if FAMILIES.load(config.model_type).of(config).is_of_cpu_kernels():
             return f"the fused decoder of a GPU does not compute {config.model_type}"
         return super().misfit(backend)
 
@@ -129,8 +129,6 @@ def _misfits(given: ProbedModel, family: Family) -> Iterator[str]:
     model, fmt = given.model, given.weight_format
     yield from family.misfits(model, given.probed.variants)
     layers = [family.layer_parts(layer) for layer in family.part(model, family.layers)]
-    if family.is_of_cpu_kernels():
-        yield f"the fused decoder of a GPU does not compute {model.config.model_type}"
     widths = {tuple(linear.out_features for linear in parts.linears) for parts in layers}
     rotated = {way.width for way in family.rotations(model) if way is not None}
     if len(widths) > 1 or len(rotated) > 1:

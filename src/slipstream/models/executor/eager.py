@@ -29,7 +29,7 @@ from slipstream.models.layers import LayerStack, tried_layers
 from slipstream.models.linear.layers import NativeLinear
 from slipstream.models.linear.packing import pack_linears, packed_bytes
 from slipstream.models.matrices import widen_experts
-from slipstream.models.support import text_config
+from slipstream.models.support import experts_of, text_config
 from slipstream.text.encoder_input import EncoderInput
 
 
@@ -172,7 +172,5 @@ class EagerExecutor(Executor):
 
 def _expert_share(config: Any) -> float:
     """Which part of a mixture's experts one row is sent to; 1 where there is no mixture."""
-    text = text_config(config)
-    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    return chosen / experts if chosen and experts else 1.0
+    number, chosen = experts_of(text_config(config))
+    return chosen / number if number else 1.0

@@ -66,14 +66,22 @@ class InputParts:
             width=projection.out_features // num_layers,
         )
 
+    @property
+    def stored(self) -> Any:
+        """The layer that holds the table, where it stays in a file; else None."""
+        return getattr(self.table, "linear", None)
+
+    def plain_projection(self) -> nn.Linear:
+        """The projection in floating point; a new layer where a file holds it quantised."""
+        return self.projection.widened() if isinstance(self.projection, GroupedLinear) else self.projection
+
     def misfits(self, hidden: int, num_layers: int) -> Iterator[str]:
         """Why the kernels cannot read them, for states of `hidden` numbers."""
         projection, norm = self.projection, self.norm
         if type(projection) is not nn.Linear and not isinstance(projection, GroupedLinear):
             yield "its linear layers are not plain ones"
             return
-        stored = getattr(self.table, "linear", None)
-        width = self.table.weight.shape[1] if stored is None else stored.in_features
+        width = self.table.weight.shape[1] if self.stored is None else self.stored.in_features
         if width != self.width * num_layers or projection.out_features != width:
             yield "the inputs of its layers have other widths than there are layers"
         if projection.in_features != hidden or norm.weight.numel() != self.width:

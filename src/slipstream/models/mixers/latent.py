@@ -84,7 +84,8 @@ def hold_latents(model: nn.Module, hook: str, num_threads: int = 0) -> None:
             module.kv_b_proj = module.kv_b_proj.widened()
         module.hook = hook
         module.native_threads = num_threads if module.kv_lora_rank % 16 == 0 else 0
-        module.__class__ = _with_latents(type(module))  # type: ignore[arg-type]  # the same object, which others may hold
+        # The same object, which others may hold.
+        module.__class__ = _with_latents(type(module))  # type: ignore[arg-type]
 
 
 def attends_in_the_kernels(model: nn.Module) -> bool:

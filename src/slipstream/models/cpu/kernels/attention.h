@@ -328,6 +328,17 @@ struct Attention {
   float* out;  // row r, head h: out + r * out_stride + h * dim
   size_t out_stride;
 
+  // All of it; `share(count, work)` has the threads do work(0) to work(count - 1).
+  template <typename Share>
+  void run(int rank, Share share) const {
+    const int num_merged = int(plan.tiles.size()) * num_kv_heads;
+    for (int wave = 0; wave < plan.num_waves; ++wave) {
+      share(plan.num_parts(), [&](int part) { attend(part, wave, rank); });
+      if (plan.split)
+        share(num_merged, [&](int part) { merge_parts(part / num_kv_heads, part % num_kv_heads, wave); });
+    }
+  }
+
   // One tile and key head, over some of the tile's partitions in a wave. A tile that is not split is done in the first.
   void attend(int part, int number_of_wave, int rank) const {
     const int number = int(std::upper_bound(plan.part_begin.begin(), plan.part_begin.end(), part) - plan.part_begin.begin()) - 1;

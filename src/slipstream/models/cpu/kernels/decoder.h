@@ -343,18 +343,10 @@ class Pass : protected Mixer {
   }
 
   void attend(const Layer& layer, const Entries& keys, const Entries& values) {
-    AttentionPlan& plan = *s.plan_of(layer);
-    Attention attention{plan, s.sight, keys, values, m.num_heads, layer.num_kv_heads, m.attention_scale, m.score_cap,
-                        layer.sinks, layer.reach, s.qkv.data(), size_t(qkv_width(m, layer)), s.attended.data(),
-                        row_stride(m.num_heads * layer.head_dim)};
-    const int num_merged = int(plan.tiles.size()) * layer.num_kv_heads;
-    for (int wave = 0; wave < plan.num_waves; ++wave) {
-      share(plan.num_parts(), [&](int part) { attention.attend(part, wave, rank); });
-      if (plan.split)
-        share(num_merged, [&](int part) {
-          attention.merge_parts(part / layer.num_kv_heads, part % layer.num_kv_heads, wave);
-        });
-    }
+    const Attention attention{*s.plan_of(layer), s.sight, keys, values, m.num_heads, layer.num_kv_heads,
+                              m.attention_scale, m.score_cap, layer.sinks, layer.reach, s.qkv.data(),
+                              size_t(qkv_width(m, layer)), s.attended.data(), row_stride(m.num_heads * layer.head_dim)};
+    attention.run(rank, [&](int count, auto work) { share(count, work); });
   }
 
   // normed = what the output layer reads of the rows whose logits are wanted.

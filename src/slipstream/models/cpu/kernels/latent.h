@@ -153,11 +153,7 @@ class LatentPass {
     const size_t all = size_t(l.num_heads) * l.width();
     const Attention attention{s.plan, s.sight, l.entries(l.width()), l.entries(l.rank), l.num_heads, 1, l.scale, 0.0f,
                               nullptr, 0, s.absorbed.data(), all, s.attended.data(), size_t(l.num_heads) * l.rank};
-    for (int wave = 0; wave < s.plan.num_waves; ++wave) {
-      team.share(operation++, s.plan.num_parts(), [&](int part) { attention.attend(part, wave, rank); });
-      if (s.plan.split)
-        team.share(operation++, int(s.plan.tiles.size()), [&](int tile) { attention.merge_parts(tile, 0, wave); });
-    }
+    attention.run(rank, [&](int count, auto work) { team.share(operation++, count, work); });
   }
 
   // A head's output: the rows of its weight for values times the latent that it has attended to.

@@ -1,5 +1,5 @@
-// The rows of a pass whose logits are wanted. Behind the last layer that stores entries no other row is of use: nobody reads
-// what it becomes there.
+// The rows of a pass whose logits are wanted. Behind the last layer that stores entries no other row is of use: what it
+// becomes there is not read.
 #pragma once
 
 #include <vector>
