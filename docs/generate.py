@@ -57,7 +57,7 @@ prompts, packed batches, draft trees, hidden states, greedy text, in float32, an
 `test_latent_caches.py` does so for families with latents.
 
 *Whole pass* means that one call of the CPU kernels computes all layers, with weights in any format that they have.
-*Layer by layer* means that Transformers' code runs; in it the kernels compute the linear layers and PyTorch the
+*Layer by layer* means that Transformers' code runs; in it the kernels compute the linear layers and the
 attention. *Latents* are what the cache of such a model holds on a CPU, and there the kernels attend too
 ([latent attention](../guides/checkpoints.md#latent-attention)). With
 `cpu_kernels="torch"`, and on other devices, everything runs in PyTorch.

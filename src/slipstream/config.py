@@ -251,9 +251,9 @@ class EngineConfig:
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""
     attention_backend: str = "auto"
-    """How models attend over their caches: `native`, `triton` (GPU kernels), `packed` (PyTorch), `cache_adapter` (for
-    models that call the methods of a cache), or one that a package brings. `auto`: the best built-in one that can run
-    the model."""
+    """How models attend over their caches: `native` (whole passes in the CPU kernels), `native_layers` (layer by layer
+    in them), `triton` (GPU kernels), `packed` (PyTorch), `cache_adapter` (for models that call the methods of a cache),
+    or one that a package brings. `auto`: the best built-in one that can run the model."""
     executor: str = "auto"
     """What computes the passes of target and draft models: `cpu_kernels` (whole passes in the native kernels),
     `cuda_kernels` (in a GPU's), `eager` (Transformers' code), `cuda_graph` (the same, recorded on a GPU),

@@ -21,6 +21,8 @@ from tests.kit.recurrent_models import recurrent_model
 
 KINDS = ["qwen3.5", "mamba2", "lfm2", "falcon-h1"]
 """A matrix and a window beside attention; no attention at all; a window alone; both in one layer."""
+WITH_PYTORCHS_HEAD = ["mamba2"]
+"""Its code reads the weight of its output layer, which so is not packed. All else has the same bits in any pass."""
 NUM_TOKENS = 20
 
 
@@ -105,8 +107,9 @@ def test_text_and_log_probabilities_are_a_lone_runs(expected: tuple[str, Any], w
         ("second", second, wanted[1]),
     ):
         assert [answer[0] for answer in ours] == [answer[0] for answer in theirs], name
+        tolerance = 2e-4 if family in WITH_PYTORCHS_HEAD else 0.0
         for mine, lone_one in zip(ours, theirs, strict=True):
-            assert mine[1] == pytest.approx(lone_one[1], abs=2e-4), name
+            assert mine[1] == pytest.approx(lone_one[1], rel=0.0, abs=tolerance), name
     # Which of the texts with the same blocks of 16 tokens is gone on with is left to the accounting.
     missing = [len(text) - answer[2] for answer, text in zip(again, texts, strict=True)]
     assert max(missing) <= 16

@@ -12,6 +12,10 @@ from tests.kit.folders import kept_folder
 from tests.kit.tokenizer_families import byte_level
 from tests.parity.tiny_models import RECURRENT, SPARSE, randomise
 
+WHOLE_VECTORS = {"qwen3.5": {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "head_dim": 64}}
+"""Sizes of families whose usual ones are too narrow: PyTorch computes sigmoids, sines and cosines of a tensor's last
+numbers, those that fill no vector, in another way, and which these are depends on the number of rows."""
+
 
 @cache
 def recurrent_model(family: str, noise: float = 0.0) -> str:
@@ -19,6 +23,8 @@ def recurrent_model(family: str, noise: float = 0.0) -> str:
     tokenizer = byte_level(320)
     config: Any = (RECURRENT | SPARSE)[family]()
     config.vocab_size = len(tokenizer)
+    for name, size in WHOLE_VECTORS.get(family, {}).items():
+        setattr(config, name, size)
     model = AutoModelForCausalLM.from_config(config)
     randomise(model)
     generator = torch.Generator().manual_seed(7)

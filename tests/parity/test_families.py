@@ -58,6 +58,9 @@ IN_THE_KERNELS += [
 RECORDED = "slipstream.testing.recorded_graph:TritonOnCpu"
 PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
 """Families whose entries also lie in shuffled pages: without a window, with one, with capped logits, with sinks."""
+LAYERS = [*PAGED, "llama-odd", "gemma4", "gemma4-shared"]
+"""Families of the fused decoder whose layers also attend by themselves in the kernels, with odd widths, with layers of
+different widths, with shared entries."""
 
 
 @pytest.fixture(
@@ -68,6 +71,7 @@ PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
         *SPARSE,
         *(f"{family}-torch" for family in (*FAMILIES, *RECURRENT, *SPARSE)),
         *(f"{family}-paged" for family in PAGED),
+        *(f"{family}-layers" for family in LAYERS),
         *(f"{family}-recorded" for family in FAMILIES if not family.startswith("falcon")),  # see refusals
     ],
 )
@@ -76,6 +80,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family = request.param.removesuffix("-torch").removesuffix("-paged")
     if request.param.endswith("-paged"):
         return make_pair(family, tmp_path_factory, attention="slipstream.testing.paged:PagedBackend")
+    if family.endswith("-layers"):
+        return make_pair(family.removesuffix("-layers"), tmp_path_factory, attention="native_layers")
     if family.endswith("-recorded"):
         family = family.removesuffix("-recorded")
         return make_pair(family, tmp_path_factory, kernels="torch", attention=RECORDED)

@@ -23,7 +23,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
 from slipstream.kv.pool import LayerShape, bytes_per_token
 from slipstream.models import CausalLM, load_model
-from slipstream.models.cpu.latent import room_bytes
+from slipstream.models.cpu.attention import room_bytes
 from slipstream.models.cpu.native import unavailable
 from slipstream.models.mixers.latent import LatentHeads, latent_projections
 from slipstream.models.outline import outline_model

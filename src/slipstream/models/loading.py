@@ -172,7 +172,7 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
         check_fast_prompts(where, native, name or (dtype if dtype == "float32" else None))
         if dtype == "auto" and pack:
             _check_stored(source, name, stored)
-    traits = ModelTraits(source.config, where, kind, native and options.fuses)
+    traits = ModelTraits(source.config, where, kind, native, options.fuses)
     backend = choose_backend(options.attention_backend, traits)
     if pack:
         check_attention(options.executor, backend)
@@ -303,7 +303,7 @@ def adapt(
         resolve_matrices(model, fmt.stored_dtype, keeps_narrow=native and pack and fmt.kernel is not None)
     length = context_length(model.config, options.max_model_len)
     resolve_frequencies(model, length)
-    traits = ModelTraits(model.config, model.device, dtype, native and pack and options.fuses)
+    traits = ModelTraits(model.config, model.device, dtype, native and pack, options.fuses)
     name = options.attention_backend
     backend = choose_backend(name, traits)
     lead_indexers(model)

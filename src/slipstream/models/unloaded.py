@@ -119,7 +119,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     native = where.type == "cpu" and resolve_kernels(options.cpu_kernels) == "native"
     computes = torch.float32 if native else resolve_dtype(dtype, where, config)
     # Until the model says in which type it computes.
-    traits = ModelTraits(config, where, computes, native and options.fuses)
+    traits = ModelTraits(config, where, computes, native, options.fuses)
     backend = choose_backend(options.attention_backend, traits)
     model = meta_model(config, backend.attn_implementation, trust_remote_code)
     plain = native and has_only_plain_matrices(model)

@@ -77,6 +77,8 @@ class PassSizes:
     """Those of one layer."""
     latent: int = 0
     """Numbers of a token's latent, where the CPU kernels attend over latents; see `models.mixers.latent`."""
+    in_kernels: bool = False
+    """Whether the CPU kernels attend in the layers of a model that is not fused."""
 
     @classmethod
     def of(cls, model: ModelIdentity) -> PassSizes:
@@ -102,10 +104,11 @@ class PassSizes:
             num_experts=num_experts if is_mixture else 0,
             num_chosen=num_chosen if is_mixture else 1,
             expert_width=_expert_width(config) if is_mixture else 0,
-            heads=tuple(dict.fromkeys((shape.num_kv_heads, shape.key_dim) for shape in model.shapes)),
+            heads=tuple(dict.fromkeys(_heads(shape) for shape in model.shapes if shape.num_kv_heads)),
             num_inputs=input_width * len(model.shapes),
             input_width=input_width,
             latent=_latent(widest) if model.is_native else 0,
+            in_kernels=model.backend.in_kernels,
         )
 
     def row_bytes(self) -> int:
@@ -168,6 +171,11 @@ class PassSizes:
             return 4 * (rows + desks) + self._attention_bytes(
                 self.num_kv_heads, self.head_dim, num_rows, num_tokens, num_threads
             )
+        if self.in_kernels:
+            of_layers = (
+                self._attention_bytes(*heads, num_rows, num_tokens, num_threads) for heads in self.heads
+            )
+            return max(of_layers, default=0)
         rows = min(num_rows, num_tokens) * max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 
@@ -296,6 +304,11 @@ def _is_beside(config: Any) -> bool:
 def _expert_width(config: Any) -> int:
     """Width inside one expert."""
     return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+def _heads(shape: LayerShape) -> tuple[int, int]:
+    """Key heads and the width of one."""
+    return shape.num_kv_heads, max(shape.key_dim, shape.value_dim)
 
 
 def _latent(shape: LayerShape) -> int:

@@ -22,6 +22,7 @@ from slipstream.models import RowGroup, adapt, load_model
 from slipstream.models.attention.base import ATTENTION_NAME, ModelTraits
 from slipstream.models.attention.cache_adapter import CacheAdapterBackend
 from slipstream.models.attention.native import NativeBackend
+from slipstream.models.attention.native_layers import NativeLayersBackend
 from slipstream.models.attention.packed import PackedAttention, PackedBackend
 from slipstream.models.attention.registry import ATTENTION, ENTRY_POINT_GROUP, choose_backend
 from slipstream.models.batch import ForwardBatch
@@ -118,7 +119,9 @@ def test_a_model_that_the_kernels_do_not_know() -> None:
         adapt(GPT2LMHeadModel(config).eval(), attention_backend="native")
     lm = adapt(GPT2LMHeadModel(config).eval())
     assert not isinstance(lm.executor, CpuKernels)
-    assert type(lm.backend) is PackedBackend
+    assert type(lm.backend) is NativeLayersBackend
+    plain = adapt(GPT2LMHeadModel(config).eval(), attention_backend="packed")
+    assert type(plain.backend) is PackedBackend
 
 
 @needs_kernels

@@ -338,6 +338,8 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Layer": structs.LayerStruct,
     "Model": structs.ModelStruct,
     "Batch": structs.BatchStruct,
+    "Sight": structs.SightStruct,
+    "LayerAttention": structs.LayerAttentionStruct,
     "Latent": structs.LatentStruct,
     "Eagle": structs.EagleStruct,
     "States": structs.StatesStruct,

@@ -93,6 +93,8 @@ class ModelTraits:
     dtype: torch.dtype
     native: bool
     """Whether the native CPU kernels may be used."""
+    fuses: bool = True
+    """Whether they may compute whole passes."""
 
 
 class LayerProbe:
@@ -190,6 +192,8 @@ class AttentionBackend(ABC):
     """What the Transformers model is loaded with."""
     layout: ClassVar[type[SlotAccounting]] = SegmentAccounting
     """Which slots sequences get in a cache that this backend reads."""
+    in_kernels: ClassVar[bool] = False
+    """Whether the CPU kernels attend, layer by layer."""
     executor: ClassVar[str] = "eager"
     """The name of the executor that attends in this way, where no other is chosen."""
 

@@ -30,7 +30,7 @@ AUTO = "auto"
 
 _RENAMED = {"posed": "cache_adapter"}
 """Names of the release before, which work with a warning for one release."""
-BY_PREFERENCE = ("cache_adapter", "native", "triton", "packed")
+BY_PREFERENCE = ("cache_adapter", "native", "native_layers", "triton", "packed")
 """What `auto` takes: the first that can run the model."""
 
 ATTENTION: Registry[AttentionBackend] = Registry(
@@ -39,6 +39,7 @@ ATTENTION: Registry[AttentionBackend] = Registry(
     ENTRY_POINT_GROUP,
     {
         "native": "slipstream.models.attention.native:NativeBackend",
+        "native_layers": "slipstream.models.attention.native_layers:NativeLayersBackend",
         "packed": "slipstream.models.attention.packed:PackedBackend",
         "triton": "slipstream.models.attention.triton:TritonBackend",
         "cache_adapter": "slipstream.models.attention.cache_adapter:CacheAdapterBackend",
@@ -84,7 +85,7 @@ def fitting_backend(
     if name != AUTO:
         raise cannot_run(name, traits, reason)
     log.info("%s runs layer by layer: %s", traits.config.model_type, reason)
-    return choose_backend(AUTO, replace(traits, native=False))
+    return choose_backend(AUTO, replace(traits, fuses=False))
 
 
 def cannot_run(name: str, traits: ModelTraits, reason: str) -> ConfigError:

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from weakref import finalize
 
 from torch import Tensor
 
 from slipstream.kv.pool import KVPool
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import native
+from slipstream.models.cpu.attention import room, sight_of
 from slipstream.models.cpu.structs import ENTRY_TYPES, TABLE_KINDS, LatentStruct
 from slipstream.models.mixers.latent import LatentHeads
-
-
-class _LatentRoom:
-    """What a thread's passes compute with; grows to the largest."""
-
-    def __init__(self) -> None:
-        self.address = native.library().slipstream_new_latent_scratch()
-        if self.address is None:
-            raise MemoryError("there is no memory for the rows of a pass")
-        # Not at exit: a daemon thread may be in the middle of a pass.
-        finalize(self, native.library().slipstream_free_latent_scratch, self.address).atexit = False
-
-
-_own = threading.local()
-"""`room`: this thread's."""
-
-
-def room_bytes() -> int:
-    """Bytes that this thread's passes have taken to compute with so far, as the kernels count them."""
-    return int(native.library().slipstream_latent_scratch_bytes(_own.room.address))
 
 
 def attend_to_latents(
@@ -44,7 +23,6 @@ def attend_to_latents(
     query = query[0] if query.stride(-1) == 1 else query[0].contiguous()
     made, weight = key[0, 0].contiguous(), heads.kv_b_proj.weight.detach().contiguous()
     out = native.empty_rows(1, n, num_heads, heads.v_head_dim)
-    addresses = rows.addresses()
     struct = LatentStruct(
         num_rows=n,
         num_heads=num_heads,
@@ -61,21 +39,11 @@ def attend_to_latents(
         weight=weight.data_ptr(),
         queries=query.data_ptr(),
         made=made.data_ptr(),
-        slots=addresses[2],
+        slots=rows.addresses()[2],
         numbers=pool.keys[layer].data_ptr(),
         scales=pool.key_scales[layer].data_ptr() if pool.key_scales else None,
         out=out.data_ptr(),
-        positions=addresses[1],
-        run_begin=addresses[3],
-        run_length=addresses[4],
-        tail_begin=addresses[5],
-        tail_slots=addresses[6],
-        tail_positions=addresses[7],
-        shared_begin=addresses[10] if rows.shares else None,
-        shared_length=addresses[11] if rows.shares else None,
+        sight=sight_of(rows),
     )
-    room = getattr(_own, "room", None)
-    if room is None:
-        room = _own.room = _LatentRoom()
-    native.library().slipstream_latent(ctypes.byref(struct), room.address, heads.native_threads)
+    native.library().slipstream_latent(ctypes.byref(struct), room(), heads.native_threads)
     return out

@@ -138,6 +138,29 @@ class BatchStruct(Structure):
     )
 
 
+class SightStruct(Structure):
+    """`Sight` of attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("positions", "run_begin", "run_length", "tail_begin")),
+        *((name, c_void_p) for name in ("tail_slots", "tail_positions", "shared_begin", "shared_length")),
+    )
+
+
+class LayerAttentionStruct(Structure):
+    """`LayerAttention` of attention.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_rows", "num_heads", "num_kv_heads", "key_dim", "value_dim")),
+        *((name, c_int32) for name in ("value_step", "entry_type", "unused")),
+        *((name, c_float) for name in ("scale", "cap")),
+        *((name, c_int64) for name in ("reach", "num_slots")),
+        *((name, c_void_p) for name in ("queries", "sinks", "keys", "values")),
+        *((name, c_void_p) for name in ("key_scales", "value_scales", "out")),
+        ("sight", SightStruct),
+    )
+
+
 class LatentStruct(Structure):
     """`Latent` of latent.h."""
 
@@ -147,8 +170,7 @@ class LatentStruct(Structure):
         *((name, c_float) for name in ("scale", "unused")),
         *((name, c_int64) for name in ("num_slots", "query_row", "query_head")),
         *((name, c_void_p) for name in ("weight", "queries", "made", "slots", "numbers", "scales", "out")),
-        *((name, c_void_p) for name in ("positions", "run_begin", "run_length", "tail_begin")),
-        *((name, c_void_p) for name in ("tail_slots", "tail_positions", "shared_begin", "shared_length")),
+        ("sight", SightStruct),
     )
 
 

@@ -644,3 +644,40 @@ struct Attention {
     return {largest, sum(total)};
   }
 };
+
+// --- one layer of a model whose other operations are not ours -------------------------------------------------------
+
+// What a pass's layers compute with, one after the other.
+struct AttentionScratch {
+  AttentionPlan plan{1, 0};
+
+  void reserve(const Sight& sight, int num_rows, int num_heads, int num_kv_heads, int width, int threads) {
+    plan.num_kv_heads = num_kv_heads;
+    plan.dim = width;
+    plan.make(sight, num_rows, num_heads, threads);
+  }
+
+  size_t num_bytes() const { return plan.num_bytes(); }
+};
+
+// A layer whose rows' entries are in the cache already.
+struct LayerAttention {
+  int32_t num_rows, num_heads, num_kv_heads;
+  int32_t key_dim, value_dim, value_step;  // numbers from one value to the next
+  int32_t entry_type, unused;
+  float scale, cap;  // as in `Attention`
+  int64_t reach, num_slots;
+  const float *queries, *sinks;  // [rows, heads, key_dim]; [heads] or null
+  void *keys, *values;           // [kv_heads, num_slots, ...]
+  float *key_scales, *value_scales;
+  float* out;  // [rows, heads, value_dim]
+  Sight sight;
+
+  Attention with(AttentionPlan& plan) const {
+    return {plan,   sight,
+            Entries{entry_type, key_dim, num_slots, keys, key_scales},
+            Entries{entry_type, value_dim, num_slots, values, value_scales, value_step},
+            num_heads, num_kv_heads, scale, cap, sinks, reach,
+            queries, size_t(num_heads) * key_dim, out, size_t(num_heads) * value_dim};
+  }
+};

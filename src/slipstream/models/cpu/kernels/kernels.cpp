@@ -53,6 +53,17 @@ void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int thre
   run_part(model, wanted.batch, scratch, team, Pass::END);
 }
 
+void run_attention(const LayerAttention& layer, AttentionScratch& scratch, int threads) {
+  Team& team = team_of(threads);
+  const int widest = std::max(layer.key_dim, layer.value_dim);
+  scratch.reserve(layer.sight, layer.num_rows, layer.num_heads, layer.num_kv_heads, widest, team.size());
+  const Attention attention = layer.with(scratch.plan);
+  team.run(scratch.plan.num_operations(), [&](int rank) {
+    int operation = 0;
+    attention.run(rank, [&](int count, auto work) { team.share(operation++, count, work); });
+  });
+}
+
 void run_latent(const Latent& latent, LatentScratch& scratch, int threads) {
   Team& team = team_of(threads);
   scratch.reserve(latent, team.size());
@@ -323,11 +334,16 @@ Status slipstream_draft(const Model* model, const Batch* batch, const Chains* ch
 }
 
 // Null where there is no memory.
-LatentScratch* slipstream_new_latent_scratch() { return new (std::nothrow) LatentScratch; }
+LatentScratch* slipstream_new_layer_scratch() { return new (std::nothrow) LatentScratch; }
 
-void slipstream_free_latent_scratch(LatentScratch* scratch) { delete scratch; }
+void slipstream_free_layer_scratch(LatentScratch* scratch) { delete scratch; }
 
-size_t slipstream_latent_scratch_bytes(const LatentScratch* scratch) { return scratch->num_bytes(); }
+size_t slipstream_layer_scratch_bytes(const LatentScratch* scratch) { return scratch->num_bytes(); }
+
+// One layer's attention of all rows, whose entries are stored.
+Status slipstream_attend(const LayerAttention* layer, LatentScratch* scratch, int threads) {
+  return status_of([&] { run_attention(*layer, *scratch, threads); });
+}
 
 // One layer's latent attention of all rows, which it stores.
 Status slipstream_latent(const Latent* latent, LatentScratch* scratch, int threads) {

@@ -27,19 +27,16 @@ struct Latent {
   void* numbers;                  // [num_slots, rank + rope]
   float* scales;                  // [num_slots], for int8
   float* out;                     // [rows, heads, value]
-  const int64_t *positions, *run_begin, *run_length, *tail_begin, *tail_slots, *tail_positions;  // as those of `Sight`
-  const int64_t *shared_begin, *shared_length;
+  Sight sight;
 
   int width() const { return rank + rope; }
   Entries entries(int dim) const { return {entry_type, dim, num_slots, numbers, scales, width()}; }
 };
 
 // Room for a layer's rows, and for what a thread multiplies. All of it is had before the threads start.
-struct LatentScratch {
+struct LatentScratch : AttentionScratch {
   std::vector<float> absorbed, attended;  // [rows, heads, rank + rope], [rows, heads, rank]
   std::vector<std::vector<float>> desks;  // of each thread
-  Sight sight;
-  AttentionPlan plan{1, 0};
 
   static size_t desk_numbers(const Latent& l) { return size_t(LATENT_ROWS) * (PARTITION + l.rank); }
 
@@ -48,13 +45,11 @@ struct LatentScratch {
     make_room(attended, size_t(l.num_rows) * l.num_heads * l.rank);
     if (desks.size() < size_t(threads)) desks.resize(threads);
     for (auto& desk : desks) make_room(desk, desk_numbers(l));
-    sight = {l.positions, l.run_begin, l.run_length, l.tail_begin, l.tail_slots, l.tail_positions, l.shared_begin, l.shared_length};
-    plan.dim = l.width();
-    plan.make(sight, l.num_rows, l.num_heads, threads);
+    AttentionScratch::reserve(l.sight, l.num_rows, l.num_heads, 1, l.width(), threads);
   }
 
   size_t num_bytes() const {
-    size_t total = bytes_of(absorbed) + bytes_of(attended) + plan.num_bytes();
+    size_t total = bytes_of(absorbed) + bytes_of(attended) + AttentionScratch::num_bytes();
     for (const auto& desk : desks) total += bytes_of(desk);
     return total;
   }
@@ -151,7 +146,7 @@ class LatentPass {
 
   void attend() {
     const size_t all = size_t(l.num_heads) * l.width();
-    const Attention attention{s.plan, s.sight, l.entries(l.width()), l.entries(l.rank), l.num_heads, 1, l.scale, 0.0f,
+    const Attention attention{s.plan, l.sight, l.entries(l.width()), l.entries(l.rank), l.num_heads, 1, l.scale, 0.0f,
                               nullptr, 0, s.absorbed.data(), all, s.attended.data(), size_t(l.num_heads) * l.rank};
     attention.run(rank, [&](int count, auto work) { team.share(operation++, count, work); });
   }
