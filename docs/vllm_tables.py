@@ -25,8 +25,8 @@ ENGINE_NOTES = {
     "gpu_memory_utilization": "share of the device's whole memory for weights, keys and values; "
     "on a CPU the device is the machine",
     "max_model_len": "`-1` and `auto` are the model's own",
-    "attention_backend": "the names are Slipstream's: `auto`, `native`, `native_layers`, `packed`, `cache_adapter`, or a "
-    "package's",
+    "attention_backend": "the names are Slipstream's: `auto`, `native`, `native_layers`, `packed`, `cache_adapter`, "
+    "or a package's",
     "kv_cache_dtype": "`auto`, `float32`, `bfloat16`, `float16`, `int8`; for `fp8` take `int8`",
     "seed": "where requests give none, their seeds are drawn from it",
 }
