@@ -58,7 +58,7 @@ IN_THE_KERNELS += [
 RECORDED = "slipstream.testing.recorded_graph:TritonOnCpu"
 PAGED = ["llama-gqa", "mistral", "gemma2", "gpt-oss"]
 """Families whose entries also lie in shuffled pages: without a window, with one, with capped logits, with sinks."""
-LAYERS = [*PAGED, "llama-odd", "gemma4", "gemma4-shared"]
+LAYERS = [*PAGED, "llama3-odd", "gemma4", "gemma4-shared"]
 """Families of the fused decoder whose layers also attend by themselves in the kernels, with odd widths, with layers of
 different widths, with shared entries."""
 

@@ -14,7 +14,7 @@ from slipstream.models.cpu import native
 from slipstream.models.cpu.structs import ENTRY_TYPES, LayerAttentionStruct, SightStruct
 
 
-class _Room:
+class _LayerRoom:
     """What a thread's passes compute with; grows to the largest."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ _own = threading.local()
 def room() -> int:
     """The address of what this thread's passes compute with."""
     if getattr(_own, "room", None) is None:
-        _own.room = _Room()
+        _own.room = _LayerRoom()
     return int(_own.room.address)
 
 
