@@ -271,6 +271,13 @@ def test_drafters_may_not_use_the_targets_own_states(spec: dict[str, Any]) -> No
         engine("qwen3.5", spec)
 
 
+def test_auto_leaves_out_what_drafts_in_the_targets_states() -> None:
+    llm = engine("qwen3.5", {"method": "auto"})
+    assert llm.engine.draft_methods == ["suffix"]
+    plain = engine("qwen3.5")
+    assert [a[0] for a in answers(llm, prompts())] == [a[0] for a in answers(plain, prompts())]
+
+
 def test_too_little_memory_for_states_is_refused() -> None:
     with pytest.raises(CapacityError, match="lower max_num_seqs or raise kv_cache_bytes"):
         engine("qwen3.5", kv_cache_bytes=30_000)

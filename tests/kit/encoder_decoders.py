@@ -29,7 +29,7 @@ _ENDS = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 3, "eos
 
 
 def _t5(config: Any, model: Any, **options: Any) -> Any:
-    sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+    sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
     buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     return model(config(vocab_size=VOCAB, **sizes, **buckets, **ends, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tiny_models import FAMILIES, randomise, save_tiny
+from tiny_models import FAMILIES, RECURRENT, randomise, save_tiny
 from torch import Tensor, nn
 
-from slipstream.errors import UnsupportedModelError
+from slipstream.errors import ModelError, UnsupportedModelError
 from slipstream.kv.pool import KVPool
 from slipstream.models import adapt, load_model, loading
 from slipstream.models.attention import packed as attention
@@ -159,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                 decoder_ffn_dim=48,
             )
         ),
-        "its attention is not what the hook computes",
+        "its attention would be computed wrongly",
     ),
 }
 
@@ -213,6 +214,15 @@ def test_layers_that_are_not_known_are_named_with_what_they_would_need(tmp_path:
         "cache of compressed blocks"
     )
     with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(tmp_path))
+
+
+def test_a_kind_of_layer_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
+    RECURRENT["qwen3.5"]().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"][0] = "super_state"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"cannot read the configuration of .*super_state"):
         load_model(str(tmp_path))
 
 
@@ -320,7 +330,7 @@ def test_the_canary_finds_a_hook_that_leaves_something_out(
         )
 
     monkeypatch.setattr(attention, "attend", forgetful)
-    with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
+    with pytest.raises(UnsupportedModelError, match="its attention would be computed wrongly"):
         load()
 
 
@@ -387,4 +397,4 @@ def test_the_canary_finds_a_cache_that_is_read_wrongly(
 
     monkeypatch.setattr(KVPool, "read", shifted)
     with pytest.raises(UnsupportedModelError, match=f"{cache} does not hold the keys and values"):
-        load_model(path, kv_cache_dtype=cache)
+        load_model(path, kv_cache_dtype=cache, attention_backend="packed")

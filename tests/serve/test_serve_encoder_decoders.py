@@ -188,7 +188,9 @@ def test_bodies_that_are_no_form(speech: TestClient) -> None:
     page = {"Origin": "https://somewhere.else"}
     refused = speech.post(route, files={"file": wav(sound(1))}, headers=page)
     assert refused.status_code == 403
-    assert speech.post("/v1/completions", json={"prompt": "w5"}).status_code == 400
+    written = speech.post("/v1/completions", json={"prompt": "w5"})
+    assert written.status_code == 400
+    assert "/v1/audio/transcriptions" in written.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

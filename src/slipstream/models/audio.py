@@ -6,6 +6,7 @@ import io
 import math
 import os
 import wave
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class AudioReader:
 
 def read_sound(source: str | os.PathLike[str] | bytes) -> tuple[NDArray[Any], int]:
     """Samples and their rate from a file or its bytes; raises `RequestError` for what cannot be read."""
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        raise RequestError(f"there is no file {os.fspath(source)!r}; a speech model hears the sound in one")
     opened: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         import soundfile  # type: ignore[import-not-found]

@@ -265,11 +265,11 @@ def check_logits(lm: CausalLM, expected: Tensor, far: Sequence[int] = ()) -> Non
         fault = (
             "the fused decoder computes something else"
             if decodes
-            else "its attention is not what the hook computes"
+            else "its attention would be computed wrongly"
         )
         raise unsupported(
             lm.config,
-            f"{fault}: over a dozen rows the logits differ from its own by {float(error):.2g} of their spread",
+            f"{fault}: over a dozen rows the logits differ from Transformers' by {float(error):.2g} of their spread",
         )
 
 

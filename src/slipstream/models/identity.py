@@ -133,14 +133,15 @@ class ModelIdentity(ABC):
 
     @property
     def runs_as(self) -> str:
-        """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI)'."""
+        """As messages say it: 'int8 weights, float32 on cpu, own kernels (AVX-512 VNNI), whole passes'."""
         held = self.stored_as or self.weight_format.name
         weights = "" if held == UNCHANGED else f"{held} weights, "
         own = instructions() if self.is_native else "Triton" if self.executor_type.decodes else None
         kernels = "PyTorch's kernels" if own is None else f"own kernels ({own})"
         prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
         recorded = ", recorded passes" if self.executor_type.records else ""
-        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{recorded}{prompts}"
+        passes = "" if not self.is_native else ", whole passes" if self.is_fused else ", layer by layer"
+        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{passes}{recorded}{prompts}"
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -73,10 +73,14 @@ def _refused(model: Any, why: str) -> ConfigError:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> LayerStack | None:
-    """The one list in which a model keeps its layers, untried; None where there is none such."""
+    """The one list in which a model keeps its layers, untried; None where there is none such.
+
+    An encoder's layers, which may be numbered alike, are no part of a pass.
+    """
+    modules = getattr(model, "modules_of_a_pass", model.modules)
     found = [
         (parent, name)
-        for parent in model.modules()
+        for parent in modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and _numbers(child) == list(range(num_layers))
     ]

@@ -20,8 +20,9 @@ def one_line(what: str) -> Iterator[None]:
     except SlipstreamError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise ModelError(f"{what}: {lines[0] if lines else type(error).__name__}") from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise ModelError(f"{what}: {said}") from None
 
 
 @contextlib.contextmanager

@@ -179,6 +179,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
                 raise errors.invalid(
                     "an encoder-decoder's prompt is no part of its text; leave echo out", "echo"
                 )
+            if service.audio_reader is not None:
+                raise errors.invalid(
+                    "this model hears sounds; send them to /v1/audio/transcriptions", "prompt"
+                )
             constraint = await constraint_of(body, service.tokens, check_grammar, tenant)
             prompts = await service.tokens.prompts(body.prompt)
             job = _job(service, request, body, prompts, "cmpl-", constraint)

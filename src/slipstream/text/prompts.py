@@ -150,7 +150,8 @@ def encode_chat(
     if not tokenizer.chat_template and chat_template is None:
         raise RequestError(
             "this model has no chat template, as base models do not: give it plain text "
-            "(a prompt on the command line and in Python, /v1/completions on a server)"
+            "(a prompt on the command line and in Python, /v1/completions on a server; a sound for a speech model, "
+            "/v1/audio/transcriptions)"
         )
     _check_messages(messages)
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(template_options or ())

@@ -193,7 +193,7 @@ class OneSequence(Altered):
 
 @pytest.mark.parametrize("backend", [AllChains, NothingStored, OneSequence])
 def test_a_backend_that_is_wrong_in_trees_or_beside_others_is_refused(backend: type) -> None:
-    with pytest.raises(UnsupportedModelError, match="its attention is not what the hook computes"):
+    with pytest.raises(UnsupportedModelError, match="its attention would be computed wrongly"):
         llama(attention_backend=f"{__name__}:{backend.__name__}")
 
 

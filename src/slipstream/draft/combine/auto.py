@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from slipstream.draft.registry import validate
 from slipstream.draft.traits import DrafterTraits
 from slipstream.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 SHAPE_KEYS = frozenset({"tree_top_k", "tree_choices", "num_draft_nodes"})
 """A drafter with one of these has a shape of its own choice."""
 
@@ -33,7 +36,7 @@ class AutoOptions:
     """What may be chosen from, each a `speculative_config` of its own; the verifier is theirs together. Chains are
     chosen in depth too, trees and lookups are taken or left. So an EAGLE head drafts chains here, unless `tree_top_k`
     or `tree_choices` says otherwise. None is `suffix` and, on a CPU with a target whose weights are
-    wider than that, `layer_skip` in int8."""
+    wider than that, `layer_skip` in int8, unless the target has recurrent layers or cannot run some layers alone."""
     plan: list[Any] | None = None
     """What to do, instead of choosing: rules such as `{"drafter": 0, "num_speculative_tokens": 4, "max_requests": 8,
     "task": "code"}`, of which all keys may be left out. The rule with the smallest `max_requests` that a step's
@@ -80,7 +83,14 @@ class AutoDrafter(DrafterGroup):
         return Footprint.joined(members, DrafterTraits.joined([member.traits for member in members]))
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
-        super().__init__(options, replace(context, is_priced=True), options.configs() or _usual(context))
+        context, usual = replace(context, is_priced=True), _usual(context)
+        try:
+            super().__init__(options, context, options.configs() or usual)
+        except ConfigError as error:
+            if options.drafters is not None or len(usual) == 1:
+                raise
+            log.info("auto drafts with %s alone: %s", usual[0].method, error)
+            super().__init__(options, context, usual[:1])
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The first drafter's proposals: outside an engine no policy chooses."""
@@ -108,8 +118,13 @@ def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _usual(context: DraftContext) -> list[SpeculativeConfig]:
-    """What needs no draft model."""
-    found = [SpeculativeConfig("suffix")]
-    if copy_pays(DRAFT_FORMAT, context):
-        found.append(SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT}))
-    return found
+    """What needs no draft model, and can run as far as the target's outline tells."""
+    suffix = SpeculativeConfig("suffix")
+    if not copy_pays(DRAFT_FORMAT, context):
+        return [suffix]
+    skipping = SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT})
+    try:
+        member_footprints([skipping], context)
+    except ConfigError:
+        return [suffix]
+    return [suffix, skipping]

@@ -33,6 +33,8 @@ from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM, load_model
 from slipstream.models.executor.chains import Chains
 from slipstream.models.identity import ModelIdentity
+from slipstream.models.layers import find_layers
+from slipstream.models.outline import ModelOutline
 from slipstream.models.rows import RowGroup
 
 
@@ -108,7 +110,7 @@ def shared_kv_footprint(
     Raises `ConfigError` as `check_copy` does.
     """
     if context.target_outline is not None:
-        _check_states(what, context.target_outline)
+        _check_target(what, context.target_outline)
     if quantization is not None:
         check_copy(what, quantization, context)
     copies = [] if quantization is None else [target_copy(quantization, context.engine_config, context.dtype)]
@@ -163,6 +165,16 @@ def chosen_layers(
             f"set {what}'s exit_layer or skip_layers so that it runs some of these"
         )
     return layers
+
+
+def _check_target(what: str, target: ModelOutline) -> None:
+    """Raise `ConfigError` for a target that is not loaded, and some of whose layers cannot run alone in its cache."""
+    _check_states(what, target)
+    if not target.is_fused and find_layers(target.model, target.num_layers) is None:
+        raise ConfigError(
+            f"{what} runs some of the target's layers, and {target.family}'s are not in one list of modules; "
+            "draft with another model"
+        )
 
 
 def _check_states(what: str, target: ModelIdentity) -> None:
