@@ -179,6 +179,7 @@ def write_model(
     state = {
         name: part
         for name, tensor in model.state_dict().items()
+        for name, tensor in renamed(name, tensor, arch, bool(keys.get("expert_count")))
         for name, part in apart(name, tensor, arch == "gpt-oss", config if is_split else None)
     }
     for seed, (name, tensor) in enumerate(state.items()):
@@ -190,21 +191,22 @@ def write_model(
             theirs = f"blk.{layer.rpartition('.')[2]}.{SCALES[scale]}"
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         count = counts.get(name.split(".")[-2])
-        rotates = count is not None and arch in ("llama", "granite", "smollm3", "mistral3")
+        rotates = count is not None and arch in PERMUTED
         heads = getattr(config, str(count)) if rotates else 0
         theirs += ".weight" if theirs.endswith("sinks") else ""
         plain = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
         left = theirs.endswith(".bias") or any(
             part in theirs for part in plain
         )  # llama.cpp leaves these as they are
-        tiled = tiles(name, tensor, config) if arch == "qwen35" else None
+        tiled = TILES[arch](name, tensor, config) if arch in TILES else None
         is_matrix = tensor.ndim > 1 and not left
         kind = (kinds or {}).get(theirs, (kinds or {}).get("")) if is_matrix else None
         if kind is not None:
-            raw = random_blocks(kind, tensor.shape[:-1].numel(), tensor.shape[-1], seed)
+            shape = tensor.shape if tiled is None else tensor.index_select(*tiled).shape
+            raw = random_blocks(kind, shape[:-1].numel(), shape[-1], seed)
             centre(kind, raw)
-            values = reference(kind, raw).view(tensor.shape)
-            raw = raw.reshape(*tensor.shape[:-1], -1)
+            values = reference(kind, raw).view(shape)
+            raw = raw.reshape(*shape[:-1], -1)
             if tiled is not None:
                 tensor.index_copy_(*tiled, values)
             else:
@@ -212,11 +214,15 @@ def write_model(
             tensors[theirs] = (kind, raw)
             continue
         values = tensor.float() if tiled is None else tensor.float().index_select(*tiled)
-        one_more = arch in ("gemma", "gemma2", "gemma3") or (arch == "qwen35" and "linear_attn" not in name)
+        one_more = arch in ("gemma", "gemma2", "gemma3") or (arch in TILES and "linear_attn" not in name)
         if one_more and name.endswith("norm.weight"):
             values = values + 1
         if name.endswith("A_log"):
             values = -values.exp()
+        if name.endswith(("mamba.A_log", "mamba.D")):
+            values = values[:, None]
+        if name.endswith("mamba.norm.weight"):
+            values = values.view(config.mamba_n_groups, -1)
         tensors[theirs] = (permuted(values, heads) if heads else values).contiguous().numpy()
     sizes = {
         "context_length": config.max_position_embeddings,
@@ -227,8 +233,45 @@ def write_model(
         "attention.head_count_kv": keys.get("attention.head_count_kv") or config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,
     }
-    own = {f"{arch}.{key}": value for key, value in (sizes | keys).items()}
+    own = {f"{arch}.{key}": value for key, value in (sizes | keys).items() if value is not None}
     return write(file, arch, own, tensors | (more or {}))
+
+
+PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
+"""Families whose rows of queries and keys llama.cpp's converter permutes."""
+
+
+def renamed(name: str, tensor: Tensor, arch: str, has_experts: bool) -> list[tuple[str, Tensor]]:
+    """A model's tensor under the names that the converter looks up, in the memory of the model's own."""
+    layer, _, part = name.rpartition(".shared_mlp.")
+    if layer:  # gate before up; without experts it is the plain MLP
+        block = "mlp.shared_expert" if has_experts else "feed_forward"
+        down = [(f"{layer}.{block}.down_proj.weight", tensor)]
+        halves = zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True)
+        up = [(f"{layer}.{block}.{half}.weight", own) for half, own in halves]
+        return up if part == "input_linear.weight" else down
+    name = name.replace(".block_sparse_moe.router.", ".mlp.gate.").replace(".block_sparse_moe.", ".mlp.")
+    if arch == "llama4" and name.endswith("experts.gate_up_proj"):
+        halves = zip(("gate_proj", "up_proj"), tensor.transpose(1, 2).chunk(2, 1), strict=True)
+        return [(name.replace("gate_up_proj", half), own) for half, own in halves]
+    if arch == "llama4" and name.endswith("experts.down_proj"):
+        return [(name, tensor.transpose(1, 2))]
+    if name.endswith("in_proj_qkvz.weight"):  # the rows of each, by `of_each_kind`
+        return [(name.replace("qkvz", part), tensor) for part in ("qkv", "z")]
+    return [(name, tensor)]
+
+
+def of_each_kind(name: str, tensor: Tensor, config: Any) -> tuple[int, Tensor] | None:
+    """How llama.cpp's converter takes apart Qwen3-Next's matrix of queries, keys, values and gates, which has the rows
+    of these four by heads of keys: see `tiles`."""
+    part = name.partition(".linear_attn.")[2].partition(".")[0]
+    if part not in ("in_proj_qkv", "in_proj_z"):
+        return None
+    keys, width = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    rows = torch.arange(len(tensor)).view(keys, -1).split([width, width, values, values], dim=1)
+    kinds = rows[:3] if part == "in_proj_qkv" else rows[3:]
+    return 0, torch.cat([each.flatten() for each in kinds])
 
 
 def in_turns(both: Tensor) -> dict[str, Tensor]:
@@ -292,3 +335,6 @@ def unpermuted(weight: Tensor, heads: int) -> Tensor:
     """The way back of `permuted`."""
     shape = (heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+
+
+TILES = {"qwen35": tiles, "qwen35moe": tiles, "qwen3next": of_each_kind}

@@ -238,7 +238,7 @@ def _read_stored(
         model, loaded = make.from_pretrained(
             None,
             config=source.config,
-            state_dict=joined(state | stored.converted_to(narrow)),
+            state_dict=joined(state | stored.converted_to(narrow), source.config.model_type),
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,

@@ -293,7 +293,68 @@ CASES["qwen35"] = (
         "rope.dimension_sections": [3, 3, 2, 0],
     },
 )
-RECURRENT = ("lfm2", "qwen35")
+WITH_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2}
+SHARED = WITH_EXPERTS | {"shared_expert_intermediate_size": 32}
+SHARED_KEYS = {
+    **{"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 64},
+    "expert_shared_feed_forward_length": 32,
+}
+CASES["qwen35moe"] = (
+    "qwen35moe",
+    "qwen3_5_moe_text",
+    CASES["qwen35"][2] | SHARED,
+    CASES["qwen35"][3] | SHARED_KEYS | {"feed_forward_length": None},
+)
+CASES["qwen3next"] = (
+    "qwen3next",
+    "qwen3_next",
+    CASES["qwen35"][2] | SHARED,
+    CASES["qwen35"][3] | SHARED_KEYS | {"rope.dimension_sections": None},
+)
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 3},
+    **{"attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    **{"logits_scaling": 2.0, "tie_word_embeddings": True},
+}
+MAMBA_KEYS = {
+    **{"ssm.conv_kernel": 3, "ssm.state_size": 24, "ssm.group_count": 2, "ssm.inner_size": 128},
+    **{"ssm.time_step_rank": 8, "attention.head_count_kv": [0, 2, 0], "rope.freq_base": 1e4},
+    **{"attention.scale": 0.25, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0},
+}
+CASES["granitehybrid"] = (
+    "granitehybrid",
+    "granitemoehybrid",
+    MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 96},
+    MAMBA_KEYS | {"expert_count": 0, "rope.dimension_count": 16, "rope.scaling.finetuned": False},
+)
+CASES["granitehybrid with experts"] = (
+    "granitehybrid",
+    "granitemoehybrid",
+    MAMBA
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+    | {"position_embedding_type": "rope", "mamba_conv_bias": False, "attention_multiplier": 0.25},
+    MAMBA_KEYS
+    | {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 32}
+    | {"attention.scale": None},  # then it is that of the heads' width
+)
+CASES["llama4"] = (
+    "llama4",
+    "llama4_text",
+    {
+        **{"num_hidden_layers": 4, "intermediate_size": 64, "intermediate_size_mlp": 96, "head_dim": 32},
+        **{"num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    {
+        **{"feed_forward_length": 96, "expert_feed_forward_length": 64, "interleave_moe_layer_step": 2},
+        **{"expert_count": 5, "expert_used_count": 2, "rope.freq_base": 5e5},
+        **{"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32},
+    },
+)
+RECURRENT = ("lfm2", "qwen35", "granitehybrid")
+STORED_OTHERWISE = ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "granitehybrid with experts")
+"""Decays are stored as their exponentials, and of Qwen's models norms as 1 + weight."""
 
 
 def made(case: str, file: Path, kinds: dict[str, str] | None = None) -> Any:
@@ -315,13 +376,14 @@ def test_a_file_has_the_logits_of_its_model(case: str, tmp_path: Path) -> None:
     model = made(case, tmp_path / "x.gguf")
     read = load_model(str(tmp_path / "x.gguf"), pack=False, canary=False).model
     assert type(read) is type(model)
-    if case == "qwen35":  # norms are stored as 1 + weight, and decays as their exponentials
+    if case in STORED_OTHERWISE:
         torch.testing.assert_close(logits(read), logits(model), rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(logits(read), logits(model))
 
 
-DENSE = [case for case in CASES if "moe" not in case and "deepseek" not in case and case not in RECURRENT]
+MIXTURES = ("moe", "deepseek", "qwen3next", "experts", "llama4")
+DENSE = [case for case in CASES if not any(part in case for part in MIXTURES) and case not in RECURRENT]
 
 
 @needs_kernels
@@ -347,13 +409,13 @@ def test_others_are_widened_to_the_files_numbers(case: str, tmp_path: Path) -> N
     model = made(case, tmp_path / "x.gguf", {"": "Q8_0"})
     if case in RECURRENT:
         load_model(str(tmp_path / "x.gguf"))
-    elif "qwen" not in case and "gemma" not in case:  # whose experts stay packed
+    elif case != "qwen3vlmoe" and "gemma" not in case:  # whose experts stay packed
         with pytest.raises(ModelError, match="experts of this"):
             load_model(str(tmp_path / "x.gguf"))
     wide = load_model(str(tmp_path / "x.gguf"), dtype="float32", pack=False).model
     for name, tensor in model.state_dict().items():
         found = wide.state_dict()[name]
-        if case == "qwen35" and name.endswith(("norm.weight", "A_log")):  # see above
+        if case in STORED_OTHERWISE and name.endswith(("norm.weight", "A_log")):
             torch.testing.assert_close(found, tensor)
         else:
             assert torch.equal(found, tensor), name

@@ -64,6 +64,12 @@ class GgufTensor:
         assert self.format.dtype is not None
         return self.raw.view(-1).view(self.format.dtype).view(self.shape)
 
+    def widened(self) -> Tensor:
+        """As `numbers`; of a quantised tensor, its numbers as float32."""
+        if self.format.dtype is not None:
+            return self.numbers()
+        return self.format.read(self.raw).widened().view(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Gguf:

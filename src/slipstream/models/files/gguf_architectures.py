@@ -27,8 +27,16 @@ from slipstream.models.files.gguf_family import (
     partly_rotated,
 )
 from slipstream.models.files.gguf_gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, gemma4
-from slipstream.models.files.gguf_hybrids import LFM2, QWEN35
-from slipstream.models.files.gguf_mixtures import DEEPSEEK_V3, ERNIE_MOE, GLM4_MOE, deepseek
+from slipstream.models.files.gguf_granite import GRANITE, GRANITE_HYBRID, granite_hybrid
+from slipstream.models.files.gguf_hybrids import LFM2, QWEN3_NEXT, QWEN35, QWEN35_MOE
+from slipstream.models.files.gguf_mixtures import (
+    DEEPSEEK_V3,
+    ERNIE_MOE,
+    GLM4_MOE,
+    LLAMA4,
+    deepseek,
+    qwen_experts,
+)
 from slipstream.models.files.gguf_rope import rope_parameters
 from slipstream.models.huggingface import AutoConfig
 
@@ -40,15 +48,6 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 """GGUF's key after the family's name to Transformers' key. Every file has these."""
-
-
-def _granite(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_multiplier": keys.number("attention.scale", 1.0),
-        "embedding_multiplier": keys.number("embedding_scale", 1.0),
-        "residual_multiplier": keys.number("residual_scale", 1.0),
-        "logits_scaling": keys.number("logit_scale", 1.0),
-    }
 
 
 def _phi3(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,17 +137,6 @@ def _ministral3_rope(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}
 
 
-def _qwen3_moe(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_experts": keys.size("expert_count"),
-        "num_experts_per_tok": keys.size("expert_used_count"),
-        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
 def _gpt_oss(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Every other layer has a window, the first among them. No key says that YaRN's ends are not rounded."""
     return {
@@ -181,7 +169,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "qwen3_moe",
         NORMS | ATTENTION | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
         experts=EXPERTS,
-        more=_qwen3_moe,
+        more=qwen_experts,
     ),
     "glm4": GgufArchitecture(
         "glm4",
@@ -197,6 +185,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "deepseek2": DEEPSEEK_V3,
     "lfm2": LFM2,
     "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
+    "qwen3next": QWEN3_NEXT,
+    "llama4": LLAMA4,
     "seed_oss": GgufArchitecture(
         "seed_oss",
         BEFORE_BOTH | ATTENTION | MLP,
@@ -211,7 +202,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         experts=EXPERTS,
         more=_gpt_oss,
     ),
-    "granite": GgufArchitecture("granite", _LLAMA, rotates_neighbours=True, more=_granite),
+    "granite": GRANITE,
+    "granitehybrid": GRANITE_HYBRID,
     "olmo2": GgufArchitecture("olmo2", AFTER | ATTENTION | MLP | HEAD_NORMS),
     "smollm3": GgufArchitecture("smollm3", _LLAMA, rotates_neighbours=True),
     "starcoder2": GgufArchitecture(
@@ -265,6 +257,7 @@ _BY_KEYS: Mapping[str, Callable[[Keys], GgufArchitecture]] = {
     "mistral3": _mistral3,
     "deepseek2": deepseek,
     "gemma4": gemma4,
+    "granitehybrid": granite_hybrid,
     "olmo2": _olmo,
 }
 """Architectures that are of several families, which keys tell apart."""
@@ -284,6 +277,8 @@ def architecture_of(file: Gguf) -> GgufArchitecture:
         raise ModelError(
             f"{file.path!r} holds a {file.architecture} model with experts, which is read without them only"
         )
+    if found.keys is not None:
+        keys.check(found.keys)
     return found
 
 

@@ -51,6 +51,17 @@ class Keys:
     def __contains__(self, key: str) -> bool:
         return f"{self.file.architecture}.{key}" in self.file.fields
 
+    def check(self, known: Collection[str]) -> None:
+        """Raise `ModelError` for a key that is none of these."""
+        family = f"{self.file.architecture}."
+        own = [key for key in self.file.fields if key.startswith(family)]
+        unknown = sorted(key for key in own if key.removeprefix(family) not in known)
+        if unknown:
+            raise ModelError(
+                f"{self.file.path!r} has the key {unknown[0]}, which is not known of this family and may change what "
+                "the model computes"
+            )
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key; a float32 as it is usually written."""
         value = self.file.fields.get(f"{self.file.architecture}.{key}", default)
@@ -101,6 +112,19 @@ class Keys:
         return value
 
 
+USUAL_KEYS = frozenset(
+    {
+        *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+        *(f"attention.{part}" for part in ("head_count", "head_count_kv", "key_length", "value_length")),
+        *("attention.layer_norm_rms_epsilon", "expert_count", "expert_used_count"),
+        *(f"rope.{part}" for part in ("dimension_count", "freq_base", "scale_linear")),
+        *(f"rope.scaling.{part}" for part in ("type", "factor", "original_context_length", "finetuned")),
+        *(f"rope.scaling.{part}" for part in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")),
+    }
+)
+"""Keys that every family's file may have: those that are read for all, or that change nothing."""
+
+
 def partly_rotated(keys: Keys, sizes: Mapping[str, Any], otherwise: int) -> dict[str, Any]:
     """`rope_parameters` of heads that are rotated in part: `otherwise` numbers of each where no key says how many."""
     rotated = keys.size("rope.dimension_count", otherwise)
@@ -123,6 +147,10 @@ class GgufArchitecture:
     """Names of a layer's stacks of experts: llama.cpp's to those of one expert's parts, `{}` for its number."""
     lacks: Callable[[Keys, int], Collection[str]] = field(default=lambda keys, layer: ())
     """Which parts, of `layer` and `experts`, the layer of this number has not."""
+    joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Matrices of Transformers' whose rows a file has in several parts, in this order: its name to llama.cpp's."""
+    keys: Collection[str] | None = None
+    """All keys that a file may have: any other might change what the model computes. None: they are not checked."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """As `layer`, for parts whose names end otherwise: 'exp_probs_b.bias'."""
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)

@@ -1,8 +1,9 @@
-"""llama.cpp's families in which some layers convolve, or keep a state, instead of attending."""
+"""llama.cpp's families in which some layers convolve, or keep a state by the delta rule, instead of attending."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from slipstream.models.files.gguf_family import (
     ATTENTION,
     BEFORE_BOTH,
     ENDS,
+    EXPERTS,
     HEAD_NORMS,
     MLP,
+    USUAL_KEYS,
     GgufArchitecture,
     Keys,
     partly_rotated,
 )
+from slipstream.models.files.gguf_mixtures import qwen_experts
 
 _CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
 _ATTENTION = {
@@ -28,8 +32,8 @@ _ATTENTION = {
 }
 
 
-def _lfm2_sizes(keys: Keys) -> dict[str, Any]:
-    """A layer that convolves has no heads of keys."""
+def heads_of_layers(keys: Keys) -> tuple[list[bool], int]:
+    """Which layers attend, and with how many heads of keys and values; a layer that does not has none."""
     num_layers, heads = keys.size("block_count"), keys.get("attention.head_count_kv")
     found = set(heads) - {0} if isinstance(heads, list) else set()
     if not isinstance(heads, list) or len(heads) != num_layers or len(found) != 1:
@@ -39,17 +43,22 @@ def _lfm2_sizes(keys: Keys) -> dict[str, Any]:
     number = found.pop()
     if type(number) is not int or number < 0:
         raise ModelError(f"{keys.file.path!r}: {number!r:.40} heads of keys and values")
+    return [each != 0 for each in heads], number
+
+
+def _lfm2_sizes(keys: Keys) -> dict[str, Any]:
+    attends, number = heads_of_layers(keys)
     return {
         "num_key_value_heads": number,
         "head_dim": keys.size("embedding_length") // keys.size("attention.head_count"),
-        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
         "conv_L_cache": keys.size("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }
 
 
 def _lfm2_lacks(keys: Keys, layer: int) -> dict[str, str]:
-    return _ATTENTION if not keys.get("attention.head_count_kv")[layer] else _CONVOLUTION
+    return _CONVOLUTION if heads_of_layers(keys)[0][layer] else _ATTENTION
 
 
 LFM2 = GgufArchitecture(
@@ -79,9 +88,21 @@ _DELTA = {
 }
 
 
-def _qwen35_sizes(keys: Keys) -> dict[str, Any]:
-    """Every so many layers attend, and the others keep a state, with heads of their own."""
-    interval = keys.size("full_attention_interval", 4)
+_DECAYS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+
+
+def _attends(keys: Keys, layer: int) -> bool:
+    """Whether a layer attends: every so many do, where a file does not say it of each. The others keep a state."""
+    recurrent = keys.get("attention.recurrent_layers")
+    if recurrent is None:
+        return (layer + 1) % keys.size("full_attention_interval", 4) == 0
+    if not isinstance(recurrent, list) or len(recurrent) < keys.size("block_count"):
+        raise ModelError(f"{keys.file.path!r} does not say of all its layers which are recurrent")
+    return not recurrent[layer]
+
+
+def _delta_sizes(keys: Keys) -> dict[str, Any]:
+    """Layers that keep a state have heads of their own."""
     num_keys, num_values = keys.size("ssm.group_count"), keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if num_values % num_keys or inner % num_values:
@@ -96,18 +117,17 @@ def _qwen35_sizes(keys: Keys) -> dict[str, Any]:
         "linear_value_head_dim": inner // num_values,
         "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
         "layer_types": [
-            "linear_attention" if (layer + 1) % interval else "full_attention"
+            "full_attention" if _attends(keys, layer) else "linear_attention"
             for layer in range(keys.size("block_count"))
         ],
     }
 
 
 def _qwen35_lacks(keys: Keys, layer: int) -> set[str]:
-    interval = keys.size("full_attention_interval", 4)
-    return {*ATTENTION, *HEAD_NORMS} if (layer + 1) % interval else {*_DELTA}
+    return {*_DELTA} if _attends(keys, layer) else {*ATTENTION, *HEAD_NORMS}
 
 
-def _qwen35_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, number = sizes["hidden_size"], sizes["linear_num_value_heads"]
     inner = number * sizes["linear_value_head_dim"]
     mixed = 2 * sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"] + inner
@@ -121,6 +141,8 @@ def _qwen35_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str
         "ssm_conv1d": (mixed, sizes["linear_conv_kernel_dim"]),
         "ssm_alpha": (number, hidden),
         "ssm_beta": (number, hidden),
+        "ssm_in": (mixed + inner, hidden),
+        "ssm_ba": (2 * number, hidden),
         "ssm_out": (hidden, inner),
     }
 
@@ -147,9 +169,11 @@ def _qwen35_rows(part: str, config: Any) -> Tensor | None:
     return torch.cat([torch.arange(first), first + values]) if part in ("attn_qkv", "ssm_conv1d") else None
 
 
-def _qwen35_numbers(part: str, tensor: Tensor) -> Tensor:
+def _delta_numbers(part: str, tensor: Tensor) -> Tensor:
     if part == "ssm_a":
         return (-tensor.float()).log()
+    if part == "ffn_gate_inp_shexp":
+        return tensor.view(1, -1)  # llama.cpp writes it with one dimension or with two
     return tensor[:, None] if part == "ssm_conv1d" else tensor
 
 
@@ -158,13 +182,99 @@ QWEN35 = GgufArchitecture(
     BEFORE_BOTH | ATTENTION | HEAD_NORMS | MLP | _DELTA,
     norms_hold_one_more=True,
     lacks=_qwen35_lacks,
-    whole={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-    sizes=_qwen35_sizes,
-    shapes=_qwen35_shapes,
+    whole=_DECAYS,
+    sizes=_delta_sizes,
+    shapes=_delta_shapes,
     rows=_qwen35_rows,
-    numbers=_qwen35_numbers,
+    numbers=_delta_numbers,
     columns=lambda part, config: (
         _value_heads(config, config.linear_value_head_dim) if part == "ssm_out" else None
     ),
     more=_qwen35,
+)
+
+
+_SHARED_EXPERT = {
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **{"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+}
+_MIXTURE_KEYS = USUAL_KEYS | {
+    *(f"ssm.{part}" for part in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")),
+    *("full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length", "nextn_predict_layers"),
+}
+
+
+def _shared_size(keys: Keys) -> int:
+    """Inner numbers of the expert that every token takes."""
+    return keys.size("expert_shared_feed_forward_length", keys.get("feed_forward_length"))
+
+
+def _mixture_sizes(keys: Keys) -> dict[str, Any]:
+    """No layer has a plain MLP, so its size may be missing."""
+    inner = keys.size("expert_feed_forward_length")
+    return _delta_sizes(keys) | {"intermediate_size": keys.size("feed_forward_length", inner)}
+
+
+def _mixture_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, shared = sizes["hidden_size"], _shared_size(keys)
+    return _delta_shapes(keys, sizes, layer) | {
+        **{"ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden)},
+        "ffn_down_shexp": (hidden, shared),
+    }
+
+
+def _mixture(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": _shared_size(keys)}
+    return _qwen35(keys, sizes) | qwen_experts(keys, sizes) | shared
+
+
+QWEN35_MOE = replace(
+    QWEN35,
+    model_type="qwen3_5_moe_text",
+    layer=BEFORE_BOTH | ATTENTION | HEAD_NORMS | _DELTA | _SHARED_EXPERT,
+    experts=EXPERTS,
+    keys=_MIXTURE_KEYS,
+    sizes=_mixture_sizes,
+    shapes=_mixture_shapes,
+    more=_mixture,
+)
+
+
+_QKVZ = "linear_attn.in_proj_qkvz"
+_NEXT_DELTA = {
+    **{"attn_qkv": _QKVZ, "attn_gate": _QKVZ, "ssm_in": _QKVZ, "ssm_ba": "linear_attn.in_proj_ba"},
+    **{part: _DELTA[part] for part in ("ssm_conv1d", "ssm_norm", "ssm_out")},
+}
+
+
+def _next_lacks(keys: Keys, layer: int) -> set[str]:
+    """The oldest files have one matrix, in Transformers' order, in the place of queries to values and gates."""
+    if _attends(keys, layer):
+        return {*_NEXT_DELTA}
+    is_old = f"blk.{layer}.ssm_in.weight" in keys.file.tensors
+    return {*ATTENTION, *HEAD_NORMS, *(("attn_qkv", "attn_gate") if is_old else ("ssm_in",))}
+
+
+def _next_rows(part: str, config: Any) -> Tensor | None:
+    """See `GgufArchitecture.rows`: the model has what is of each head of keys together, a file each kind together."""
+    if part != "in_proj_qkvz":
+        return None
+    groups, number = config.linear_num_key_heads, config.linear_num_value_heads
+    values = number // groups * config.linear_value_head_dim
+    found, first = [], 0
+    for width in (config.linear_key_head_dim, config.linear_key_head_dim, values, values):
+        found.append(first + torch.arange(groups * width).view(groups, width))
+        first += groups * width
+    return torch.cat(found, 1).flatten()
+
+
+QWEN3_NEXT = replace(
+    QWEN35_MOE,
+    model_type="qwen3_next",
+    layer=BEFORE_BOTH | ATTENTION | HEAD_NORMS | _NEXT_DELTA | _SHARED_EXPERT,
+    lacks=_next_lacks,
+    joins={_QKVZ: ("attn_qkv", "attn_gate")},
+    rows=_next_rows,
+    columns=lambda part, config: None,
 )

@@ -34,12 +34,12 @@ class LatentMatrix(ConvertedMatrix):
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """See `ConvertedMatrix.widened`."""
-        keys, values = (_numbers(each) for each in self._parts)
+        keys, values = (each.widened() for each in self._parts)
         return torch.cat([keys.transpose(1, 2).to(dtype), values.to(dtype)], 1).flatten(0, 1).contiguous()
 
     def numbers(self) -> Tensor:
         """[out, in]: the matrix in the type that the file has it in, where that is one of plain numbers."""
-        return self.widened(torch.promote_types(*(_numbers(each).dtype for each in self._parts)))
+        return self.widened(torch.promote_types(*(each.widened().dtype for each in self._parts)))
 
 
 def take_latents(path: str, tensors: Iterable[GgufTensor]) -> dict[int, LatentMatrix]:
@@ -58,12 +58,3 @@ def take_latents(path: str, tensors: Iterable[GgufTensor]) -> dict[int, LatentMa
                 )
         found[layer] = LatentMatrix(*(both[part] for part in LATENT_PARTS))
     return found
-
-
-def _numbers(entry: GgufTensor) -> Tensor:
-    """A tensor's numbers, as float32 where they are quantised."""
-    return (
-        entry.numbers()
-        if entry.format.dtype is not None
-        else entry.format.read(entry.raw).widened().view(entry.shape)
-    )

@@ -15,6 +15,7 @@ from slipstream.models.files.gguf_family import (
     MLP,
     NORMS,
     OUTPUT,
+    USUAL_KEYS,
     GgufArchitecture,
     Keys,
     partly_rotated,
@@ -215,4 +216,74 @@ ERNIE_MOE = GgufArchitecture(
         tensor[None] if part == "exp_probs_b" else tensor
     ),  # a group of routers has a row
     more=_ernie_moe,
+)
+
+
+def qwen_experts(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts in every layer, and shares that add up to 1, as in Qwen's families since the third."""
+    return {
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+_LLAMA4_CHUNK, _LLAMA4_INTERVAL = 8192, 4
+"""llama.cpp's own constants: tokens of a chunk, and of so many layers the last one attends to all, without rotation."""
+_WITHOUT_HEAD_NORMS = 128
+"""Experts of the one size of Llama 4 whose queries and keys are not divided by their root mean square."""
+
+
+def _has_experts(keys: Keys, layer: int) -> bool:
+    return (layer + 1) % keys.size("interleave_moe_layer_step") == 0
+
+
+def _llama4_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """The expert that every token takes is as large as the others."""
+    hidden, inner = sizes["hidden_size"], keys.size("expert_feed_forward_length")
+    return {
+        **{"ffn_gate_shexp": (inner, hidden), "ffn_up_shexp": (inner, hidden)},
+        "ffn_down_shexp": (hidden, inner),
+    }
+
+
+def _llama4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    number, layers = keys.size("expert_count"), range(sizes["num_hidden_layers"])
+    rotated = [int((layer + 1) % _LLAMA4_INTERVAL != 0) for layer in layers]
+    return {
+        "intermediate_size": keys.size("expert_feed_forward_length"),
+        "intermediate_size_mlp": sizes["intermediate_size"],
+        "num_local_experts": number,
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "interleave_moe_layer_step": keys.size("interleave_moe_layer_step"),
+        "moe_layers": [layer for layer in layers if _has_experts(keys, layer)],
+        "use_qk_norm": number != _WITHOUT_HEAD_NORMS,
+        "no_rope_layers": rotated,
+        "layer_types": ["chunked_attention" if each else "full_attention" for each in rotated],
+        "attention_chunk_size": _LLAMA4_CHUNK,
+        **{"attn_temperature_tuning": True, "floor_scale": _LLAMA4_CHUNK, "attn_scale": 0.1},
+    }
+
+
+_LLAMA4_MLP = {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+_LLAMA4_SHARED = {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_LLAMA4_EXPERTS = {
+    f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")
+}
+LLAMA4 = GgufArchitecture(
+    "llama4_text",
+    NORMS | ATTENTION | _LLAMA4_MLP | _LLAMA4_SHARED,
+    experts=_LLAMA4_EXPERTS,
+    keys=USUAL_KEYS | {"expert_feed_forward_length", "interleave_moe_layer_step"},
+    lacks=lambda keys, layer: (
+        _LLAMA4_MLP if _has_experts(keys, layer) else {**_LLAMA4_SHARED, **_LLAMA4_EXPERTS}
+    ),
+    shapes=_llama4_shapes,
+    more=_llama4,
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from slipstream.models.files.gguf_family import (
     GgufArchitecture,
     Keys,
 )
+from slipstream.models.files.gguf_joined import take_joined
 from slipstream.models.files.gguf_latent import LatentMatrix, take_latents
 from slipstream.models.files.grouped import Grouped, GroupedMatrix
 from slipstream.models.files.stored import StoredModel
@@ -79,7 +80,16 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
             converted[stem] = latent
         else:
             tensors[f"{stem}.weight"] = latent.numbers()
-    for entry in _each_matrix(file.tensors.values(), architecture):
+    entries = file.tensors.values()
+    own_rows = partial(architecture.rows, config=config)
+    for stem, joined in take_joined(file.path, entries, architecture, own_rows).items():
+        if joined.is_of_one_type:
+            matrices[stem] = GgufMatrix(joined.parts[0], stem, joined.rows, more=joined.parts[1:])
+        elif joined.is_quantised:
+            converted[stem] = joined
+        else:
+            tensors[f"{stem}.weight"] = joined.numbers()
+    for entry in _each_matrix(entries, architecture):
         name = transformers_name(file, architecture, entry)
         if name is None:
             continue
@@ -188,9 +198,11 @@ def _check_complete(file: Gguf, architecture: GgufArchitecture) -> None:
 
 
 def _each_matrix(tensors: Iterable[GgufTensor], architecture: GgufArchitecture) -> Iterator[GgufTensor]:
-    """The tensors of a file, a stack of experts as the matrices that it is made of; without `LatentMatrix`'s parts."""
+    """The tensors of a file, a stack of experts as the matrices that it is made of; without the parts of those that are
+    put together of several."""
+    apart = {*LATENT_PARTS, *(part for parts in architecture.joins.values() for part in parts)}
     for entry in tensors:
-        if _part(entry) in LATENT_PARTS:
+        if _part(entry) in apart and entry.name.endswith(".weight"):
             continue
         if not architecture.has_experts_in(entry.name):
             yield entry
@@ -207,14 +219,23 @@ def _each_matrix(tensors: Iterable[GgufTensor], architecture: GgufArchitecture) 
 
 
 class GgufMatrix(GroupedMatrix):
-    """A quantised tensor of a GGUF file as a layer's weight."""
+    """A quantised tensor of a GGUF file as a layer's weight, or several of one type."""
 
     def __init__(
-        self, entry: GgufTensor, name: str, rows: Tensor | None, columns: Tensor | None = None
+        self,
+        entry: GgufTensor,
+        name: str,
+        rows: Tensor | None,
+        columns: Tensor | None = None,
+        more: Sequence[GgufTensor] = (),
     ) -> None:
-        """`rows` says which row of the file each output is, None that they are the same; `columns` likewise."""
+        """`rows` says which row of the file each output is, None that they are the same; `columns` likewise.
+
+        `more` are tensors whose rows follow those of the first.
+        """
         self.name, self._entry, self._rows = name, entry, rows
-        self.out_features, self.in_features = entry.shape
+        self._raws = [entry.raw, *(each.raw for each in more)]
+        self.out_features, self.in_features = sum(map(len, self._raws)), entry.shape[1]
         fmt = entry.format
         self.bits, self.group_size, self.is_symmetric = fmt.bits, fmt.group_size, fmt.is_symmetric
         self.table = fmt.table
@@ -224,7 +245,7 @@ class GgufMatrix(GroupedMatrix):
     def part(self, begin: int, end: int) -> Grouped:
         """See `GroupedMatrix.part`."""
         found = self._entry.format.read(self._raw(begin, end))
-        release(self._entry.raw)  # the file's pages are read again where they are needed
+        self._release()
         return found
 
     def blocks(self, begin: int, end: int) -> BlockedWeight | None:
@@ -232,18 +253,35 @@ class GgufMatrix(GroupedMatrix):
         if not self.has_blocks:
             return None
         found = self._entry.format.read_blocks(self._raw(begin, end))
-        release(self._entry.raw)
+        self._release()
         return found
 
     def _raw(self, begin: int, end: int) -> Tensor:
         """uint8 [end - begin, bytes of an output]"""
-        raw = self._entry.raw
-        return raw[begin:end] if self._rows is None else raw[self._rows[begin:end]]
+        if self._rows is None and len(self._raws) == 1:
+            return self._raws[0][begin:end]
+        return self._of_outputs(torch.arange(begin, end))
+
+    def _of_outputs(self, outputs: Tensor) -> Tensor:
+        """int64 [n] -> uint8 [n, bytes of an output]"""
+        places = outputs if self._rows is None else self._rows[outputs]
+        if len(self._raws) == 1:
+            return self._raws[0][places]
+        found = self._raws[0].new_empty(len(places), self._raws[0].shape[1])
+        for raw in self._raws:
+            own = (places >= 0) & (places < len(raw))
+            found[own] = raw[places[own]]
+            places = places - len(raw)
+        return found
+
+    def _release(self) -> None:
+        """Give back the file's pages, which are read again where they are needed."""
+        for raw in self._raws:
+            release(raw)
 
     def rows(self, indices: Tensor) -> Tensor:
         """See `GroupedMatrix.rows`."""
-        raw = self._entry.raw
-        return self._entry.format.read(raw[indices if self._rows is None else self._rows[indices]]).widened()
+        return self._entry.format.read(self._of_outputs(indices)).widened()
 
 
 def transformers_name(file: Gguf, architecture: GgufArchitecture, entry: GgufTensor) -> str | None:

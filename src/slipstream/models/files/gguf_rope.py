@@ -14,6 +14,8 @@ from slipstream.models.files.gguf import Gguf
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings of every Llama 3 that scales its frequencies; a file holds only what they come to."""
+_LLAMA4 = {**_LLAMA3, "high_freq_factor": 1.0}
+"""Llama 4 divides long waves and no others: none in part."""
 
 
 _MAX_FACTORS = 4096
@@ -104,22 +106,24 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     wavelengths = 2 * math.pi / inverse
     original = float(rope["original_max_position_embeddings"])
     low, high, factor = (float(rope[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    waves = original / wavelengths
+    smooth = ((waves - low) / (high - low)).clamp(0.0, 1.0) if high > low else (waves > low).double()
     return (1.0 / ((1 - smooth) / factor + smooth)).float()
 
 
 def _llama3(file: Gguf, theta: float, head_dim: int) -> dict[str, Any]:
     """The settings that come to a file's factors."""
     factors = torch.tensor(_factors(file, "rope_freqs"))
-    rope = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
-    expected = llama3_factors({**rope, "rope_theta": theta}, head_dim)
-    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
-        if factors.numel() == head_dim // 2 and bool((factors == 1).all()):
-            return {"rope_type": "default"}
-        raise ModelError(
-            f"{file.path!r} has factors of its rotary positions (rope_freqs) that are not those of a Llama 3"
-        )
-    return rope
+    for settings in (_LLAMA3, _LLAMA4):
+        rope = {"rope_type": "llama3", "factor": float(factors.max()), **settings}
+        expected = llama3_factors({**rope, "rope_theta": theta}, head_dim)
+        if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-4):
+            return rope
+    if factors.numel() == head_dim // 2 and bool((factors == 1).all()):
+        return {"rope_type": "default"}
+    raise ModelError(
+        f"{file.path!r} has factors of its rotary positions (rope_freqs) that are not those of a Llama 3 or 4"
+    )
 
 
 def _factors(file: Gguf, name: str) -> list[float]:

@@ -33,6 +33,10 @@ _PARTS = {
 }
 """A layer of an expert to the parameter that holds it, and its place there: gate, then up."""
 
+_JOINED = {"granitemoehybrid": ("block_sparse_moe", False), "llama4_text": ("feed_forward", True)}
+"""Families whose single experts Transformers does not join: the block that has them, and whether its stacks have inputs
+before outputs."""
+
 KEPT = "kept"
 """For `take_experts`: no format, but as they are."""
 WIDENS_EXPERTS = "--dtype bfloat16 or float16 widens the whole model"
@@ -225,17 +229,21 @@ def _stacks(
         raise ModelError(f"{more[0]} is one expert more than the configuration's {parts.num_experts}")
 
 
-def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For Transformers: with the experts that are in no block of a layer as the stacks that its models have.
+def joined(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """For Transformers: with the experts that it does not join by itself as the stacks that its models have.
 
-    All other experts it joins by itself. Raises `ModelError` where one lacks a part.
+    Those are the experts in no block of a layer, and the ones of some families. Raises `ModelError` where one lacks a
+    part.
     """
+    block, is_transposed = _JOINED.get(family, ("", False))
     held: dict[tuple[str, str], dict[tuple[int, int], Tensor]] = defaultdict(dict)
     for name in list(tensors):
         seen = _NAME.fullmatch(name.removesuffix(".weight"))
-        place = None if seen is None or not seen["block"].isdecimal() else _place(seen[0])
-        if place is not None:
-            held[place[0], place[1]][place[2:]] = tensors.pop(name)
+        place = None if seen is None else _PARTS.get(seen["part"])
+        if seen is None or place is None or not (seen["block"].isdecimal() or seen["block"] == block):
+            continue
+        holder = f"{seen['layer']}.{seen['block']}.experts"
+        held[holder, place[0]][int(seen["expert"]), place[1]] = tensors.pop(name)
     for (holder, parameter), parts in held.items():
         places = 1 + max(place for _, place in parts)
         wanted = [(expert, place) for expert in range(len(parts) // places) for place in range(places)]
@@ -245,7 +253,7 @@ def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         stack = torch.stack(
             [torch.cat(each[first : first + places]) for first in range(0, len(each), places)]
         )
-        tensors[f"{holder}.{parameter}"] = stack
+        tensors[f"{holder}.{parameter}"] = stack.transpose(1, 2).contiguous() if is_transposed else stack
     return tensors
 
 
