@@ -25,7 +25,7 @@ def cached_logits(lm: Any, token_ids: Sequence[int], parts: int = 1, layers: Any
     length, found = -(-len(token_ids) // parts), []
     for begin in range(0, len(token_ids), length):
         ids = token_ids[begin : begin + length]
-        group = RowGroup(slots, begin, ids, range(len(ids)))
+        group = RowGroup(slots, begin, ids, range(len(ids)), owner=0)
         found.append(lm.forward([group], pool, layers=layers).logits.clone())
     return torch.cat(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,9 @@ def read_gguf_model(file: Gguf, config: Any) -> StoredModel:
         else:
             tensors[f"{stem}.weight"] = latent.numbers()
     entries = file.tensors.values()
-    own_rows = partial(architecture.rows, config=config)
-    for stem, joined in take_joined(file.path, entries, architecture, own_rows).items():
+    for stem, joined in take_joined(
+        file.path, entries, architecture, lambda part: architecture.rows(part, config)
+    ).items():
         if joined.is_of_one_type:
             matrices[stem] = GgufMatrix(joined.parts[0], stem, joined.rows, more=joined.parts[1:])
         elif joined.is_quantised:
