@@ -92,6 +92,14 @@ def test_texts_with_drafts_are_the_models(case: str, tmp_path: Path) -> None:
     assert len(set(found)) > 4
 
 
+def test_experts_that_no_kernel_holds_are_refused_by_name(tmp_path: Path) -> None:
+    made("granitehybrid with experts", tmp_path / "x.gguf", {"": "Q8_0"})
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.block_sparse_moe\.experts\), .* widens the whole model"
+    ):
+        load_model(str(tmp_path / "x.gguf"))
+
+
 def test_the_oldest_files_of_qwen3_next_have_one_matrix(tmp_path: Path) -> None:
     model = made("qwen3next", tmp_path / "x.gguf")
     state = model.state_dict()

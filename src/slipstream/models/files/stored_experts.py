@@ -129,11 +129,12 @@ def take_experts(
     held = _by_holder({**_plain(tensors), **{name: matrices[name] for name in found}})
     stacks: dict[str, StoredStack] = {}
     names: set[str] = set()
-    for holder in dict.fromkeys(_holder(name) for name in found):
+    own_names = {_holder(name): f"{name.rpartition('.experts.')[0]}.experts" for name in found}
+    for holder, own in own_names.items():
         parts = known.get(holder)
         if parts is None:
             raise ModelError(
-                f"the fused decoder does not know the experts of this {family} model ({holder}), whose {kind} weights "
+                f"the fused decoder does not know the experts of this {family} model ({own}), whose {kind} weights "
                 f"cannot be held while they are read; {WIDENS_EXPERTS}"
             )
         for parameter, stack in _stacks(holder, parts, held[holder]):
