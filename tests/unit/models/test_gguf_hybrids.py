@@ -12,7 +12,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ModelError
-from slipstream.models import load_model
+from slipstream.models import load_config, load_model
 from slipstream.models.files.gguf import open_gguf
 from slipstream.models.files.gguf_architectures import read_config
 from slipstream.models.outline import outline_model
@@ -127,6 +127,30 @@ def test_stacks_of_gate_and_up_together_and_gates_of_one_dimension(case: str, tm
     file = rewritten(tmp_path / "x.gguf", changes, ("ffn_gate_exps.weight", "ffn_up_exps.weight"))
     read = load_model(str(file), pack=False, canary=False).model
     torch.testing.assert_close(logits(read), logits(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [*NEW, "lfm2", "qwen35"])
+def test_files_of_16_bits_are_such_whatever_llama_cpp_keeps_wide(case: str, tmp_path: Path) -> None:
+    made(case, tmp_path / "x.gguf")
+    wide = (
+        "ffn_gate_inp",
+        "ffn_gate_inp_shexp",
+        "ssm_conv1d",
+        "shortconv.conv",
+        "ssm_a",
+        "ssm_d",
+        "ssm_norm",
+    )
+    half = {
+        name: entry.numbers().numpy().astype(np.float16)
+        for name, entry in open_gguf(str(tmp_path / "x.gguf")).tensors.items()
+        if len(entry.shape) > 1 and not name.removesuffix(".weight").endswith(wide)
+    }
+    file = str(rewritten(tmp_path / "x.gguf", half))
+    assert load_config(file).dtype == torch.float16
+    lm, plain = load_model(file), load_model(file, dtype="float32", pack=False).model
+    torch.testing.assert_close(cached_logits(lm, IDS), logits(plain), rtol=1e-4, atol=1e-4)
+    assert outline_model(file).held.total_bytes == lm.weight_bytes
 
 
 def test_files_may_say_of_each_layer_whether_it_is_recurrent(tmp_path: Path) -> None:

@@ -337,12 +337,16 @@ def _sizes(architecture: GgufArchitecture, keys: Keys) -> dict[str, Any]:
     return sizes
 
 
+_ALWAYS_WIDE = {"ffn_gate_inp", "ffn_gate_inp_shexp", "conv", "ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm"}
+"""Parts with two dimensions that llama.cpp keeps in 32 bits in every file."""
+
+
 def stored_dtype(file: Gguf) -> torch.dtype | None:
-    """The type of a file's matrices; None where they are quantised or differ. Routers are in 32 bits everywhere."""
+    """The type of a file's matrices; None where they are quantised or differ."""
     found = {
         tensor.format.dtype
         for name, tensor in file.tensors.items()
-        if len(tensor.shape) > 1 and "ffn_gate_inp" not in name
+        if len(tensor.shape) > 1 and name.removesuffix(".weight").rpartition(".")[2] not in _ALWAYS_WIDE
     }
     return found.pop() if len(found) == 1 else None
 
