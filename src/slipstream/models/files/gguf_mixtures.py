@@ -251,6 +251,7 @@ def _llama4_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str
 
 
 def _llama4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """How scores grow along the text no key says: Transformers' own numbers are llama.cpp's."""
     number, layers = keys.size("expert_count"), range(sizes["num_hidden_layers"])
     rotated = [int((layer + 1) % _LLAMA4_INTERVAL != 0) for layer in layers]
     return {
@@ -264,7 +265,6 @@ def _llama4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "no_rope_layers": rotated,
         "layer_types": ["chunked_attention" if each else "full_attention" for each in rotated],
         "attention_chunk_size": _LLAMA4_CHUNK,
-        **{"attn_temperature_tuning": True, "floor_scale": _LLAMA4_CHUNK, "attn_scale": 0.1},
     }
 
 
