@@ -29,7 +29,7 @@ from slipstream.config import EngineConfig, SpeculativeConfig
 from slipstream.core.model_path import check_model_path
 from slipstream.core.model_path import describe as describe_path
 from slipstream.core.pretrained import own_drafters, path_of
-from slipstream.draft.methods import DRAFT_MODEL
+from slipstream.draft.methods import DRAFT_MODEL, short_name
 from slipstream.engine.labels import is_cost_expanded
 from slipstream.errors import ConfigError, VocabularyMismatchError
 from slipstream.profiling.break_even import round_cost
@@ -48,7 +48,7 @@ class InfoFlags:
 
     model: ModelArgument = None
     draft: str | None = None
-    """Check whether this model can draft for it, and plan memory for both."""
+    """Check whether this model or head can draft for it, and plan memory for both."""
     draft_for: str | None = None
     """Check whether it can draft for this model."""
     measure: Annotated[bool, Option("--measure")] = False
@@ -106,8 +106,9 @@ class _Described:
         if flags.draft is None:
             speculative = chosen_speculation({}, flags.model)
             return cls(flags, describe(config, speculative), speculative, None)
+        method = _head_in(flags.draft) or DRAFT_MODEL.name
         try:
-            speculative = SpeculativeConfig.from_mapping({"method": DRAFT_MODEL.name, "model": flags.draft})
+            speculative = SpeculativeConfig.from_mapping({"method": method, "model": flags.draft})
             return cls(flags, describe(config, speculative), speculative, "yes")
         except VocabularyMismatchError as error:
             speculative = SpeculativeConfig()
@@ -118,13 +119,14 @@ class _Described:
         flags, model = self.flags, self.flags.model
         details = _details(self.about, model_name(model))
         drafters = details["drafters"]
-        if flags.draft is not None:
-            drafters[DRAFT_MODEL.name] = f"{flags.draft}: {self.can_draft}"
-        elif model is None:
+        if flags.draft is None and model is None:
             runs = "the embedded draft, which runs by default and is in the memory plan"
             drafters[DRAFT_MODEL.name] = f"{runs}: {_costs(_holds(self.about.draft, self.about.model))}"
         for name in own_drafters(model).keys() - {DRAFT_MODEL.name}:
             drafters[name] = f"the target's own head: {drafters[name].partition(': ')[2]}"
+        if flags.draft is not None:
+            method = self.speculative.method if self.can_draft == "yes" else DRAFT_MODEL.name
+            drafters[method] = f"{flags.draft}: {self.can_draft}"
         if flags.draft_for is not None:
             details["drafts_for"] = {flags.draft_for: _compatible(flags.draft_for, model, flags.engine)}
         return details
@@ -140,6 +142,9 @@ class _Described:
                 rounds = round_cost(measurement.target, measurement.draft, CHAIN, measurement.context)
         copy_pays = not self.about.drafters["self"][1].missing
         draft = self.flags.draft if self.can_draft == "yes" else None
+        if draft is not None and self.speculative.method != DRAFT_MODEL.name:
+            name = short_name(self.speculative.method)
+            return f"--spec {name}:{draft}: the head that was named; `bench` says what it gains"
         stored_as = self.about.model.stored_as
         is_embedded = self.flags.model is None
         head = None if is_embedded else next(iter(own_drafters(self.flags.model)), None)
@@ -180,17 +185,22 @@ def info(flags: InfoFlags) -> None:
 
 def _head_method(flags: InfoFlags) -> str | None:
     """The method that runs what is described, if it is a draft head; raises `ConfigError` for flags of models."""
-    if flags.model is None or not Path(flags.model).exists():
-        return None
-    from slipstream.draft.heads.description import method_of
-
-    method = method_of(flags.model)
+    method = _head_in(flags.model)
     if method is not None and (flags.measure or flags.draft is not None):
         flag = "--measure" if flags.measure else "--draft"
         raise ConfigError(
             f"{flags.model!r} is a draft head of method {method}; {flag} takes a model, omit it"
         )
     return method
+
+
+def _head_in(path: str | None) -> str | None:
+    """The method that runs the head in a folder or file; None where there is none, or another model."""
+    if path is None or not Path(path).exists():
+        return None
+    from slipstream.draft.heads.description import method_of
+
+    return method_of(path)
 
 
 def _measured(llm: LLM, flags: InfoFlags, details: dict[str, Any]) -> Measurement:

@@ -46,7 +46,7 @@ class Footprint:
     logit_rows: int = 0
     """Rows of its own logits and distributions that exist at once for one sequence."""
     missing: str = ""
-    """What it lacks, or why it can never run there; empty when it runs as it is."""
+    """What it lacks, or why it does not run there; empty when it runs as it is."""
     is_known: bool = True
     """False where what it holds depends on what is missing."""
     note: str = ""

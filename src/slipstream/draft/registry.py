@@ -105,7 +105,7 @@ def footprints(context: DraftContext) -> dict[str, tuple[str, Footprint]]:
                 cls = _drafter_class(name)
                 found[name] = (_help(name, cls), _default_footprint(cls, context))
             except Exception as error:  # a package's own fault
-                found[name] = ("", Footprint.unknown(f"can never run: {error}"))
+                found[name] = ("", Footprint.unknown(f"does not run as it is: {error}"))
     return found
 
 

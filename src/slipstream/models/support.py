@@ -14,7 +14,10 @@ larger `max_model_len` may be set."""
 
 _ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
 
-_DRAFTS = "it drafts for a Gemma 4 over that model's keys and values, and is no model of its own"
+_DRAFTS = (
+    "it drafts for a Gemma 4 over that model's keys and values, and is no model of its own; name that Gemma 4 as the "
+    "model and this as its drafter, --spec mtp:PATH"
+)
 
 _REFUSED = {
     "bloom": _ALIBI,

@@ -38,7 +38,7 @@ from tests.kit.mtp_drafts import (
     texts,
     texts_without,
 )
-from tests.kit.mtp_targets import FAMILIES, HIDDEN, VOCAB, mtp_target
+from tests.kit.mtp_targets import FAMILIES, HIDDEN, VOCAB, MtpTarget, mtp_target
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -265,22 +265,42 @@ def test_layers_in_the_layout_of_speculators(family: str) -> None:
     assert float((found - expected).abs().max()) < CLOSE
 
 
-@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("mimo", "qwen2"), ("llama*2", "llama")])
-def test_a_gguf_file_has_the_layers_behind_its_own(family: str, arch: str, tmp_path: Path) -> None:
-    """Its layers have plain numbers and one quantised matrix, whose rows Llama's files permute."""
+_QWEN35 = {
+    **{"attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 2},
+    **{"full_attention_interval": 2, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.state_size": 6},
+    **{"ssm.inner_size": 40, "ssm.conv_kernel": 4, "rope.freq_base": 1e4},
+}
+"""Keys of a hybrid's file, by which every second layer attends; not so the prediction layer, which always does."""
+
+
+def with_prediction(file: Path, family: str, arch: str) -> MtpTarget:
+    """A family's target in a GGUF file, with its prediction layers behind its own and one quantised matrix."""
     made = mtp_target.__wrapped__(family)
     number = len(made.parts)
     names = {"eh_proj": "projection", "enorm": "embedding_norm", "hnorm": "hidden_norm"}
     names |= {"shared_head_norm": "final_norm"}
     nextn = {
-        f"blk.{2 + k}.nextn.{theirs}.weight": getattr(made.parts[k], ours).weight.numpy()
+        f"blk.{2 + k}.nextn.{theirs}.weight": getattr(made.parts[k], ours).weight
+        + int(arch == "qwen35" and theirs != "eh_proj")
         for theirs, ours in names.items()
         for k in range(number)
     }
-    nextn["blk.2.nextn.embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN).numpy()
-    file = tmp_path / "target.gguf"
+    nextn["blk.2.nextn.embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)
+    keys = {"nextn_predict_layers": number, **(_QWEN35 if arch == "qwen35" else {})}
     kinds = {"blk.2.attn_q.weight": "Q8_0"}
-    write_model(file, arch, made.whole, {"nextn_predict_layers": number}, kinds, nextn)
+    write_model(file, arch, made.whole, keys, kinds, {name: each.numpy() for name, each in nextn.items()})
+    return made
+
+
+IN_GGUF = [("llama", "llama"), ("mimo", "qwen2"), ("llama*2", "llama"), ("qwen3.5", "qwen35")]
+
+
+@pytest.mark.parametrize(("family", "arch"), IN_GGUF)
+def test_a_gguf_file_has_the_layers_behind_its_own(family: str, arch: str, tmp_path: Path) -> None:
+    """Its layers have plain numbers and one quantised matrix, whose rows Llama's files permute."""
+    file = tmp_path / "target.gguf"
+    made = with_prediction(file, family, arch)
+    number = len(made.parts)
     lm = load_model(str(file))
     assert lm.num_layers == 2
     context = dataclasses.replace(draft_context(VOCAB, 256), target=lm)
@@ -290,7 +310,7 @@ def test_a_gguf_file_has_the_layers_behind_its_own(family: str, arch: str, tmp_p
     pool = fill(rows + 1, drafter)
     whole = ForwardBatch([RowGroup(pool.slots, 0, TEXT[1:], range(rows))])
     given, found = drafter.executor.forward(whole, pool, states, level=0)
-    fed = {"hidden_first": False, "masks_first": True}
+    fed = {"hidden_first": False, "masks_first": arch != "qwen35"}
     output = made.step(TEXT[1:], states, **fed)
     assert float((found - made.logits(output)).abs().max()) < CLOSE
     if number > 1:
@@ -302,6 +322,19 @@ def test_a_gguf_file_has_the_layers_behind_its_own(family: str, arch: str, tmp_p
     for path in (file, tmp_path / "folder"):
         planned = dataclasses.replace(context, target=None, target_outline=outline_model(str(path)))
         assert MtpDrafter.footprint(drafter.options, planned).traits == drafter.traits
+
+
+def test_texts_of_a_hybrids_gguf_file(tmp_path: Path) -> None:
+    file = tmp_path / "target.gguf"
+    made = with_prediction(file, "qwen3.5", "qwen35")
+    expected = texts(LLM(str(file), tokenizer=made.folder))
+    spec = {"method": "mtp"}
+    llm = LLM(str(file), tokenizer=made.folder, speculative_config=spec, max_num_batched_tokens=9)
+    num_drafted: list[int] = []
+    llm.engine.on_observe = lambda seen: num_drafted.extend(len(one.proposal) for one in seen)
+    for _ in range(2):
+        assert texts(llm) == expected
+    assert sum(num_drafted) > 100
 
 
 @pytest.mark.parametrize("count", [3, 2**31])

@@ -121,6 +121,9 @@ _OF_FAMILIES = {"qwen3_": "qwen", "qwen2": "mimo", "mimo_v2": "mimo_v2"}
 """Beginning of a family's name to its layout, for the others than DeepSeek's; MiMo-7B is a Qwen2 model."""
 RECYCLES_BEFORE_NORM = ("glm4_moe",)
 """Families whose next step reads the layer's output before its final norm, as vLLM has it."""
+NEVER_MASKS = ("qwen3_5", "qwen3_next")
+"""What the names of families begin with that read the embedding at position 0, also where a GGUF file names their
+layers as DeepSeek's."""
 
 
 def layout_of(names: Collection[str], target: ModelIdentity, path: str) -> MtpLayout:
@@ -128,6 +131,11 @@ def layout_of(names: Collection[str], target: ModelIdentity, path: str) -> MtpLa
     for layout in LAYOUTS:
         if f"{layout.places(target).projection}.weight" in names:
             return layout
+    if target.family.startswith("gemma4"):
+        raise ConfigError(
+            f"{path!r} has no layer for multi-token prediction: Gemma 4's is a checkpoint of its own, an assistant; name "
+            "it with `model`, --spec mtp:ASSISTANT"
+        )
     looked_for = ", ".join(f"{each.places(target).projection}.weight" for each in LAYOUTS)
     others = f" among the {len(names)} tensors that the target does not read" if names else ""
     raise ConfigError(
@@ -139,7 +147,8 @@ def layout_of(names: Collection[str], target: ModelIdentity, path: str) -> MtpLa
 def form_of(layout: MtpLayout, target: ModelIdentity) -> MtpForm:
     """How the layers are fed in the target's family."""
     normed = target.family not in RECYCLES_BEFORE_NORM
-    return replace(layout.form, recycles_normed=normed)
+    masks = layout.form.masks_first and not target.family.startswith(NEVER_MASKS)
+    return replace(layout.form, recycles_normed=normed, masks_first=masks)
 
 
 def num_mtp_layers(
