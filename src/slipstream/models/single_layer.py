@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,38 @@ from slipstream.models.outline import ModelOutline
 from slipstream.models.quiet import one_line, silenced
 from slipstream.models.unloaded import probed_outline
 
-LAYER = "model.layers.0."
-"""What the names of the layer's tensors begin with."""
-FINAL_NORM = "model.norm.weight"
+LAYERS = "model.layers."
+"""What the names of the layer's tensors begin with, before its number; see `blocks_of`."""
 _TYPES = (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types"))
 _NO_TOKEN = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Ends(NamedTuple):
+    """What a family's decoder calls the parts that are in no layer."""
+
+    embedding: str
+    final_norm: str
+
+
+def ends_of(model: Any) -> Ends:
+    """Those of a causal language model."""
+    decoder = model.get_decoder()
+    names = Ends("embed_tokens", "norm"), Ends("embeddings", "norm_f")
+    return next((each for each in names if hasattr(decoder, each.final_norm)), names[0])
+
+
+def blocks_of(config: Any) -> list[str]:
+    """The types of the layers of Transformers' class that make up one prediction layer together, attention first.
+
+    In most families that is one layer, and the list is empty. Raises `ModelError` for blocks of another kind.
+    """
+    blocks = list(getattr(config, "mtp_layers_block_type", None) or [])
+    if blocks and (blocks[0] != "full_attention" or not {"moe", "mlp"}.issuperset(blocks[1:])):
+        raise ModelError(
+            f"a prediction layer of {', '.join(blocks)} is not known; it must be attention, and feed-forward layers "
+            "behind it"
+        )
+    return blocks
 
 
 def single_layer_config(config: Any, *, slides: bool = False, has_experts: bool = True) -> Any:
@@ -42,13 +69,15 @@ def single_layer_config(config: Any, *, slides: bool = False, has_experts: bool 
     `has_experts` says whether it has experts, in families whose layers may.
     """
     own = copy.deepcopy(config)
-    number = own.num_hidden_layers
+    number, blocks = own.num_hidden_layers, blocks_of(config)
     own.num_hidden_layers = 1
     own.vocab_size = 1
     own.tie_word_embeddings = False
     for name in _NO_TOKEN:
         setattr(own, name, None)
-    for name, of_own in _TYPES:
+    if blocks:
+        own.layer_types = blocks
+    for name, of_own in () if blocks else _TYPES:
         types = list(getattr(own, of_own, None) or getattr(own, name, None) or [])
         if not types:
             continue
@@ -86,11 +115,12 @@ def single_layer(
     """The model of one layer with these weights, and what Transformers says of them (`output_loading_info`).
 
     It is of the family of `like`, in its type and on its device. `tensors` are named as in a checkpoint of the family,
-    whose only layer is the first one.
+    which has no other layer.
     """
     dtype = like.dtype
     table = torch.zeros(1, config.hidden_size, dtype=dtype)
-    state = {"model.embed_tokens.weight": table, "lm_head.weight": table.clone(), **tensors}
+    embedding = f"model.{ends_of(like.model).embedding}.weight"
+    state = {embedding: table, "lm_head.weight": table.clone(), **tensors}
     with one_line("cannot make the layer"), silenced(), creating_models(config):
         model, loaded = type(like.model).from_pretrained(
             None,

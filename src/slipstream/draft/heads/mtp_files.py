@@ -4,16 +4,19 @@
 |---|---|---|
 | `deepseek` | DeepSeek-V3, GLM-4.5, GGUF | `model.layers.N.eh_proj`, N the number of layers |
 | `qwen` | Qwen3-Next, Qwen3.5 | `mtp.fc` |
+| `nemotron` | Nemotron-H | `mtp.layers.0.eh_proj` |
 | `mimo` | MiMo-7B | `model.mtp_layers.0.input_proj` |
 | `mimo_v2` | MiMo-V2 | `model.mtp.layers.0.eh_proj` |
 | `speculators` | the speculators library, in a folder of its own | `mtp_layers.0.input_proj` |
 
-Of several layers each has the next number. Qwen's share one projection and three norms. Copies of the target's
-embedding and output layer, which some checkpoints bring, are not read.
+Of several layers each has the next number. Qwen's share one projection and three norms. One of Nemotron-H's has a
+number for its attention and one for its experts: the projection is in the first, the final norm in the last. Copies of
+the target's embedding and output layer, which some checkpoints bring, are not read.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,10 +34,11 @@ from slipstream.models.files.unused import COUNTS
 from slipstream.models.identity import ModelIdentity
 from slipstream.models.outline import ModelOutline
 from slipstream.models.single_layer import (
-    FINAL_NORM,
-    LAYER,
+    LAYERS,
     SingleLayer,
+    blocks_of,
     check_whole,
+    ends_of,
     single_layer,
     single_layer_config,
     single_layer_outline,
@@ -71,24 +75,38 @@ class MtpLayout:
     follows: bool = False
     """Whether the layers' numbers go on behind the target's own layers."""
 
-    def prefix(self, target: ModelIdentity, number: int = 0) -> str:
-        """What the names of a layer's tensors begin with."""
-        return f"{self.layer}{self._first(target) + number}."
+    def prefixes(self, target: ModelIdentity, number: int = 0) -> list[str]:
+        """What the names of a layer's tensors begin with, of each of its blocks."""
+        blocks = _num_blocks(target)
+        begin = self._first(target) + number * blocks
+        return [f"{self.layer}{block}." for block in range(begin, begin + blocks)]
 
     def places(self, target: ModelIdentity, number: int = 0) -> Parts:
         """The full names of a layer's parts."""
-        prefix = self.prefix(target, number)
-        return Parts(*(name if name.startswith("mtp.") else prefix + name for name in self.parts))
+        prefixes = self.prefixes(target, number)
+        at = Parts(*prefixes[:1] * 3, prefixes[-1])
+        return Parts(
+            *(
+                name if name.startswith("mtp.") else place + name
+                for place, name in zip(at, self.parts, strict=True)
+            )
+        )
 
     def num_in(self, names: Collection[str], target: ModelIdentity) -> int:
         """How many layers there are among the names of tensors, up to the one with the highest number."""
         parts = (
             name.removeprefix(self.layer).partition(".")[0] for name in names if name.startswith(self.layer)
         )
-        return 1 + max((int(part) for part in parts if part.isdecimal()), default=0) - self._first(target)
+        last = max((int(part) for part in parts if part.isdecimal()), default=0)
+        return 1 + (last - self._first(target)) // _num_blocks(target)
 
     def _first(self, target: ModelIdentity) -> int:
         return target.num_layers if self.follows else 0
+
+
+def _num_blocks(target: ModelIdentity) -> int:
+    """How many layers of Transformers' class one prediction layer is."""
+    return len(blocks_of(text_config(target.config))) or 1
 
 
 _LAYERNORMS = Parts("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -106,6 +124,12 @@ LAYOUTS = (
         Parts("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
         MtpForm(masks_first=False),
     ),
+    MtpLayout(
+        "nemotron",
+        "mtp.layers.",
+        Parts("enorm", "hnorm", "eh_proj", "final_layernorm"),
+        MtpForm(masks_first=False),
+    ),
     MtpLayout("mimo", "model.mtp_layers.", _LAYERNORMS, MtpForm(hidden_first=True)),
     MtpLayout(
         "mimo_v2",
@@ -117,7 +141,7 @@ LAYOUTS = (
     ),
     MtpLayout("speculators", "mtp_layers.", _LAYERNORMS, MtpForm(masks_first=False)),
 )
-_OF_FAMILIES = {"qwen3_": "qwen", "qwen2": "mimo", "mimo_v2": "mimo_v2"}
+_OF_FAMILIES = {"qwen3_": "qwen", "qwen2": "mimo", "mimo_v2": "mimo_v2", "nemotron_h": "nemotron"}
 """Beginning of a family's name to its layout, for the others than DeepSeek's; MiMo-7B is a Qwen2 model."""
 RECYCLES_BEFORE_NORM = ("glm4_moe",)
 """Families whose next step reads the layer's output before its final norm, as vLLM has it."""
@@ -133,8 +157,8 @@ def layout_of(names: Collection[str], target: ModelIdentity, path: str) -> MtpLa
             return layout
     if target.family.startswith("gemma4"):
         raise ConfigError(
-            f"{path!r} has no layer for multi-token prediction: Gemma 4's is a checkpoint of its own, an assistant; name "
-            "it with `model`, --spec mtp:ASSISTANT"
+            f"{path!r} has no layer for multi-token prediction: Gemma 4's is a checkpoint of its own, an assistant; "
+            "name it with `model`, --spec mtp:ASSISTANT"
         )
     looked_for = ", ".join(f"{each.places(target).projection}.weight" for each in LAYOUTS)
     others = f" among the {len(names)} tensors that the target does not read" if names else ""
@@ -203,9 +227,11 @@ def _load_layer(
     tensors: Mapping[str, Tensor], layout: MtpLayout, target: CausalLM, number: int, refuse: str
 ) -> SingleLayer:
     """The decoder layer of the prediction layer of this number, and its final norm."""
-    prefix, places = layout.prefix(target, number), layout.places(target, number)
+    prefixes, places = layout.prefixes(target, number), layout.places(target, number)
+    blocks = {f"{LAYERS}{block}.": prefix for block, prefix in enumerate(prefixes)}
+    final_norm = f"model.{ends_of(target.model).final_norm}"
     layer: dict[str, Tensor] = {}
-    for name in tensors:
+    for (ours_in, prefix), name in itertools.product(blocks.items(), tensors):
         part = name.removeprefix(prefix)
         if part == name or _NOT_READ.search(part) or name.rpartition(".")[0] in places:
             continue
@@ -213,11 +239,11 @@ def _load_layer(
             part = part.replace(theirs, ours, 1) if part.startswith(theirs) else part
         tensor = tensors[name]
         # Widened matrices are narrowed one by one; a router's bias may be wider than the layer.
-        layer[LAYER + part] = tensor.to(target.dtype) if tensor.ndim > 1 else tensor
-    if (final_norm := f"{places.final_norm}.weight") in tensors:
-        layer[FINAL_NORM] = tensors[final_norm]
+        layer[ours_in + part] = tensor.to(target.dtype) if tensor.ndim > 1 else tensor
+    if (name := f"{places.final_norm}.weight") in tensors:
+        layer[f"{final_norm}.weight"] = tensors[name]
     made, loaded = single_layer(target, _config(layout, target, layer), layer)
-    check_whole(loaded, {LAYER: prefix, "model.norm": places.final_norm}, refuse)
+    check_whole(loaded, blocks | {final_norm: places.final_norm}, refuse)
     return made
 
 
@@ -236,8 +262,8 @@ def outline_mtp(
     """The head without weights; `names` are those of the checkpoint's tensors, None where only the target is known."""
     layers = []
     for k in range(min(number, depth)):
-        prefix = layout.prefix(target, k)
-        own = None if names is None else [name for name in names if name.startswith(prefix)]
+        prefixes = tuple(layout.prefixes(target, k))
+        own = None if names is None else [name for name in names if name.startswith(prefixes)]
         layers.append(single_layer_outline(target, _config(layout, target, own)))
     return MtpHead(layers, layout.form, depth=depth)
 

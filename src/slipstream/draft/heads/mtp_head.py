@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.single_layer import SingleLayer
+from slipstream.models.single_layer import SingleLayer, ends_of
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ class MtpLayer(nn.Module):
         """Names of the linear layers that a pass calls."""
         self.decoder = layer.model.get_decoder()
         hidden: int = layer.model.config.hidden_size
-        self.norm: nn.Module = self.decoder.norm
-        self.decoder.norm = nn.Identity()
-        self.decoder.embed_tokens = None
+        own = ends_of(layer.model)
+        self.norm: nn.Module = getattr(self.decoder, own.final_norm)
+        setattr(self.decoder, own.final_norm, nn.Identity())
+        setattr(self.decoder, own.embedding, None)
         self.embedding_norm: nn.Module = copy.deepcopy(self.norm)
         self.hidden_norm: nn.Module = copy.deepcopy(self.norm)
         weight = self.norm.weight
