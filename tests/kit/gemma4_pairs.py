@@ -96,7 +96,7 @@ def _randomise(model: Any, seed: int) -> None:
         if name.endswith("q_norm.weight"):  # else attention is so sharp that it makes rounding large
             weight.data /= 2
         if ".post_" in name and "norm" in name:  # what a layer adds
-            weight.data *= 0.08
+            weight.data *= 0.03
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("layer_scalar"):
             buffer.fill_(0.7 + 0.3 * float(torch.rand((), generator=generator)))
@@ -148,7 +148,7 @@ def pair(form: str, dtype: torch.dtype = torch.float32) -> Pair:
         model.embed_tokens.weight.data = made.decoder.embed_tokens.weight.data.clone()
     own.tie_weights()
     both = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
-    own.pre_projection.weight.data = both + 0.04 * torch.randn(both.shape, generator=generator)
+    own.pre_projection.weight.data = both + 0.01 * torch.randn(both.shape, generator=generator)
     for folder, model in ((made.target, whole), (made.assistant, own)):
         model.to(dtype).save_pretrained(folder)
     byte_level(VOCAB).save_pretrained(made.target)

@@ -48,8 +48,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("deepseek", "llama", {}),
     "deepseek": ("deepseek", "deepseek_v3", {**_EXPERTS, **_LATENT, "num_key_value_heads": 4}),
     "glm": ("deepseek", "glm4_moe", {**_EXPERTS, "use_qk_norm": True}),
+    "glm-lite": (
+        "deepseek",
+        "glm4_moe_lite",
+        {**_EXPERTS, **_LATENT, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "qwen3-next": ("qwen", "qwen3_next", {**_HYBRID, **_QWEN_EXPERTS, "partial_rotary_factor": 0.5}),
     "qwen3.5": ("qwen", "qwen3_5_text", _HYBRID),
+    "qwen3.5-moe": ("qwen", "qwen3_5_moe_text", {**_HYBRID, **_QWEN_EXPERTS}),
     "mimo": ("mimo", "qwen2", {}),
     "mimo-v2": (
         "mimo_v2",

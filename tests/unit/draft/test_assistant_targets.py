@@ -111,7 +111,7 @@ def test_texts_of_other_engines(form: str, dtype: torch.dtype, engine: dict[str,
 def test_texts_after_preemption(form: str) -> None:
     made = pair(form)
     bytes_per_token = drafting(made)[0].engine.memory_plan.kv_bytes_per_token
-    llm, _, accepted = drafting(made, kv_cache_bytes=80 * bytes_per_token, max_model_len=40)
+    llm, _, accepted = drafting(made, kv_cache_bytes=120 * bytes_per_token, max_model_len=40)
     assert texts(llm) == texts_without(form)
     assert llm.engine.stats().num_preemptions > 0
     assert sum(accepted) > 10
