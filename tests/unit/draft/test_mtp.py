@@ -101,7 +101,9 @@ def reference_chain(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_chain_feeds_each_step_with_the_one_before(family: str) -> None:
     drafter = make(family, num_speculative_tokens=4)
-    expected = reference_chain(family, TEXT, 4, recycles_normed=family != "glm", **flags(mtp_target(family)))
+    expected = reference_chain(
+        family, TEXT, 4, recycles_normed="glm" not in family, **flags(mtp_target(family))
+    )
     assert drafted(drafter, TEXT, 4) == expected
 
 
@@ -156,6 +158,59 @@ def test_texts_are_those_without_it(family: str, options: dict[str, Any]) -> Non
         assert texts(llm) == texts_without(family)
     assert llm.engine.stats().num_draft_failures == 0
     assert sum(num_drafted) > 100
+
+
+@pytest.mark.parametrize(
+    ("family", "outer", "joined"),
+    [
+        ("qwen3.5", "qwen3_5", False),
+        ("qwen3.5-moe", "qwen3_5_moe", False),
+        ("qwen3.5-moe", "qwen3_5_moe", True),
+    ],
+)
+def test_a_checkpoint_that_reads_images_brings_them_too(
+    family: str, outer: str, joined: bool, tmp_path: Path
+) -> None:
+    """As Qwen's are: `mtp.*` beside a language model inside. Its experts may be stacked."""
+
+    def inside(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        text = dict(config)
+        config.clear()
+        config |= {"model_type": outer, "text_config": text, "tie_word_embeddings": False}
+        if joined:
+            join_experts(tensors)
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+    folder = changed(tmp_path, inside, family)
+    context = dataclasses.replace(draft_context(VOCAB, 256), target=load_model(folder))
+    drafter = create_drafter(SpeculativeConfig("mtp", options={"num_speculative_tokens": 4}), context)
+    assert isinstance(drafter, MtpDrafter)
+    assert drafted(drafter, TEXT, 4) == drafted(make(family, num_speculative_tokens=4), TEXT, 4)
+    llm = LLM(folder, speculative_config={"method": "mtp"})
+    num_drafted: list[int] = []
+    llm.engine.on_observe = lambda seen: num_drafted.extend(len(one.proposal) for one in seen)
+    assert texts(llm) == texts_without(family)
+    assert sum(num_drafted) > 50
+
+
+def join_experts(tensors: dict[str, Tensor]) -> None:
+    """Make one tensor of all experts' of a layer: of what gates and of what is gated, and of what leads back."""
+    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        own = sorted(name for name in tensors if name.startswith(f"{layer}.experts."))
+        found = {name.removeprefix(f"{layer}.experts."): tensors.pop(name) for name in own}
+        if "gate_up_proj" in found:
+            tensors |= {f"{layer}.experts.{name}": tensor for name, tensor in found.items()}
+            continue
+        stacks = {
+            part: torch.stack([found[f"{number}.{part}.weight"] for number in range(len(found) // 3)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        gate_up = torch.cat([stacks["gate_proj"], stacks["up_proj"]], dim=1)
+        tensors |= {
+            f"{layer}.experts.gate_up_proj": gate_up,
+            f"{layer}.experts.down_proj": stacks["down_proj"],
+        }
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])

@@ -84,7 +84,7 @@ class MtpLayout:
     def places(self, target: ModelIdentity, number: int = 0) -> Parts:
         """The full names of a layer's parts."""
         prefixes = self.prefixes(target, number)
-        at = Parts(*prefixes[:1] * 3, prefixes[-1])
+        at = Parts(prefixes[0], prefixes[0], prefixes[0], prefixes[-1])
         return Parts(
             *(
                 name if name.startswith("mtp.") else place + name
@@ -143,7 +143,7 @@ LAYOUTS = (
 )
 _OF_FAMILIES = {"qwen3_": "qwen", "qwen2": "mimo", "mimo_v2": "mimo_v2", "nemotron_h": "nemotron"}
 """Beginning of a family's name to its layout, for the others than DeepSeek's; MiMo-7B is a Qwen2 model."""
-RECYCLES_BEFORE_NORM = ("glm4_moe",)
+RECYCLES_BEFORE_NORM = ("glm4_moe", "glm4_moe_lite")
 """Families whose next step reads the layer's output before its final norm, as vLLM has it."""
 NEVER_MASKS = ("qwen3_5", "qwen3_next")
 """What the names of families begin with that read the embedding at position 0, also where a GGUF file names their
