@@ -2,6 +2,7 @@
 
 python -m recipes.cost_expanded target SOURCE TARGET --parameters 300M
 python -m recipes.cost_expanded head HEAD SOURCE EXPANDED OUTPUT
+python -m recipes.cost_expanded encoder-decoder SOURCE TARGET --times-wider 6 --decoder-layers 12
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import NoReturn
 
 import transformers
 
+from recipes.cost_expanded.encoder_decoder import Growth
+from recipes.cost_expanded.encoder_decoder import expand as expand_encoder_decoder
 from recipes.cost_expanded.head import expand_head
 from recipes.cost_expanded.target import expand, parse_count
 from slipstream.errors import SlipstreamError
@@ -41,10 +44,20 @@ def main(arguments: list[str] | None = None) -> int:
     head.add_argument("target", metavar="source", help="folder of the target that it was trained for")
     head.add_argument("expanded", help="folder that `target` wrote for that target")
     head.add_argument("output", help="folder to write")
+    both = kinds.add_parser("encoder-decoder", help="a T5 or Whisper checkpoint")
+    both.add_argument("source", help="folder of a T5 or Whisper checkpoint")
+    both.add_argument("target", help="folder to write")
+    both.add_argument("--times-wider", type=int, default=1, help="hidden size and heads")
+    both.add_argument("--decoder-layers", type=int)
+    both.add_argument("--intermediate-size", type=int)
     options = vars(parser.parse_args(arguments))
     try:
-        if options.pop("kind") == "head":
+        kind = options.pop("kind")
+        if kind == "head":
             num_parameters = expand_head(**options)
+        elif kind == "encoder-decoder":
+            folders = options.pop("source"), options.pop("target")
+            num_parameters = expand_encoder_decoder(*folders, Growth(**options))
         else:
             parameters = options.pop("parameters")
             options["target_parameters"] = parse_count(parameters) if parameters else None
