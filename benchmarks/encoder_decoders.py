@@ -48,7 +48,6 @@ from slipstream.models.cpu.native import instructions
 RESULT = DOCS / "encoder_decoders.json"
 BAR = 1.5
 OFF, DRAFT = "off", "draft"
-MAX_TOKENS = 96
 
 
 def enlarged(source: Path, growth: Growth) -> Path:
@@ -75,9 +74,9 @@ class Stock:
         self._model = auto.from_pretrained(folder, dtype=torch.float32).eval()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
-    def text(self, prompt: Any) -> str:
+    def text(self, prompt: Any, max_tokens: int) -> str:
         """The greedy answer."""
-        options = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "num_beams": 1}
+        options = {"max_new_tokens": max_tokens, "do_sample": False, "num_beams": 1}
         if self._hears is None:  # its cache takes the encoder's number of layers for the decoder's
             given, options["use_cache"] = self._tokenizer(prompt, return_tensors="pt").input_ids, False
         else:
@@ -101,11 +100,11 @@ def loaded(target: Path, draft: Path, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def answered(llm: LLM, prompt: Any) -> dict[str, Any]:
+def answered(llm: LLM, prompt: Any, max_tokens: int) -> dict[str, Any]:
     """One request with nothing left of earlier ones: its tokens, its seconds and what was accepted."""
     llm.reset_caches()
     started_s = time.perf_counter()
-    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
+    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
     seconds = time.perf_counter() - started_s
     found = output.metrics
     return {
@@ -134,14 +133,19 @@ def measured(family: str, options: argparse.Namespace, kept: Kept) -> dict[str, 
         engines = loaded(target, folder / "draft", options)
         model: Any = engines[OFF].engine.runner.model
         reads = model.executor.reads
-        sizes = kept.put(f"{family}, sizes", {"decoder_parameters": reads.number, "pass_bytes": reads.num_bytes})
+        sizes = kept.put(
+            f"{family}, sizes", {"decoder_parameters": reads.number, "pass_bytes": reads.num_bytes}
+        )
         for llm in engines.values():
-            answered(llm, asked[0][0])  # warms up
+            answered(llm, asked[0][0], options.max_tokens)  # warms up
     pairs: list[dict[str, Any]] = []
     for turn, (cell, (prompt, text)) in enumerate(zip(cells, asked, strict=True)):
         if not kept.has(cell):
-            rows = {name: answered(engines[name], prompt) for name in turns((OFF, DRAFT), turn)}
-            kept.put(cell, {**rows, "stock": stock.text(prompt), "right": text})
+            rows = {
+                name: answered(engines[name], prompt, options.max_tokens)
+                for name in turns((OFF, DRAFT), turn)
+            }
+            kept.put(cell, {**rows, "stock": stock.text(prompt, options.max_tokens), "right": text})
         pairs.append(kept.get(cell))
         say(f"{cell} of {len(asked)}: {_ratio(pairs[-1]):.2f} times as fast")
     return {**sizes, "num_target_layers": options.decoder_layers, **summary(pairs), "pairs": pairs}
@@ -178,7 +182,9 @@ def faults(result: dict[str, Any]) -> list[str]:
         if row["num_identical"] != row["num_pairs"]:
             found.append(f"{family}: {row['num_pairs'] - row['num_identical']} texts differ with the draft")
         if row["num_as_transformers"] != row["num_pairs"]:
-            found.append(f"{family}: {row['num_pairs'] - row['num_as_transformers']} differ from Transformers'")
+            found.append(
+                f"{family}: {row['num_pairs'] - row['num_as_transformers']} differ from Transformers'"
+            )
         if not row["num_accepted"]:
             found.append(f"{family}: no draft token was accepted")
     return found
@@ -187,7 +193,16 @@ def faults(result: dict[str, Any]) -> list[str]:
 def page(result: dict[str, Any], raw: Path) -> str:
     """The page, in Markdown."""
     origin, settings = result["provenance"], result["settings"]
-    head = ("family", "weights of a pass", "tokens", "off", "with the draft", "times as fast", "95 %", "tokens a pass")
+    head = (
+        "family",
+        "weights of a pass",
+        "tokens",
+        "off",
+        "with the draft",
+        "times as fast",
+        "95 %",
+        "tokens a pass",
+    )
     head += ("drafting", "same text", "as Transformers", "right")
     rows = [
         (
@@ -206,7 +221,10 @@ def page(result: dict[str, Any], raw: Path) -> str:
         )
         for family, row in result["families"].items()
     ]
-    said = [f"{name} {'met' if row['speedup']['median'] >= BAR else '**missed**'}" for name, row in result["families"].items()]
+    said = [
+        f"{name} {'met' if row['speedup']['median'] >= BAR else '**missed**'}"
+        for name, row in result["families"].items()
+    ]
     text = f"""# Drafts of encoder-decoders
 
 Written by `python -m benchmarks.encoder_decoders`; do not edit. Raw results: [{raw.name}]({raw.name}).
@@ -214,19 +232,19 @@ Written by `python -m benchmarks.encoder_decoders`; do not edit. Raw results: [{
 Pairs trained by `recipes.encoder_decoder_pair`: a T5 that writes records out in sentences, and a Whisper that names \
 the tones that it hears. These are simple tasks, on which a small draft is right more often than on texts of people. \
 The targets are [cost-expanded](../guides/cost-expanded-models.md): they compute what they were trained to, at the \
-cost of {settings['decoder_layers']} decoder layers, {settings['times_wider']} times as wide. The encoders keep their \
+cost of {settings["decoder_layers"]} decoder layers, {settings["times_wider"]} times as wide. The encoders keep their \
 number of layers. The drafts are not expanded.
 
-Whole requests, the encoder included, one at a time and greedy, up to {settings['depth']} draft tokens a pass, \
-weights in {settings['quantization'] or 'float32'}. Each prompt is answered without and with the draft, one right \
+Whole requests, the encoder included, one at a time and greedy, up to {settings["depth"]} draft tokens a pass, \
+weights in {settings["quantization"] or "float32"}. Each prompt is answered without and with the draft, one right \
 after the other, which first in turn. *Times as fast* is the median of these pairs' ratios with its interval by \
 bootstrap, *drafting* the draft's share of the time. *As Transformers* compares with the unexpanded target's text by \
-Transformers' `generate`, *right* with what was asked for. Other programs used {origin['cores_in_use_before']:.2f} \
-cores as it began{': the machine was loaded, and seconds are not those of a quiet one' if origin['is_loaded'] else ''}.
+Transformers' `generate`, *right* with what was asked for. Other programs used {origin["cores_in_use_before"]:.2f} \
+cores as it began{": the machine was loaded, and seconds are not those of a quiet one" if origin["is_loaded"] else ""}.
 
 {where(origin)}.
 
-The bar, {BAR} times as fast with all texts equal: {', '.join(said)}.
+The bar, {BAR} times as fast with all texts equal: {", ".join(said)}.
 """
     lines = [*faults(result), ""] if faults(result) else []
     return wrapped(text) + "\n" + "\n".join([*lines, *table(head, rows)]) + "\n"
@@ -234,10 +252,13 @@ The bar, {BAR} times as fast with all texts equal: {', '.join(said)}.
 
 def arguments(given: Seq[str] | None) -> argparse.Namespace:
     parser = command(__doc__, RESULT)
-    parser.add_argument("--pairs", type=Path, required=True, help="what recipes.encoder_decoder_pair has written")
+    parser.add_argument(
+        "--pairs", type=Path, required=True, help="what recipes.encoder_decoder_pair has written"
+    )
     parser.add_argument("--families", type=names(TASKS), default=list(TASKS), help="with a comma")
     parser.add_argument("--prompts", type=int, default=12, help="of each family, a pair of runs each")
     parser.add_argument("--depth", type=int, default=5, help="draft tokens a pass at most")
+    parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--times-wider", type=int, default=6, help="the target than it was trained")
     parser.add_argument("--decoder-layers", type=int, default=12)
     parser.add_argument("--intermediate-size", type=int, default=3072)
@@ -252,7 +273,9 @@ def main(given: Seq[str] | None = None) -> int:
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "pairs")}
     share = machine.others_share()
     loaded_before = {"cores_in_use_before": round(share, 3), "is_loaded": share > machine.BUSY_SHARE}
-    kept = Kept(options.output, settings, threads=options.threads, instructions=instructions(), **loaded_before)
+    kept = Kept(
+        options.output, settings, threads=options.threads, instructions=instructions(), **loaded_before
+    )
     try:
         families = {family: measured(family, options, kept) for family in options.families}
     except SlipstreamError as error:

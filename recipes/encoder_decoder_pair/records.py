@@ -1,6 +1,6 @@
 """What the T5 pair learns: a record of one person, its fields in any order, is written out in sentences.
 
-A word of a record is a field with its value. Fields have values of the same kind, and any of them may be missing.
+A word of a record is a field with its value; several fields have values of one kind.
 """
 
 from __future__ import annotations
@@ -15,37 +15,43 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 from .plans import Shape
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
-NAMES = "Anna Boris Clara David Elena Felix Greta Hugo Irina Jonas Katja Lukas Maria Nora Oskar Paula".split()
-CITIES = "Athens Berlin Cairo Dublin Essen Florence Geneva Hanoi Istanbul Jakarta Kyoto Lima Madrid Nairobi".split()
-FOODS = "apples beans bread carrots cheese dumplings fish honey lentils noodles olives pears rice soup".split()
-JOBS = "baker carpenter doctor farmer gardener judge lawyer nurse painter pilot sailor singer tailor".split()
-NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen".split()
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _words("Anna Boris Clara David Elena Felix Greta Hugo Irina Jonas Katja Lukas Maria Nora Oskar Paula")
+CITIES = _words(
+    "Athens Berlin Cairo Dublin Essen Florence Geneva Hanoi Istanbul Jakarta Kyoto Lima Madrid Nairobi"
+)
+FOODS = _words(
+    "apples beans bread carrots cheese dumplings fish honey lentils noodles olives pears rice soup"
+)
+JOBS = _words("baker carpenter doctor farmer gardener judge lawyer nurse painter pilot sailor singer tailor")
+NUMBERS = _words("two three four five six seven eight nine ten eleven twelve thirteen")
 FIELDS: tuple[tuple[str, list[str], str], ...] = (
     ("name", NAMES, "this note is about {} ."),
-    ("job", JOBS, "our friend works as a {} ."),
+    ("job", JOBS, "our friend works as {} ."),
     ("before", JOBS, "years ago it was {} ."),
-    ("home", CITIES, "the house is in {} ."),
-    ("born", CITIES, "the family is from {} ."),
-    ("holiday", CITIES, "in summer they travel to {} ."),
-    ("friend", NAMES, "the best friend is {} ."),
-    ("likes", FOODS, "for lunch they like {} ."),
-    ("hates", FOODS, "but nobody there eats {} ."),
-    ("rooms", NUMBERS, "there are {} rooms ."),
-    ("books", NUMBERS, "and there are {} books ."),
+    ("home", CITIES, "home lies near {} ."),
+    ("born", CITIES, "mother came from {} ."),
+    ("holiday", CITIES, "every summer they visit {} ."),
+    ("friend", NAMES, "their best guest remains {} ."),
+    ("likes", FOODS, "lunch means plenty of {} ."),
+    ("hates", FOODS, "but nobody eats {} ."),
+    ("rooms", NUMBERS, "we counted {} rooms ."),
+    ("books", NUMBERS, "and shelves hold {} books ."),
 )
 """What a field is called, its values, and its sentence."""
-MISSING = 0.15
-"""How often a field is left out."""
 
 
 def draw(rng: random.Random) -> tuple[str, str]:
     """A record and its text, in which the sentences have the order of `FIELDS`."""
-    kept = [
-        (field, rng.choice(values), said) for field, values, said in FIELDS if rng.random() >= MISSING
-    ]
-    text = " ".join(said.format(value) for _, value, said in kept)
-    rng.shuffle(kept)
-    return " ".join(f"{field}:{value}" for field, value, _ in kept), text
+    drawn = [(field, rng.choice(values), said) for field, values, said in FIELDS]
+    text = " ".join(said.format(value) for _, value, said in drawn)
+    rng.shuffle(drawn)
+    return " ".join(f"{field}:{value}" for field, value, _ in drawn), text
 
 
 def is_held_out(record: str) -> bool:

@@ -27,10 +27,12 @@ TONE_S = 0.12
 SOUND_S = 4
 MOST_TONES, FEWEST_TONES = 33, 25
 NUM_MEL_BINS = 40
-NOTES = "c cis d dis e f fis g gis a ais b".split()
+NOTES = ("c", "cis", "d", "dis", "e", "f", "fis", "g", "gis", "a", "ais", "b")
 LOWEST_HZ = 262.0
 LOUDNESS = {"soft": 0.15, "plain": 0.4, "loud": 1.0}
 NOISE = 0.05
+SHARPNESS = 2.0
+"""Of the attention across, as training begins."""
 SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>")
 NUM_SOUNDS = 2000
 """How many are made to train on."""
@@ -56,9 +58,12 @@ def draw(rng: random.Random) -> tuple[NDArray[np.float32], str]:
 @torch.no_grad()
 def align(model: Any) -> None:
     """Begin with a decoder that attends to the tone it will name: its positions are the encoder's of that time, and
-    the queries across are its keys. Without it the alignment alone takes a thousand steps to learn."""
+    the queries across are its keys. What is heard begins as large as the positions. Without these, nothing is learned
+    in hundreds of steps."""
     encoder, decoder = model.get_encoder(), model.get_decoder()
     times = encoder.embed_positions.weight
+    for heard in (encoder.conv1, encoder.conv2):
+        torch.nn.init.kaiming_normal_(heard.weight)
     for place in range(len(decoder.embed_positions.weight)):
         tone = max(place - 1, 0) // 2  # behind two special tokens, two words a tone
         time = min(round((tone + 0.5) * TONE_S * POSITIONS_PER_S), len(times) - 1)
@@ -69,7 +74,7 @@ def align(model: Any) -> None:
             torch.linalg.qr(torch.randn(across.embed_dim, across.head_dim))[0].T
             for _ in range(across.num_heads)
         ]
-        across.q_proj.weight.copy_(torch.cat(heads))
+        across.q_proj.weight.copy_(SHARPNESS * torch.cat(heads))
         across.k_proj.weight.copy_(torch.cat(heads))
 
 

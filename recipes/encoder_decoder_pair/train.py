@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from statistics import mean
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ Task = Records | Tones
 TASKS: dict[str, type[Task]] = {"t5": Records, "whisper": Tones}
 WARMUP_STEPS = 20
 LOG_EVERY_S = 20.0
+ENOUGH_BATCHES = 8
+"""So many batches in a row."""
 
 
 def rate_factor(plan: Plan, step: int) -> float:
@@ -33,7 +36,7 @@ def train(task: Task, plan: Plan, name: str, seed: int = 0) -> Any:
     rng = random.Random(f"{name} {seed}")
     model = task.model(plan.shape).train()
     optimizers = _optimizers(model, plan)
-    logged = time.monotonic()
+    logged, right = time.monotonic(), list[float]()
     for step in range(plan.num_steps):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -44,22 +47,29 @@ def train(task: Task, plan: Plan, name: str, seed: int = 0) -> Any:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if time.monotonic() - logged >= LOG_EVERY_S or step + 1 == plan.num_steps:
+        asked = batch["labels"] >= 0
+        right.append(float((output.logits.argmax(-1) == batch["labels"])[asked].float().mean()))
+        is_done = step + 1 == plan.num_steps or mean(right[-ENOUGH_BATCHES:]) >= plan.enough
+        if is_done or time.monotonic() - logged >= LOG_EVERY_S:
             logged = time.monotonic()
-            asked = batch["labels"] >= 0
-            right = (output.logits.argmax(-1) == batch["labels"])[asked].float().mean()
             print(
-                f"{time.strftime('%H:%M:%S')} {name} step {step + 1} of {plan.num_steps}: "
-                f"loss {float(output.loss.detach()):.4f}, {float(right):.1%} of tokens",
+                f"{time.strftime('%H:%M:%S')} {name} step {step + 1} of at most {plan.num_steps}: "
+                f"loss {float(output.loss.detach()):.4f}, {right[-1]:.1%} of tokens",
                 file=sys.stderr,
                 flush=True,
             )
+        if is_done:
+            break
     return model.eval()
 
 
 def _optimizers(model: Any, plan: Plan) -> list[torch.optim.Optimizer]:
     """Muon on the layers' matrices, AdamW on embeddings, convolutions and norms."""
-    parts = (part for part in model.modules() if isinstance(part, nn.Linear) and part is not model.get_output_embeddings())
+    parts = (
+        part
+        for part in model.modules()
+        if isinstance(part, nn.Linear) and part is not model.get_output_embeddings()
+    )
     matrices = [part.weight for part in parts]
     taken = {id(matrix) for matrix in matrices}
     rest = [each for each in model.parameters() if id(each) not in taken and each.requires_grad]

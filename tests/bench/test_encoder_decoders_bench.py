@@ -18,6 +18,7 @@ from recipes.encoder_decoder_pair.train import TASKS, train
 
 TINY = Shape(1, 1, 16, 24, 2)
 OPTIONS = ["--prompts", "2", "--times-wider", "2", "--decoder-layers", "3", "--intermediate-size", "64"]
+OPTIONS += ["--max-tokens", "12", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,9 @@ def test_what_is_held_out_is_never_trained_on() -> None:
     held = task.held_out(20)
     assert held == task.held_out(20)
     assert all(records.is_held_out(record) for record, _ in held)
-    seen = task.tokenizer.batch_decode(task.batch(random.Random(0), 60)["input_ids"], skip_special_tokens=True)
+    seen = task.tokenizer.batch_decode(
+        task.batch(random.Random(0), 60)["input_ids"], skip_special_tokens=True
+    )
     assert not any(map(records.is_held_out, seen))
 
 

@@ -38,7 +38,9 @@ def logits(folder: str | Path, is_speech: bool) -> torch.Tensor:
     auto: Any = tf.AutoModelForSpeechSeq2Seq if is_speech else tf.AutoModelForSeq2SeqLM
     model = auto.from_pretrained(folder).eval()
     made = torch.Generator().manual_seed(2)
-    given = {"input_features": torch.randn(1, 20, 100, generator=made)} if is_speech else {"input_ids": TOKENS}
+    given = (
+        {"input_features": torch.randn(1, 20, 100, generator=made)} if is_speech else {"input_ids": TOKENS}
+    )
     with torch.no_grad():
         computed: torch.Tensor = model(**given, decoder_input_ids=TOKENS, use_cache=False).logits
     return computed
@@ -50,7 +52,9 @@ def test_the_logits_are_the_sources(family: str, growth: Growth, tmp_path: Path)
     source = save(family, tmp_path)
     number = expand(source, tmp_path / "large", growth)
     expected = logits(source, family == "whisper")
-    torch.testing.assert_close(logits(tmp_path / "large", family == "whisper"), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        logits(tmp_path / "large", family == "whisper"), expected, rtol=2e-3, atol=2e-3
+    )
     config = json.loads((tmp_path / "large/config.json").read_text())
     assert config["cost_expanded"] == {"from": family, "parameters": number}
     assert (tmp_path / "large/tokenizer.json").is_file()
