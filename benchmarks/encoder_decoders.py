@@ -48,6 +48,10 @@ from slipstream.models.cpu.native import instructions
 RESULT = DOCS / "encoder_decoders.json"
 BAR = 1.5
 OFF, DRAFT = "off", "draft"
+HEAD = (
+    *("family", "weights of a pass", "tokens", "off", "with the draft", "times as fast", "95 %"),
+    *("tokens a pass", "drafting", "same text", "as Transformers", "right"),
+)
 
 
 def enlarged(source: Path, growth: Growth) -> Path:
@@ -123,8 +127,9 @@ def answered(llm: LLM, prompt: Any, max_tokens: int) -> dict[str, Any]:
 def measured(family: str, options: argparse.Namespace, kept: Kept) -> dict[str, Any]:
     """Everything of one family."""
     folder = options.pairs / family
-    growth = Growth(options.times_wider, options.decoder_layers, options.intermediate_size)
-    target = enlarged(folder / "target", growth)
+    source = folder / "target"
+    times = options.hidden_size // AutoConfig.from_pretrained(source).d_model
+    target = enlarged(source, Growth(times, options.decoder_layers, options.intermediate_size))
     stock = Stock(folder / "target")
     asked = TASKS[family]().held_out(options.prompts)
     cells = [f"{family}, prompt {number + 1}" for number in range(len(asked))]
@@ -193,34 +198,6 @@ def faults(result: dict[str, Any]) -> list[str]:
 def page(result: dict[str, Any], raw: Path) -> str:
     """The page, in Markdown."""
     origin, settings = result["provenance"], result["settings"]
-    head = (
-        "family",
-        "weights of a pass",
-        "tokens",
-        "off",
-        "with the draft",
-        "times as fast",
-        "95 %",
-        "tokens a pass",
-    )
-    head += ("drafting", "same text", "as Transformers", "right")
-    rows = [
-        (
-            family,
-            f"{row['decoder_parameters'] / 1e6:.0f} M",
-            row["num_tokens"],
-            f"{row['off_s']:.2f} s",
-            f"{row['drafted_s']:.2f} s",
-            f"{row['speedup']['median']:.2f}",
-            f"{row['speedup']['low']:.2f} to {row['speedup']['high']:.2f}",
-            f"{row['tau']:.2f}",
-            f"{row['draft_share']:.0%}",
-            f"{row['num_identical']} of {row['num_pairs']}",
-            f"{row['num_as_transformers']} of {row['num_pairs']}",
-            f"{row['num_right']} of {row['num_pairs']}",
-        )
-        for family, row in result["families"].items()
-    ]
     said = [
         f"{name} {'met' if row['speedup']['median'] >= BAR else '**missed**'}"
         for name, row in result["families"].items()
@@ -232,7 +209,7 @@ Written by `python -m benchmarks.encoder_decoders`; do not edit. Raw results: [{
 Pairs trained by `recipes.encoder_decoder_pair`: a T5 that writes records out in sentences, and a Whisper that names \
 the tones that it hears. These are simple tasks, on which a small draft is right more often than on texts of people. \
 The targets are [cost-expanded](../guides/cost-expanded-models.md): they compute what they were trained to, at the \
-cost of {settings["decoder_layers"]} decoder layers, {settings["times_wider"]} times as wide. The encoders keep their \
+cost of {settings["decoder_layers"]} decoder layers of width {settings["hidden_size"]}. The encoders keep their \
 number of layers. The drafts are not expanded.
 
 Whole requests, the encoder included, one at a time and greedy, up to {settings["depth"]} draft tokens a pass, \
@@ -247,7 +224,28 @@ cores as it began{": the machine was loaded, and seconds are not those of a quie
 The bar, {BAR} times as fast with all texts equal: {", ".join(said)}.
 """
     lines = [*faults(result), ""] if faults(result) else []
-    return wrapped(text) + "\n" + "\n".join([*lines, *table(head, rows)]) + "\n"
+    return (
+        wrapped(text) + "\n" + "\n".join([*lines, *table(HEAD, map(_row, result["families"].items()))]) + "\n"
+    )
+
+
+def _row(named: tuple[str, dict[str, Any]]) -> list[object]:
+    family, row = named
+    speedup, of_all = row["speedup"], f"of {row['num_pairs']}"
+    return [
+        family,
+        f"{row['decoder_parameters'] / 1e6:.0f} M",
+        row["num_tokens"],
+        f"{row['off_s']:.2f} s",
+        f"{row['drafted_s']:.2f} s",
+        f"{speedup['median']:.2f}",
+        f"{speedup['low']:.2f} to {speedup['high']:.2f}",
+        f"{row['tau']:.2f}",
+        f"{row['draft_share']:.0%}",
+        f"{row['num_identical']} {of_all}",
+        f"{row['num_as_transformers']} {of_all}",
+        f"{row['num_right']} {of_all}",
+    ]
 
 
 def arguments(given: Seq[str] | None) -> argparse.Namespace:
@@ -259,7 +257,7 @@ def arguments(given: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=12, help="of each family, a pair of runs each")
     parser.add_argument("--depth", type=int, default=5, help="draft tokens a pass at most")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--times-wider", type=int, default=6, help="the target than it was trained")
+    parser.add_argument("--hidden-size", type=int, default=768, help="a multiple of the trained target's")
     parser.add_argument("--decoder-layers", type=int, default=12)
     parser.add_argument("--intermediate-size", type=int, default=3072)
     parser.add_argument("--quantization", help="of the target: int8, int4; float32 without it")

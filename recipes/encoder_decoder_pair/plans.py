@@ -32,7 +32,7 @@ class Plan:
 
 PLANS = {
     "t5": {
-        "target": Plan(Shape(1, 2, 128, 256, 2), 500),
+        "target": Plan(Shape(1, 2, 64, 128, 2), 500),
         "draft": Plan(Shape(1, 1, 64, 128, 2), 500, enough=0.97),
     },
     "whisper": {

@@ -17,7 +17,7 @@ from recipes.encoder_decoder_pair.plans import Plan, Shape
 from recipes.encoder_decoder_pair.train import TASKS, train
 
 TINY = Shape(1, 1, 16, 24, 2)
-OPTIONS = ["--prompts", "2", "--times-wider", "2", "--decoder-layers", "3", "--intermediate-size", "64"]
+OPTIONS = ["--prompts", "2", "--hidden-size", "32", "--decoder-layers", "3", "--intermediate-size", "64"]
 OPTIONS += ["--max-tokens", "12", "--threads", "1"]
 
 
