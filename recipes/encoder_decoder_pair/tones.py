@@ -84,7 +84,7 @@ class Tones:
     name = "whisper"
 
     def __init__(self) -> None:
-        words = [*SPECIAL, *LOUDNESS, *NOTES, "<unk>"]
+        words = [*LOUDNESS, *NOTES, "<unk>", *SPECIAL]  # Transformers takes what comes behind for times
         cut = Tokenizer(
             models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>")
         )
@@ -100,7 +100,7 @@ class Tones:
 
     def model(self, shape: Shape) -> Any:
         """A Whisper of fresh weights."""
-        end, start, no_times = range(len(SPECIAL))
+        end, start, no_times = self.tokenizer.convert_tokens_to_ids(SPECIAL)
         ends = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
         model: Any = WhisperForConditionalGeneration(
             WhisperConfig(
@@ -147,7 +147,8 @@ class Tones:
     def _lesson(self, rng: random.Random) -> tuple[torch.Tensor, list[int]]:
         sound, text = draw(rng)
         features = self.extractor(sound, sampling_rate=RATE, return_tensors="pt").input_features[0]
-        return features, [1, 2, *self.tokenizer(text).input_ids, 0]
+        end, *begin = self.tokenizer.convert_tokens_to_ids(SPECIAL)
+        return features, [*begin, *self.tokenizer(text).input_ids, end]
 
     def held_out(self, count: int) -> list[tuple[Any, str]]:
         """Prompts that were never trained on, with the right texts."""
