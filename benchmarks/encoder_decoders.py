@@ -224,6 +224,8 @@ cores as it began{": the machine was loaded, and seconds are not those of a quie
 The bar, {BAR} times as fast with all texts equal: {", ".join(said)}.
 """
     lines = [*faults(result), ""] if faults(result) else []
+    if "note" in result:  # of a result that was put together by hand
+        lines += [wrapped(result["note"]), ""]
     return (
         wrapped(text) + "\n" + "\n".join([*lines, *table(HEAD, map(_row, result["families"].items()))]) + "\n"
     )

@@ -32,11 +32,11 @@ class Plan:
 
 PLANS = {
     "t5": {
-        "target": Plan(Shape(1, 2, 64, 128, 2), 500),
-        "draft": Plan(Shape(1, 1, 64, 128, 2), 500, enough=0.97),
+        "target": Plan(Shape(1, 2, 64, 128, 2), 2000),
+        "draft": Plan(Shape(1, 1, 64, 128, 2), 2000, enough=0.97),
     },
     "whisper": {
-        "target": Plan(Shape(1, 2, 128, 256, 2), 250),
-        "draft": Plan(Shape(1, 1, 64, 128, 2), 250, enough=0.97),
+        "target": Plan(Shape(1, 2, 128, 256, 2), 500),
+        "draft": Plan(Shape(1, 1, 64, 128, 2), 500, enough=0.97),
     },
 }
