@@ -272,7 +272,10 @@ def main(given: Seq[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "pairs")}
     share = machine.others_share()
-    loaded_before = {"cores_in_use_before": round(share, 3), "is_loaded": share > machine.BUSY_SHARE}
+    loaded_before: dict[str, Any] = {
+        "cores_in_use_before": round(share, 3),
+        "is_loaded": share > machine.BUSY_SHARE,
+    }
     kept = Kept(
         options.output, settings, threads=options.threads, instructions=instructions(), **loaded_before
     )
