@@ -20,8 +20,9 @@ from slipstream.plan.planner import Planner
 from slipstream.plan.process import USUAL
 from tests.kit.recurrent_models import recurrent_model
 
-KINDS = ["qwen3.5", "mamba2", "lfm2", "falcon-h1"]
-"""A matrix and a window beside attention; no attention at all; a window alone; both in one layer."""
+KINDS = ["qwen3.5", "mamba2", "lfm2", "falcon-h1", "zamba"]
+"""A matrix and a window beside attention; no attention at all; a window alone; both in one layer; several matrices in
+one layer, and shared attention."""
 WITH_PYTORCHS_HEAD = ["mamba2"]
 """Its code reads the weight of its output layer, which so is not packed. All else has the same bits in any pass."""
 NUM_TOKENS = 20

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.kv.cache import KVCache
 from slipstream.kv.state import StateRoom
 from slipstream.models import CausalLM, RowGroup, load_model
+from slipstream.models.attention.own_forward import OWN_FORWARDS
 from slipstream.models.executor.cpu_kernels import CpuKernels
 
 TOLERANCE = 1e-4
@@ -335,6 +336,20 @@ def test_families_like_others(family: str, tmp_path_factory: pytest.TempPathFact
     test_weights_are_random_enough(pair)
     test_chunked_prefill(pair)
     test_draft_tree_and_commit(pair, [range(-1, 7)])
+
+
+@pytest.mark.parametrize("family", sorted(OWN_FORWARDS))
+def test_families_whose_layers_get_a_forward_of_ours(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pair = make_pair(family.replace("_", "-"), tmp_path_factory)
+    assert pair.ours.was_compared
+    test_whole_prompt_in_one_chunk(pair)
+    test_sequences_of_different_lengths_in_one_pass(pair)
+    test_draft_tree_and_commit(pair, [[-1, 0, 1], [2, 3], [4, 5, 6]])
+    test_a_tree_beside_a_prompt_and_a_single_token(pair)
+    test_hidden_states(pair)
+    test_greedy_text(pair)
 
 
 def test_a_sibling_in_view_shows(tmp_path_factory: pytest.TempPathFactory) -> None:

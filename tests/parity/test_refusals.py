@@ -78,14 +78,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "it is not a causal language model",
     ),
-    "bloom": (
-        lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
-        "ALiBi",
-    ),
-    "mpt": (
-        lambda: tf.MptForCausalLM(tf.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)),
-        "ALiBi",
-    ),
     "falcon-alibi": (
         lambda: tf.FalconForCausalLM(
             tf.FalconConfig(
@@ -93,18 +85,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             )
         ),
         "ALiBi",
-    ),
-    "gpt-neo": (
-        lambda: tf.GPTNeoForCausalLM(
-            tf.GPTNeoConfig(
-                vocab_size=64,
-                hidden_size=32,
-                num_layers=2,
-                num_heads=4,
-                attention_types=[[["global", "local"], 1]],
-            )
-        ),
-        "does not go through the attention interface",
     ),
     "doge": (  # it makes a mask of its values
         lambda: tf.DogeForCausalLM(tf.DogeConfig(**_GQA)),
@@ -123,25 +103,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             )
         ),
         "it drafts for a Gemma 4 over that model's keys and values",
-    ),
-    "zamba2": (
-        lambda: tf.Zamba2ForCausalLM(
-            tf.Zamba2Config(
-                **_GQA, n_mamba_heads=4, mamba_d_state=6, chunk_size=8, layers_block_type=["hybrid", "hybrid"]
-            )
-        ),
-        "one attention serves several of its layers and is not told which",
-    ),
-    "zamba": (
-        lambda: tf.ZambaForCausalLM(
-            tf.ZambaConfig(
-                **{**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 4},
-                mamba_d_state=6,
-                mamba_dt_rank=4,
-                layers_block_type=["linear_attention", "linear_attention"],
-            )
-        ),
-        "calls mamba_selective_scan more than once in a pass",
     ),
     "phimoe-window": (  # its layers do not say that they have a window, only its mask does
         lambda: tf.PhimoeForCausalLM(

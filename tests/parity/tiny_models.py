@@ -376,6 +376,23 @@ RECURRENT: dict[str, Callable[[], Any]] = {
     "recurrent-gemma": lambda: tf.RecurrentGemmaConfig(
         **{**_HEADS_OF_8, "num_key_value_heads": 1}, lru_width=32, attention_window_size=WINDOW
     ),
+    "zamba": lambda: tf.ZambaConfig(
+        **_NO_GQA,
+        mamba_d_state=6,
+        mamba_dt_rank=4,
+        layers_block_type=["hybrid", "linear_attention", "hybrid"],
+    ),
+    "zamba2": lambda: tf.Zamba2Config(
+        **_NO_GQA,
+        n_mamba_heads=4,
+        mamba_d_state=6,
+        mamba_ngroups=2,
+        chunk_size=8,
+        layers_block_type=["hybrid", "linear_attention", "hybrid"],
+        use_shared_attention_adapter=True,
+        adapter_rank=4,
+        use_mem_rope=True,
+    ),
 }
 """Families with recurrent layers: all of them, beside attention, or in the same layer."""
 
@@ -430,6 +447,32 @@ LIKE_OTHERS: dict[str, Callable[[], Any]] = {
     "xglm": lambda: tf.XGLMConfig(
         vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=3, attention_heads=4, max_position_embeddings=128
     ),
+    "bloom": lambda: tf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6, bos_token_id=1, eos_token_id=None
+    ),
+    "mpt": lambda: tf.MptConfig(
+        vocab_size=VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=128, attn_config={"clip_qkv": 2.0}
+    ),
+    "gpt-neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=3,
+        num_heads=4,
+        attention_types=[[["local", "global", "local"], 1]],
+        window_size=WINDOW,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "dbrx": lambda: tf.DbrxConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        n_heads=4,
+        n_layers=3,
+        max_seq_len=128,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10_000.0},
+        ffn_config={"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
     "olmoe-clipped": lambda: tf.OlmoeConfig(
         **_SHAPE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.5
     ),
@@ -445,6 +488,10 @@ NOT_FUSED = (
     "codegen",
     "gpt-neox-japanese",
     "xglm",
+    "bloom",
+    "mpt",
+    "gpt-neo",
+    "dbrx",
 )
 """Those of `LIKE_OTHERS` that run layer by layer."""
 

@@ -73,7 +73,7 @@ _HQQ = {**_EMBEDDED, "quantization_config": {"quant_method": "hqq", "bits": 4}}
         ({}, "cannot read the configuration"),
         ("{", "cannot read the configuration"),
         (_LED, "cannot be decoded"),
-        ({"model_type": "bloom"}, "cannot be decoded"),
+        ({"model_type": "reformer"}, "cannot be decoded"),
         ({**_EMBEDDED, "num_attention_heads": 0}, ""),
         (_HQQ, "HQQ"),
     ],

@@ -150,8 +150,9 @@ class StockPass:
     def __init__(self, lm: CausalLM, trial: LayerTrial | None, variants: Sequence[Variant]) -> None:
         """`trial` tries the layers out one by one; None: whole passes are compared. `variants` are the layers'."""
         self._lm = lm
-        reaches = [variant.reach for variant in variants]
-        self._far = far_positions(lm.context_length, _numbers(lm.config), reaches)
+        counts = any(variant.bias is not None and variant.bias.counts_tokens for variant in variants)
+        reaches = {variant.reach for variant in variants}
+        self._far = far_positions(lm.context_length, _numbers(lm.config), reaches, counts)
         self.weights = WeightCheck(lm.config, lm.weight_format)
         self.layers: LayerCheck | None = None
         if trial is not None:

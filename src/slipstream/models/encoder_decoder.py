@@ -64,6 +64,8 @@ class _Cache(EncoderDecoderCache):
 class DistanceBias:
     """The bias that T5's decoder adds by the distance of two tokens: one for all that are far apart."""
 
+    counts_tokens = False
+
     def __init__(self, attention: Any) -> None:
         self._compute, self._longest = attention.compute_bias, int(attention.relative_attention_max_distance)
         self._by_distance: Tensor | None = None

@@ -15,6 +15,8 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits
 from slipstream.models.attention.counted import pass_positions
 from slipstream.models.attention.indexer import lead_indexers
+from slipstream.models.attention.numbered import number_layers
+from slipstream.models.attention.own_forward import lead_forwards, loads_with
 from slipstream.models.attention.registry import choose_backend, fitting_backend
 from slipstream.models.canary import StockPass, check_cache, check_masks, probe_layers
 from slipstream.models.causal_lm import CausalLM
@@ -195,7 +197,7 @@ def _read(choice: _Choice, options: LoadOptions, pack: bool) -> tuple[Any, str, 
         model, stored_as = load_weights(
             source,
             choice.dtype,
-            choice.backend.attn_implementation,
+            loads_with(source.config, choice.backend.attn_implementation),
             keeps=options.dtype == "auto" and pack,
             can_keep=choice.device.type == "cpu" or choice.decodes,
             narrow=narrow,
@@ -306,6 +308,8 @@ def adapt(
     traits = ModelTraits(model.config, model.device, dtype, native and pack, options.fuses)
     name = options.attention_backend
     backend = choose_backend(name, traits)
+    number_layers(model)
+    lead_forwards(model)
     lead_indexers(model)
     if backend.holds_latents:
         is_native = native and pack and dtype == torch.float32 and model.device.type == "cpu"

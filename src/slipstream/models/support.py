@@ -8,9 +8,11 @@ from typing import Any
 from slipstream.errors import UnsupportedModelError
 from slipstream.models.huggingface import MODEL_FOR_CAUSAL_LM_MAPPING, encoder_decoders
 
-RELATIVE_LENGTH = 512
-"""Tokens of a text where positions are relative and the configuration names no length: what T5 was trained with. A
-larger `max_model_len` may be set."""
+_RELATIVE_LENGTHS = {"bloom": ("seq_length", 2048)}
+"""By type of a model with relative positions, which of its configuration says how long texts are, and what they were in
+training, for one that does not say."""
+_T5_LENGTH = ("n_positions", 512)
+"""The same for the family of T5."""
 
 _ALIBI = "its ALiBi bias counts packed keys, so that neither sequences nor tree branches can share a pass"
 
@@ -20,10 +22,8 @@ _DRAFTS = (
 )
 
 _REFUSED = {
-    "bloom": _ALIBI,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
-    "mpt": _ALIBI,
     "reformer": "its hashed attention does not see all earlier positions",
     "xlnet": "it does not decode from left to right",
 }
@@ -128,7 +128,7 @@ def context_length(config: Any, wanted: int | None = None) -> int:
     positions are relative, texts may be as long as `wanted`.
     """
     length = full_context_length(config)
-    if hasattr(text_config(config), "relative_attention_num_buckets"):
+    if _relative_length(text_config(config)):
         return max(length, wanted or 0)
     original = original_context_length(config)
     return length if original is None or (wanted or 0) > original else original
@@ -147,15 +147,23 @@ def encoder_length(config: Any, context: int) -> int:
 def full_context_length(config: Any) -> int:
     """Positions that the configuration says there are."""
     text = text_config(config)
-    length = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    length = next(filter(None, (getattr(text, name, None) for name in names)), None)
     kinds = set(getattr(text, "layer_types", None) or ())
     if not length and kinds <= _UNBOUNDED_LAYERS and kinds & _RECURRENT_LAYERS:
         return UNBOUNDED_CONTEXT
-    if not length and hasattr(text, "relative_attention_num_buckets"):
-        length = getattr(text, "n_positions", None) or RELATIVE_LENGTH
+    length = length or _relative_length(text)
     if not length:
         raise unsupported(config, "its configuration does not say how long its context is")
     return int(length)
+
+
+def _relative_length(text: Any) -> int | None:
+    """How long texts are where positions are relative: longer ones can be decoded. None where positions are not."""
+    name, usual = _RELATIVE_LENGTHS.get(text.model_type, _T5_LENGTH)
+    if text.model_type in _RELATIVE_LENGTHS or hasattr(text, "relative_attention_num_buckets"):
+        return getattr(text, name, None) or usual
+    return None
 
 
 def original_context_length(config: Any) -> int | None:

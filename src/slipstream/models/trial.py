@@ -27,19 +27,22 @@ class TrialPass:
     """Token of the text that each wanted row belongs to, near tokens before far ones."""
 
 
-def far_positions(context_length: int, numbers: Iterable[int], reaches: Iterable[int]) -> list[int]:
+def far_positions(
+    context_length: int, numbers: Iterable[int], reaches: Iterable[int], counts_tokens: bool = False
+) -> list[int]:
     """The positions at which the text is repeated, ascending; none where the context holds it only once.
 
     They are those of the `numbers` of the configuration, at which a family may change its arithmetic, and the last ones
     of the context, which lie behind all of them. Where a layer does not see all of a text (`reaches`, see `Variant`),
-    they follow each other, because Transformers counts what a row sees token by token; chunks begin where they do.
+    or adds a bias for which Transformers `counts_tokens`, they follow each other, because it counts what a row sees
+    token by token; chunks begin where they do.
     """
     if context_length < 2 * NUM_TRIAL_ROWS:
         return []
     reaches = set(reaches)
-    if any(reaches):
+    if any(reaches) or counts_tokens:
         first = context_length - NUM_TRIAL_ROWS
-        first -= first % max(1, -min(reaches))
+        first -= first % max(1, -min(reaches, default=0))
         return list(range(first, first + NUM_TRIAL_ROWS)) if first else []
     edges = sorted({number for number in numbers if NUM_TRIAL_ROWS <= number < context_length - 1})
     most = NUM_TRIAL_ROWS - 1

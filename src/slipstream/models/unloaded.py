@@ -15,6 +15,8 @@ from torch import nn
 
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits, Probed
 from slipstream.models.attention.indexer import lead_indexers
+from slipstream.models.attention.numbered import number_layers
+from slipstream.models.attention.own_forward import lead_forwards, loads_with
 from slipstream.models.attention.registry import choose_backend
 from slipstream.models.canary import probe_layers
 from slipstream.models.checkpoint import read_by_transformers, read_weights
@@ -121,7 +123,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     # Until the model says in which type it computes.
     traits = ModelTraits(config, where, computes, native, options.fuses)
     backend = choose_backend(options.attention_backend, traits)
-    model = meta_model(config, backend.attn_implementation, trust_remote_code)
+    model = meta_model(config, loads_with(config, backend.attn_implementation), trust_remote_code)
     plain = native and has_only_plain_matrices(model)
     decodes = not native and likely_executor(options.executor, backend).decodes
     kind, requested = resolve_weight_dtype(dtype, where, config, native, lambda: plain)
@@ -132,6 +134,8 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     matrices = kind
     if plain and stores_its_numbers and kind == torch.float32 and stored_dtype in OF_DTYPE:
         matrices = stored_dtype
+    number_layers(model)
+    lead_forwards(model)
     lead_indexers(model)
     if backend.holds_latents:
         hold_latents(model, ATTENTION_NAME)

@@ -260,6 +260,9 @@ def test_the_text_is_repeated_where_arithmetic_may_change() -> None:
     assert len(many) == len(set(many)) == NUM_TRIAL_ROWS
     assert (many[0], many[-1]) == (17, 9_999)
     assert far_positions(128, [32, 64], [0, 5]) == list(range(116, 128))  # a window counts neighbours
+    assert far_positions(128, [32, 64], [0], True) == list(
+        range(116, 128)
+    )  # so does a bias for which tokens count
     assert far_positions(128, [32, 64], [0, -9]) == list(range(108, 120))  # a chunk begins there
     assert far_positions(128, [32, 64], [-128]) == far_positions(23, [16], [0]) == []
 

@@ -204,6 +204,19 @@ def test_no_weight_that_is_still_read_is_given_back(native: bool) -> None:
         expected = model(rows)
         assert pack_linears(model, weight_format(None), native=native, give_back=True) == 4
         assert torch.allclose(model(rows), expected, atol=1e-4)
+    assert model.first[0] is model.second[0]
+
+
+def test_layers_that_share_their_weights_are_packed_once() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    model[2].weight = model[0].weight  # with a bias of its own
+    rows = torch.randn(3, 16)
+    expected = model(rows)
+    pack_linears(model, weight_format(None))
+    assert model[0] is model[1]
+    assert model[2] is not model[0]
+    assert torch.allclose(model(rows), expected, atol=1e-5)
 
 
 def test_layers_are_packed_on_the_devices_of_their_format() -> None:

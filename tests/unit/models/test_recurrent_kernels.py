@@ -155,7 +155,9 @@ def test_the_kernels_go_the_walks_where_they_are_in_use(
     assert set(seen) == {kernels}
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "mamba", "mamba2", "lfm2", "minimax", "recurrent-gemma"])
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", "mamba", "mamba2", "lfm2", "minimax", "recurrent-gemma", "zamba"]
+)
 def test_a_models_rows_are_pytorchs(family: str, tmp_path: Path) -> None:
     """With the same linear layers: a chunk of a prompt, then a draft behind it."""
     save_tiny(RECURRENT[family](), tmp_path)

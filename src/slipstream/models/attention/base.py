@@ -45,6 +45,9 @@ Selected = Sequence[Tensor | None]
 class PositionBias(Protocol):
     """What a layer adds to the logits of attention: it depends on the head, and on the distance of two tokens."""
 
+    counts_tokens: bool
+    """Whether Transformers counts the tokens between two for it, whatever positions they are given."""
+
     def __call__(self, distance: Tensor) -> Tensor:
         """int64 [rows, entries], how far an entry lies behind a row, at least 0 -> [heads, rows, entries]."""
 

@@ -61,9 +61,13 @@ def pack_linears(
             cure = "cannot be used" if fmt.kernel is None else "needs a C++ compiler"
             raise ConfigError(f"{reason}; quantization {fmt.name!r} {cure}")
     users, head = _users(module), _output_layer(module)
+    made: dict[tuple[int, int, bool], nn.Module] = {}  # layers that share their weights stay one
     for parent, name, child in plain:
         own = fmt.of_head() if child is head else fmt
-        setattr(parent, name, own.pack(_readable(child, own, native), native))
+        key = (id(child.weight), id(child.bias), child is head)
+        if key not in made:
+            made[key] = own.pack(_readable(child, own, native), native)
+        setattr(parent, name, made[key])
         if give_back and users[child.weight.data_ptr()] == 1:
             release(child.weight)
             trim_heap()
@@ -101,7 +105,7 @@ def _output_layer(module: nn.Module) -> nn.Module | None:
 
 
 def _users(module: nn.Module) -> Counter[int]:
-    """Address of each weight to how many places hold it: a layer that two modules share is packed twice."""
+    """Address of each weight to how many places hold it: an embedding, or a layer that two modules share."""
     return Counter(
         weight.data_ptr()
         for parent in module.modules()

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.kv.state import StatePass, StateShape
 from slipstream.models.mixers.native import NativeWalk
 from slipstream.models.mixers.outer_products import OuterProducts
@@ -86,7 +88,7 @@ class RecurrentCell:
     def __call__(self, *given: Any, **others: Any) -> Any:
         states = self._mixers.states
         if states is not None:
-            cell = CellPass(states, self._mixers.numbers[self], self._mixers.native_walk)
+            cell = CellPass(states, self._mixers.next_number(self), self._mixers.native_walk)
             return self.recurrence.compute(cell, *given, **others)
         if self._mixers.probes:
             self._mixers.add(self, self.recurrence.shape(*given, **others))
@@ -101,9 +103,11 @@ class Mixers:
         CPU kernels go the walks."""
         self.config = model.config
         self.shapes: list[StateShape] = []
-        """What each cell keeps of a sequence."""
-        self.numbers: dict[RecurrentCell, int] = {}
-        """Where each cell's shape is."""
+        """What the cells keep of a sequence, one for each of their calls in a pass."""
+        self.numbers: dict[RecurrentCell, list[int]] = {}
+        """Where the shapes of each cell are, in the order of its calls: Zamba's layers have one for each head."""
+        self._num_calls: Counter[RecurrentCell] = Counter()
+        """How often each was called in the pass that runs now."""
         self.states: StatePass | None = None
         """The pass that runs now."""
         self.native_walk: NativeWalk | None = None
@@ -123,12 +127,23 @@ class Mixers:
 
     def add(self, cell: RecurrentCell, shape: StateShape) -> None:
         """A cell was called while the model was tried out."""
-        if cell in self.numbers:
-            raise unsupported(
-                self.config, f"its layer {cell.layer} calls {cell.name} more than once in a pass"
-            )
-        self.numbers[cell] = len(self.shapes)
+        self.numbers.setdefault(cell, []).append(len(self.shapes))
         self.shapes.append(shape)
+
+    def next_number(self, cell: RecurrentCell) -> int:
+        """Where the shape of a cell's next call is. Raises `UnsupportedModelError` where there were fewer before."""
+        place = self._num_calls[cell]
+        self._num_calls[cell] += 1
+        if place == len(self.numbers[cell]):
+            raise self._miscounted(cell)
+        return self.numbers[cell][place]
+
+    def _miscounted(self, cell: RecurrentCell) -> UnsupportedModelError:
+        return unsupported(
+            self.config,
+            f"its layer {cell.layer} called {cell.name} {len(self.numbers[cell])} times when it was tried out, and "
+            f"{self._num_calls[cell]} times in a later pass: it must call it as often in every pass",
+        )
 
     @contextlib.contextmanager
     def probing(self) -> Iterator[None]:
@@ -143,11 +158,15 @@ class Mixers:
     def over(self, states: StatePass, num_threads: int = 1) -> Iterator[None]:
         """Let the layers compute a pass over these states within the body."""
         self.states = states
+        self._num_calls.clear()
         self.native_walk = NativeWalk(states, num_threads) if self._native else None
         try:
             yield
         finally:
             self.states = self.native_walk = None
+        for cell, numbers in self.numbers.items():
+            if self._num_calls[cell] != len(numbers):
+                raise self._miscounted(cell)
         states.finish()
 
 
