@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, save_tiny
+from tiny_models import FAMILIES, LIKE_OTHERS, RECURRENT, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,13 +25,14 @@ CASES += [
     ("qwen3-moe", "int4"),
     ("gpt-oss-odd", "int8"),
 ]
+CASES += [(name, None) for name in ("bloom", "mpt", "gpt-neo", "bart", "zamba", "zamba2")]
 
 
 @pytest.mark.parametrize(("name", "quantization"), CASES)
 def test_weights_and_entries_are_planned_to_the_byte(
     name: str, quantization: str | None, tmp_path: Path
 ) -> None:
-    save_tiny(FAMILIES[name](), tmp_path)
+    save_tiny((FAMILIES | LIKE_OTHERS | RECURRENT)[name](), tmp_path)
     model = load_model(str(tmp_path), quantization=quantization)
     for path in (tmp_path, tmp_path / "config.json"):
         planned = outline_model(str(path), quantization=quantization)

@@ -396,7 +396,26 @@ RECURRENT: dict[str, Callable[[], Any]] = {
 }
 """Families with recurrent layers: all of them, beside attention, or in the same layer."""
 
+_DECODER: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "decoder_ffn_dim": 48},
+    **{"decoder_attention_heads": 4, "max_position_embeddings": 128, "is_encoder_decoder": False},
+    **{"is_decoder": True, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0},
+    **{"decoder_start_token_id": 1, "forced_eos_token_id": None, "decoder_vocab_size": VOCAB},
+}
+
+DECODERS: dict[str, Callable[[], Any]] = {
+    "bart": lambda: tf.BartConfig(**_DECODER),
+    "blenderbot": lambda: tf.BlenderbotConfig(**_DECODER),
+    "blenderbot-small": lambda: tf.BlenderbotSmallConfig(**_DECODER),
+    "marian": lambda: tf.MarianConfig(**_DECODER),
+    "mbart": lambda: tf.MBartConfig(**_DECODER),
+    "pegasus": lambda: tf.PegasusConfig(**_DECODER),
+    "plbart": lambda: tf.PLBartConfig(**_DECODER),
+}
+"""Decoders of encoder-decoders, each a language model without its encoder."""
+
 LIKE_OTHERS: dict[str, Callable[[], Any]] = {
+    **DECODERS,
     "ministral": lambda: tf.MinistralConfig(**_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING),
     "cwm": lambda: tf.CwmConfig(
         **_HEADS_OF_8, sliding_window=WINDOW, layer_types=_ALTERNATING, rope_parameters=_LLAMA3_ROPE
@@ -480,6 +499,7 @@ LIKE_OTHERS: dict[str, Callable[[], Any]] = {
 """Families whose modules are those of a family above, or nearly so: fewer tests look at them."""
 
 NOT_FUSED = (
+    *DECODERS,
     "olmoe-clipped",
     "nemotron",
     "stablelm",

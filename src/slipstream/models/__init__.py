@@ -1,9 +1,10 @@
 """Hugging Face models behind one adapter: load, attend over our cache, tap hidden states.
 
-`load_model` loads any Transformers language model whose attention goes through Transformers' attention interface;
-no model code is copied. The adapter, `CausalLM`, runs it on one packed row of tokens, and each attention layer calls
-back with its queries, keys and values (`attention`). What cannot work is refused when it is loaded, with the reason:
-recurrences that are not known (`mixers`), ALiBi. What the configuration cannot tell is tried out (`canary`).
+`load_model` loads any Transformers language model whose attention goes through Transformers' attention interface, or
+is led there; no model code is copied. The adapter, `CausalLM`, runs it on one packed row of tokens, and each attention
+layer calls back with its queries, keys and values (`attention`). What cannot work is refused when it is loaded, with
+the reason: recurrences that are not known (`mixers`), for one. What the configuration cannot tell is tried out
+(`canary`).
 
 Attention over latents, which the cache holds in the place of every head, is in `mixers.latent`.
 

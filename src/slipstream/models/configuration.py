@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from slipstream.core.model_path import names_gguf
 from slipstream.errors import ModelError
@@ -57,6 +58,7 @@ def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             )
+        _forget_numbers(model)
         model.tie_weights()
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -65,6 +67,14 @@ def meta_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
             f"no {config.model_type} model can be made of this configuration: {reason}"
         ) from None
     return as_decoder(model).eval()
+
+
+def _forget_numbers(model: nn.Module) -> None:
+    """Weights whose first numbers are a range, which is made on the CPU, go to the meta device as all others do."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and not weight.is_meta:
+                module._parameters[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
 
 
 def named(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -178,6 +179,12 @@ def original_context_length(config: Any) -> int | None:
 
 def text_config(config: Any) -> Any:
     """The language model's part of a configuration; of an encoder-decoder the decoder's."""
+    if getattr(config, "decoder_layers", None) and not is_encoder_decoder(config):  # a decoder alone
+        config = copy.deepcopy(config)
+        config.is_encoder_decoder = True  # else `get_text_config` takes the encoder's sizes for its own
+        text = config.get_text_config(decoder=True)
+        text.is_encoder_decoder = False
+        return text
     text = config.get_text_config(decoder=True)
     if text is not config and getattr(text, "num_decoder_layers", None):  # a copy, see `get_text_config`
         text.num_hidden_layers = text.num_decoder_layers

@@ -264,10 +264,17 @@ def _take_turns(benches: Seq[_Bench], limits: _Limits, survey: Survey, on_progre
 
 def _fingerprint(model: ModelIdentity) -> str:
     """Equal for equal architectures and sizes, wherever the checkpoint lies."""
-    volatile = {"_name_or_path", "transformers_version", "dtype", "architectures"}
-    values = {key: value for key, value in model.config.to_dict().items() if key not in volatile}
+    values = _lasting(model.config.to_dict())
     text = json.dumps([values, model.num_parameters], sort_keys=True, default=str)
     return f"{model.family}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _lasting(config: Any) -> Any:
+    """A configuration, and those in it, without what says nothing of the architecture."""
+    volatile = {"_name_or_path", "transformers_version", "dtype", "architectures"}
+    if not isinstance(config, dict):
+        return config
+    return {key: _lasting(value) for key, value in config.items() if key not in volatile}
 
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:

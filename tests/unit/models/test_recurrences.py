@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.kv.state import SPARE_ROWS, StatePool, StateRoom, state_bytes
+from slipstream.models import load_model
 from slipstream.models.mixers.base import CellPass
 from slipstream.models.mixers.native import NativeWalk
 from slipstream.models.mixers.registry import recurrences
 from slipstream.models.rows import RowGroup
 from tests.kit.marks import needs_kernels
+from tests.parity.tiny_models import RECURRENT, save_tiny
 
 NUM_ROWS, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 23, 24, 12, 7, 10
 """Widths that fill no vector."""
@@ -171,3 +175,19 @@ def test_a_tree_of_twelve_nodes_takes_a_fifth_of_a_state_for_each_node() -> None
     assert state_bytes(shapes) == 4 * (32 * 128 * 128 + 3 * 8192)
     held = StateRoom(1, 0, 12 + SPARE_ROWS).num_bytes(shapes)
     assert held <= 13 * state_bytes(shapes) / 5
+
+
+def test_a_layer_that_calls_a_recurrence_less_or_more_often_than_it_was_tried_out_is_refused(
+    tmp_path: Path,
+) -> None:
+    lm = load_model(str(save_tiny(RECURRENT["zamba"](), tmp_path)))
+    mixers = lm.executor.mixers
+    assert {len(numbers) for numbers in mixers.numbers.values()} == {1, 2}  # a scan for each head
+    cell, numbers = next(each for each in mixers.numbers.items() if len(each[1]) == 2)
+    for calls, known in ((1, numbers[:1]), (3, [*numbers, numbers[1]])):
+        mixers.numbers[cell] = known
+        cache = lm.new_cache(64)
+        cache.accounting.open(3, [0] * 8)
+        group = RowGroup(cache.accounting.slots(3), 0, [*range(3, 8)], [4], num_certain=5, owner=3)
+        with pytest.raises(UnsupportedModelError, match=rf"called mamba_selective_scan {calls} times when"):
+            lm.forward([group], cache.pool)

@@ -1,17 +1,26 @@
 """Layers that count the tokens before their rows by a cache's length, and not by the positions that they are given.
 
-Packed rows have no cache whose length says where they are. So such a layer gets one that knows its rows' positions.
+Packed rows have no cache whose length says where they are. So such a layer gets one that knows its rows' positions, and
+a table of positions is asked for those that the model was given.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.support import is_encoder_decoder
+
 COUNTING = frozenset({"llama4_text"})
 """Types of models whose layers do: Llama 4 scales queries by where they are in layers without a rotary embedding."""
+
+COUNTING_TABLES = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"}
+)
+"""Types of models whose table of positions does: decoders of encoder-decoders that are used without the encoder."""
 
 
 class _Count:
@@ -55,16 +64,42 @@ class LengthProbe:
         return key, value
 
 
+class _Table:
+    """Asks a model's table of positions for those that the model is given."""
+
+    def __init__(self, model: Any) -> None:
+        self._positions: Tensor | None = None
+        table = model.get_decoder().embed_positions
+        table.forward = partial(self._embed, table.forward)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, _: nn.Module, __: Any, keywords: dict[str, Any]) -> None:
+        given = keywords.get("position_ids")
+        self._positions = None if given is None else given[0]
+
+    def _end(self, *_: Any) -> None:
+        self._positions = None
+
+    def _embed(self, embed: Any, *inputs: Any, **keywords: Any) -> Any:
+        if self._positions is not None:
+            keywords["position_ids"] = self._positions
+        return embed(*inputs, **keywords)
+
+
 def needs_positions(model: Any) -> bool:
     """Whether `pass_positions` does something for a model."""
     return model.config.model_type in COUNTING
 
 
 def pass_positions(model: Any) -> None:
-    """Let the layers of `model` count by the positions that they are given, where its type is in `COUNTING`.
+    """Let the layers of `model` count by the positions that they are given, where its type is in `COUNTING`, and its
+    table, where it is in `COUNTING_TABLES`.
 
     Passes have one row of tokens then, [1, N].
     """
+    if model.config.model_type in COUNTING_TABLES and not is_encoder_decoder(model.config):
+        _Table(model)
     if needs_positions(model):
         for layer in model.model.layers:
             layer.register_forward_pre_hook(_with_count, with_kwargs=True)

@@ -191,10 +191,18 @@ class Executor(ABC):
 
     @classmethod
     def packed_groups(cls, model: Any) -> list[list[nn.Linear | GroupedLinear]]:
-        """The linear layers of a model, loaded or not, that it packs, together where it packs them as one."""
+        """The linear layers of a model, loaded or not, that it packs, together where it packs them as one. Of layers
+        that share their weights it is the first."""
         own = {id(part) for part in latent_projections(model)}
-        linears = (part for part in model.modules() if id(part) not in own)
-        return [[part] for part in linears if type(part) is nn.Linear or isinstance(part, GroupedLinear)]
+        linears: dict[object, nn.Linear | GroupedLinear] = {}
+        for part in model.modules():
+            if type(part) is nn.Linear and id(part) not in own:
+                linears.setdefault(
+                    (id(part.weight), id(part.bias), part is model.get_output_embeddings()), part
+                )
+            elif isinstance(part, GroupedLinear) and id(part) not in own:
+                linears[part] = part
+        return [[part] for part in linears.values()]
 
     @classmethod
     def adapter_bytes(cls, model: Any, is_native: bool) -> int:
