@@ -270,8 +270,46 @@ def check_logits(lm: CausalLM, expected: Tensor, far: Sequence[int] = ()) -> Non
         )
         raise unsupported(
             lm.config,
-            f"{fault}: over a dozen rows the logits differ from Transformers' by {float(error):.2g} of their spread",
+            f"{fault}: over a dozen rows the logits differ from Transformers' by {float(error):.2g} of their spread"
+            f"{'' if decodes else _first_wrong(lm)}",
         )
+
+
+def _first_wrong(lm: CausalLM) -> str:
+    """Which layer is the first that differs over the trial text as a chain, and what it would need, for a message."""
+    ids, num_layers = lm.trial_tokens(), text_config(lm.config).num_hidden_layers
+    found = None
+    with contextlib.suppress(Exception), torch.inference_mode():  # many families record no layers
+        with attention_implementation(lm.model, "eager"):
+            row = torch.tensor([ids], device=lm.device)
+            stock = lm.model(
+                input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, output_hidden_states=True
+            ).hidden_states
+        pool, slots = lm.trial_cache(len(ids))
+        rows = RowGroup(slots, 0, ids, [], owner=0)
+        ours = lm.forward([rows], pool, range(1, num_layers + 1)).hidden
+        tolerance = TOLERANCE.get(lm.dtype, TOLERANCE[torch.bfloat16])
+        wrong = (
+            layer for layer in ours if not float(_errors(ours[layer], stock[layer][0]).max()) <= tolerance
+        )
+        found = next(wrong, 0)
+    if found is None:
+        return ""
+    if not found:
+        return (
+            ", though not in one pass over a chain of tokens; a layer seems to keep more of a text than keys and "
+            "values of each token, which would need a recurrence that is known"
+        )
+    found -= 1
+    if len(lm.shapes) > num_layers:
+        return (
+            f"; layer {found} is the first, where scores of an indexer may tie: Transformers leaves open which of "
+            "equal ones it takes, and would have to take the earlier token's"
+        )
+    return (
+        f"; layer {found} is the first, and would have to take positions as they are given and to leave all that "
+        "depends on other tokens to Transformers' attention interface"
+    )
 
 
 def _num_near_rows(errors: Tensor, far: Sequence[int]) -> int:

@@ -106,6 +106,11 @@ def slipstream_attention(
     )
     _refuse_mixed(variant)
     if isinstance(slipstream_pass, LayerProbe):
+        if layer in slipstream_pass.shapes:
+            raise UnsupportedAttention(
+                f"its layer {layer} attends more than once in a pass, which would need a place in the cache for each "
+                "time"
+            )
         output = slipstream_pass.attend(layer, query, key, value, variant, attention_mask)
         return (output if latent is None else output.new_zeros(*output.shape[:3], latent.v_head_dim)), None
     if attention_mask is not None:
