@@ -295,19 +295,19 @@ def _first_wrong(lm: CausalLM) -> str:
         found = next(wrong, 0)
     if found is None:
         return ""
+    if len(lm.shapes) > num_layers:
+        place = f"; layer {found - 1} is the first" if found else "; in one of its layers"
+        return (
+            f"{place}, where scores of an indexer may tie: Transformers leaves open which of equal ones it takes, and "
+            "would have to take the earlier token's"
+        )
     if not found:
         return (
             ", though not in one pass over a chain of tokens; a layer seems to keep more of a text than keys and "
             "values of each token, which would need a recurrence that is known"
         )
-    found -= 1
-    if len(lm.shapes) > num_layers:
-        return (
-            f"; layer {found} is the first, where scores of an indexer may tie: Transformers leaves open which of "
-            "equal ones it takes, and would have to take the earlier token's"
-        )
     return (
-        f"; layer {found} is the first, and would have to take positions as they are given and to leave all that "
+        f"; layer {found - 1} is the first, and would have to take positions as they are given and to leave all that "
         "depends on other tokens to Transformers' attention interface"
     )
 
