@@ -29,10 +29,10 @@ _ENDS = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 3, "eos
 
 
 def _t5(config: Any, model: Any, **options: Any) -> Any:
-    sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+    sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
     buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return model(config(vocab_size=VOCAB, **sizes, **buckets, **ends, **options))
+    return model(config(vocab_size=VOCAB, **sizes | buckets | ends | options))
 
 
 def _bart(config: Any, model: Any, **options: Any) -> Any:
@@ -65,7 +65,8 @@ def _whisper() -> Any:
 
 
 FAMILIES: dict[str, Any] = {
-    "t5": lambda: _t5(tf.T5Config, tf.T5ForConditionalGeneration),
+    # As most: its encoder has as many layers as its decoder.
+    "t5": lambda: _t5(tf.T5Config, tf.T5ForConditionalGeneration, num_layers=3),
     "flan": lambda: _t5(
         tf.T5Config, tf.T5ForConditionalGeneration, feed_forward_proj="gated-gelu", tie_word_embeddings=False
     ),

@@ -83,14 +83,14 @@ class AutoDrafter(DrafterGroup):
         return Footprint.joined(members, DrafterTraits.joined([member.traits for member in members]))
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
-        context, usual = replace(context, is_priced=True), _usual(context)
+        configs, priced = options.configs() or _usual(context), replace(context, is_priced=True)
         try:
-            super().__init__(options, context, options.configs() or usual)
+            super().__init__(options, priced, configs)
         except ConfigError as error:
-            if options.drafters is not None or len(usual) == 1:
+            if options.drafters is not None or len(configs) == 1:
                 raise
-            log.info("auto drafts with %s alone: %s", usual[0].method, error)
-            super().__init__(options, context, usual[:1])
+            log.info("auto drafts with %s alone: %s", configs[0].method, error)
+            super().__init__(options, priced, configs[:1])
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The first drafter's proposals: outside an engine no policy chooses."""
