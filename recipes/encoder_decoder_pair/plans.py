@@ -32,7 +32,7 @@ class Plan:
 
 PLANS = {
     "t5": {
-        "target": Plan(Shape(1, 2, 64, 128, 2), 2000),
+        "target": Plan(Shape(1, 2, 64, 128, 2), 6000),
         "draft": Plan(Shape(1, 1, 64, 128, 2), 2000, enough=0.97),
     },
     "whisper": {
