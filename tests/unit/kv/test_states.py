@@ -7,6 +7,7 @@ convolution's.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -224,10 +225,13 @@ class History:
             assert self.layer.accounting.integrity() == []
 
 
+NUM_STEPS = int(os.environ.get("SLIPSTREAM_HISTORY_STEPS", "800"))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_every_row_sees_the_state_of_its_own_text(seed: int) -> None:
     history = History(seed)
-    history.run(800)
+    history.run(NUM_STEPS)
     assert history.num_rows > 3000
     assert history.num_reused > 100
     assert history.num_failed > 5
