@@ -128,7 +128,9 @@ def measured(family: str, options: argparse.Namespace, kept: Kept) -> dict[str, 
     """Everything of one family."""
     folder = options.pairs / family
     source = folder / "target"
-    times = options.hidden_size // AutoConfig.from_pretrained(source).d_model
+    times, rest = divmod(options.hidden_size, AutoConfig.from_pretrained(source).d_model)
+    if rest or not times:
+        raise SystemExit(f"--hidden-size {options.hidden_size} is no multiple of the width of {source}")
     target = enlarged(source, Growth(times, options.decoder_layers, options.intermediate_size))
     stock = Stock(folder / "target")
     asked = TASKS[family]().held_out(options.prompts)

@@ -79,6 +79,7 @@ class Records:
 
     def model(self, shape: Shape) -> Any:
         """A T5 of fresh weights."""
+        ends: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
         return T5ForConditionalGeneration(
             T5Config(
                 vocab_size=len(self.tokenizer),
@@ -89,9 +90,7 @@ class Records:
                 num_decoder_layers=shape.num_decoder_layers,
                 num_heads=shape.num_heads,
                 dropout_rate=0.0,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-                eos_token_id=1,
+                **ends,
             )
         )
 

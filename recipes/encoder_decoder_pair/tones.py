@@ -122,7 +122,7 @@ class Tones:
             )
         )
         align(model)
-        settings = GenerationConfig(**ends, decoder_start_token_id=start)
+        settings: Any = GenerationConfig(**ends, decoder_start_token_id=start)
         settings.no_timestamps_token_id, settings.is_multilingual = no_times, False
         model.generation_config = settings
         return model

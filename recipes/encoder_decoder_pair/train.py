@@ -70,7 +70,7 @@ def _optimizers(model: Any, plan: Plan) -> list[torch.optim.Optimizer]:
         for part in model.modules()
         if isinstance(part, nn.Linear) and part is not model.get_output_embeddings()
     )
-    matrices = [part.weight for part in parts]
+    matrices: Any = [part.weight for part in parts]
     taken = {id(matrix) for matrix in matrices}
     rest = [each for each in model.parameters() if id(each) not in taken and each.requires_grad]
     return [
