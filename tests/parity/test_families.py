@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.kv.cache import KVCache
 from slipstream.kv.state import StateRoom
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.attention.own_forward import OWN_FORWARDS
+from slipstream.models.attention.own_forward import FORWARDS
 from slipstream.models.executor.cpu_kernels import CpuKernels
 
 TOLERANCE = 1e-4
@@ -338,7 +338,7 @@ def test_families_like_others(family: str, tmp_path_factory: pytest.TempPathFact
     test_draft_tree_and_commit(pair, [range(-1, 7)])
 
 
-@pytest.mark.parametrize("family", sorted(OWN_FORWARDS))
+@pytest.mark.parametrize("family", sorted(FORWARDS))
 def test_families_whose_layers_get_a_forward_of_ours(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -25,7 +25,7 @@ CASES += [
     ("qwen3-moe", "int4"),
     ("gpt-oss-odd", "int8"),
 ]
-CASES += [(name, None) for name in ("bloom", "mpt", "gpt-neo", "bart", "zamba", "zamba2")]
+CASES += [(name, None) for name in ("bloom", "mpt", "gpt-neo", "bart", "zamba", "zamba2", "dbrx")]
 
 
 @pytest.mark.parametrize(("name", "quantization"), CASES)

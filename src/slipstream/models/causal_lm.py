@@ -65,6 +65,7 @@ class CausalLM(ModelIdentity):
         self.shapes = tuple(given.probed.shapes)
         self.states = tuple(given.probed.states)
         self.encoded_shapes = given.probed.encoded_shapes
+        self.has_biases = given.probed.has_biases
         self.num_encoded = 1
         """Of how many sequences its caches hold what an encoder has made of their inputs."""
         self.vocab_size = given.probed.vocab_size

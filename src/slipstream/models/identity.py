@@ -35,6 +35,8 @@ class ModelIdentity(ABC):
     """What its recurrent layers keep of a sequence; empty for a model without any."""
     encoded_shapes: tuple[LayerShape, ...] = ()
     """What each layer keeps of a position of an encoder's output; empty for a model without an encoder."""
+    has_biases: bool = False
+    """Whether attention adds what depends on how far behind a row an entry lies, which PyTorch computes."""
     vocab_size: int
     """Width of the logits."""
     context_length: int

@@ -104,6 +104,7 @@ class ModelOutline(ModelIdentity):
     executor: str = AUTO
     """The name under which what computes it was requested."""
     encoded_shapes: tuple[LayerShape, ...] = ()
+    has_biases: bool = False
 
     @property
     def kernels(self) -> str:
@@ -315,6 +316,7 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         model=seen.model,
         shapes=tuple(seen.probed.shapes),
         encoded_shapes=seen.probed.encoded_shapes,
+        has_biases=seen.probed.has_biases,
         vocab_size=seen.probed.vocab_size,
         context_length=context_length(seen.config, options.max_model_len),
         dtype=seen.dtype,

@@ -227,13 +227,17 @@ def _stored_bytes_per_weight(config: Any) -> float:
     return float(torch.float32.itemsize if stored is None else stored.itemsize)
 
 
+_READING_CHOICES = frozenset({"dbrx"})
+"""Types of models whose code asks which experts the rows have chosen, of numbers that the meta device has not."""
+
+
 def probed_outline(model: Any, backend: AttentionBackend) -> Probed:
     """What a pass over two rows tells of a model that is not loaded.
 
     Arithmetic on the meta device imports PyTorch's compiler and SymPy. Where the pass multiplies with none of the large
     weights (see `unread`), they are zeros on the CPU instead.
     """
-    reads_none = has_only_plain_matrices(model)
+    reads_none = has_only_plain_matrices(model) or model.config.model_type in _READING_CHOICES
     with silenced(), unused_deferred(), _weights_of_zeros(model) if reads_none else contextlib.nullcontext():
         return probe_layers(model, backend, Mixers(model, recurrences()))
 

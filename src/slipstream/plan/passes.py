@@ -79,6 +79,8 @@ class PassSizes:
     """Numbers of a token's latent, where the CPU kernels attend over latents; see `models.mixers.latent`."""
     in_kernels: bool = False
     """Whether the CPU kernels attend in the layers of a model that is not fused."""
+    has_biases: bool = False
+    """Whether attention adds a bias, which PyTorch does."""
 
     @classmethod
     def of(cls, model: ModelIdentity) -> PassSizes:
@@ -108,7 +110,8 @@ class PassSizes:
             num_inputs=input_width * len(model.shapes),
             input_width=input_width,
             latent=_latent(widest) if model.is_native else 0,
-            in_kernels=model.backend.in_kernels,
+            in_kernels=model.backend.in_kernels and not model.has_biases,
+            has_biases=model.has_biases,
         )
 
     def row_bytes(self) -> int:
@@ -176,6 +179,10 @@ class PassSizes:
                 self._attention_bytes(*heads, num_rows, num_tokens, num_threads) for heads in self.heads
             )
             return max(of_layers, default=0)
+        if (
+            self.has_biases
+        ):  # distances in 64 bits; of each head what is added to scores, masked and not, and the scores
+            return min(num_rows, num_tokens) * num_tokens * (2 * 8 + 4 * self.num_heads * self.itemsize)
         rows = min(num_rows, num_tokens) * max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return rows * num_tokens * (1 + self.itemsize)  # the mask, as it is made and as it is added
 

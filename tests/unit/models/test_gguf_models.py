@@ -474,6 +474,18 @@ HUGE = 2**31
         ("llama", {"embedding_length": ["x" * 99]}, {}, "llama.embedding_length is 'xxxx"),
         ("granite", {"attention.scale": "x"}, {}, "granite.attention.scale is 'x'; it must be a number"),
         ("granite", {"logit_scale": float("inf")}, {}, "granite.logit_scale is inf; it must be a number"),
+        (
+            "granite",
+            {"rope.scaling.finetuned": False},
+            {},
+            "rotates no positions (granite.rope.scaling.finetuned",
+        ),
+        (
+            "llama",
+            {"rope.scaling.attn_factor": 2.0},
+            {},
+            "multiplies attention by 2 (rope.scaling.attn_factor)",
+        ),
         ("phi3", {"rope.dimension_count": "x"}, {}, "phi3.rope.dimension_count is 'x'"),
         ("qwen3moe", {"expert_used_count": 6}, {}, "uses more experts for a token than the 5 that it has"),
     ],

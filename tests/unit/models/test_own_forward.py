@@ -74,7 +74,7 @@ def test_sums_of_slices_are_refused(tmp_path: Path) -> None:
 def test_classes_that_are_looked_up_by_name_are_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_forward, "OWN_FORWARDS", frozenset())
+    monkeypatch.setattr(own_forward, "FORWARDS", {})
     with pytest.raises(UnsupportedModelError, match="does not go through the attention interface"):
         load_model(checkpoint("gpt-neo", tmp_path))
 

@@ -17,6 +17,7 @@ from slipstream.draft.combine.merging import text_of
 from slipstream.draft.combine.rules import PlanRule, read_rules
 from slipstream.draft.footprint import Footprint
 from slipstream.draft.model.self_model import DRAFT_FORMAT, copy_pays
+from slipstream.draft.model.shared_kv import check_shares
 from slipstream.draft.proposers.proposal_shape import ShapeOptions
 from slipstream.draft.registry import validate
 from slipstream.draft.traits import DrafterTraits
@@ -83,14 +84,7 @@ class AutoDrafter(DrafterGroup):
         return Footprint.joined(members, DrafterTraits.joined([member.traits for member in members]))
 
     def __init__(self, options: AutoOptions, context: DraftContext) -> None:
-        configs, priced = options.configs() or _usual(context), replace(context, is_priced=True)
-        try:
-            super().__init__(options, priced, configs)
-        except ConfigError as error:
-            if options.drafters is not None or len(configs) == 1:
-                raise
-            log.info("auto drafts with %s alone: %s", configs[0].method, error)
-            super().__init__(options, priced, configs[:1])
+        super().__init__(options, replace(context, is_priced=True), options.configs() or _usual(context))
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The first drafter's proposals: outside an engine no policy chooses."""
@@ -118,13 +112,13 @@ def _as_chain(config: SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _usual(context: DraftContext) -> list[SpeculativeConfig]:
-    """What needs no draft model, and can run as far as the target's outline tells."""
+    """What needs no draft model and can run with the target."""
     suffix = SpeculativeConfig("suffix")
-    if not copy_pays(DRAFT_FORMAT, context):
+    if context.known_target is None or not copy_pays(DRAFT_FORMAT, context):
         return [suffix]
-    skipping = SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT})
     try:
-        member_footprints([skipping], context)
-    except ConfigError:
+        check_shares("layer_skip", context.known_target)
+    except ConfigError as error:
+        log.info("auto drafts with suffix alone: %s", error)
         return [suffix]
-    return [suffix, skipping]
+    return [suffix, SpeculativeConfig("layer_skip", options={"quantization": DRAFT_FORMAT})]

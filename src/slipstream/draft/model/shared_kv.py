@@ -110,7 +110,7 @@ def shared_kv_footprint(
     Raises `ConfigError` as `check_copy` does.
     """
     if context.target_outline is not None:
-        _check_target(what, context.target_outline)
+        _check_states(what, context.target_outline)
     if quantization is not None:
         check_copy(what, quantization, context)
     copies = [] if quantization is None else [target_copy(quantization, context.engine_config, context.dtype)]
@@ -167,13 +167,17 @@ def chosen_layers(
     return layers
 
 
-def _check_target(what: str, target: ModelOutline) -> None:
-    """Raise `ConfigError` for a target that is not loaded, and some of whose layers cannot run alone in its cache."""
+def check_shares(what: str, target: ModelIdentity) -> None:
+    """Raise `ConfigError` for a target, loaded or not, in whose cache some of its layers cannot run alone."""
     _check_states(what, target)
+    if isinstance(target, CausalLM):
+        target.check_layers()
+        return
+    assert isinstance(target, ModelOutline)
     if not target.is_fused and find_layers(target.model, target.num_layers) is None:
         raise ConfigError(
-            f"{what} runs some of the target's layers, and {target.family}'s are not in one list of modules; "
-            "draft with another model"
+            f"{what} runs some of the target's layers, and {target.family}'s are not in one list of modules; draft "
+            "with another model"
         )
 
 

@@ -149,6 +149,11 @@ class Probed:
     encoded_shapes: tuple[LayerShape, ...] = ()
     """What each layer keeps of a position of an encoder's output; empty for a model without an encoder."""
 
+    @property
+    def has_biases(self) -> bool:
+        """Whether a layer adds what depends on how far behind a row an entry lies."""
+        return any(variant.bias is not None for variant in self.variants)
+
 
 class AttentionPass(ABC):
     """One pass's attention, over the rows and the pool that it was prepared for."""

@@ -88,7 +88,7 @@ class _Table:
 
 
 def needs_positions(model: Any) -> bool:
-    """Whether `pass_positions` does something for a model."""
+    """Whether layers of a model count tokens by a cache's length; see `COUNTING`."""
     return model.config.model_type in COUNTING
 
 

@@ -36,7 +36,7 @@ class NativeLayersAttention(PackedAttention):
 
 
 class NativeLayersBackend(PackedBackend):
-    """The CPU kernels attend where Transformers' code runs. Rows of one text have the same bits in any pass."""
+    """The CPU kernels attend where Transformers' code runs. What they attend to a row has the same bits in any pass."""
 
     in_kernels = True
 

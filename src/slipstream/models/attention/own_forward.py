@@ -17,9 +17,6 @@ from slipstream.models.attention.base import ATTENTION_NAME, LayerProbe
 from slipstream.models.attention.hook import current_pass, slipstream_attention
 from slipstream.models.support import unsupported
 
-OWN_FORWARDS = frozenset({"bloom", "gpt_neo", "mpt"})
-"""Types of models whose attention layers are led to the hook."""
-
 
 class LinearBias:
     """ALiBi: each head takes off its slope for every position that an entry lies behind a row (Press et al.,
@@ -39,26 +36,22 @@ class LinearBias:
 
 def loads_with(config: Any, implementation: str) -> str:
     """The name of the attention that a model is made with, where `implementation` is the one that it runs with."""
-    return (
-        "eager" if config.model_type in OWN_FORWARDS and implementation == ATTENTION_NAME else implementation
-    )
+    return "eager" if config.model_type in FORWARDS and implementation == ATTENTION_NAME else implementation
 
 
 def lead_forwards(model: Any) -> None:
-    """Lead the attention layers of `model` to the hook, where its type is in `OWN_FORWARDS`."""
-    if model.config.model_type not in OWN_FORWARDS:
+    """Lead the attention layers of `model` to the hook, where they compute everything by themselves."""
+    if model.config.model_type not in FORWARDS:
         return
-    make = _FORWARDS[model.config.model_type]
+    layer, make = FORWARDS[model.config.model_type]
     attend = make(model)
     for module in model.modules():
-        if type(module).__name__ in _CLASSES:
+        if type(module).__name__ == layer:
             module.forward = partial(_attend, module, module.forward, attend)
     # Its classes know no other attention; a name of ours only says which masks are made.
     model.set_attn_implementation = partial(setattr, model.config, "_attn_implementation")
     model.set_attn_implementation(ATTENTION_NAME)
 
-
-_CLASSES = frozenset({"BloomAttention", "GPTNeoSelfAttention", "MptAttention"})
 
 _Attend = Callable[..., tuple[Tensor, None]]
 """A layer's forward in a pass of ours."""
@@ -160,4 +153,9 @@ def _gpt_neo(_: Any) -> _Attend:
     return attend
 
 
-_FORWARDS: dict[str, Callable[[Any], _Attend]] = {"bloom": _bloom, "gpt_neo": _gpt_neo, "mpt": _mpt}
+FORWARDS: dict[str, tuple[str, Callable[[Any], _Attend]]] = {
+    "bloom": ("BloomAttention", _bloom),
+    "gpt_neo": ("GPTNeoSelfAttention", _gpt_neo),
+    "mpt": ("MptAttention", _mpt),
+}
+"""Type of a model to the class of its attention layers, and what makes their forward in a pass of ours."""

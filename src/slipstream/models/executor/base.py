@@ -30,6 +30,7 @@ from slipstream.models.files.stored import StoredEmbedding, quantised_layers
 from slipstream.models.layer_check import LayerCheck
 from slipstream.models.linear.formats import WeightFormat
 from slipstream.models.linear.grouped import GroupedLinear
+from slipstream.models.linear.packing import shared_weights
 from slipstream.models.mixers.base import Mixers
 from slipstream.models.mixers.latent import latent_projections
 from slipstream.models.weight_check import WeightCheck
@@ -197,9 +198,7 @@ class Executor(ABC):
         linears: dict[object, nn.Linear | GroupedLinear] = {}
         for part in model.modules():
             if type(part) is nn.Linear and id(part) not in own:
-                linears.setdefault(
-                    (id(part.weight), id(part.bias), part is model.get_output_embeddings()), part
-                )
+                linears.setdefault(shared_weights(part, model.get_output_embeddings()), part)
             elif isinstance(part, GroupedLinear) and id(part) not in own:
                 linears[part] = part
         return [[part] for part in linears.values()]

@@ -30,9 +30,6 @@ def _multipliers(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-GRANITE = GgufArchitecture("granite", NORMS | ATTENTION | MLP, rotates_neighbours=True, more=_multipliers)
-
-
 _MAMBA = {
     **{f"ssm_{part}": f"mamba.{name}" for part, name in (("in", "in_proj"), ("out", "out_proj"))},
     **{f"ssm_{part}": f"mamba.{part}" for part in ("conv1d", "norm")},
@@ -94,6 +91,18 @@ def _shared_size(keys: Keys) -> int:
     """Inner numbers of the MLP that every token takes: without experts, a plain one."""
     own = "expert_shared_feed_forward_length" if keys.get("expert_count") else "feed_forward_length"
     return keys.size(own)
+
+
+def _dense(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    if not keys.choice("rope.scaling.finetuned", True):
+        raise ModelError(
+            f"{keys.file.path!r} rotates no positions (granite.rope.scaling.finetuned is false), and Transformers' "
+            "Granite rotates all"
+        )
+    return _multipliers(keys, sizes)
+
+
+GRANITE = GgufArchitecture("granite", NORMS | ATTENTION | MLP, rotates_neighbours=True, more=_dense)
 
 
 def _hybrid(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -253,6 +253,11 @@ def _llama4_shapes(keys: Keys, sizes: Mapping[str, Any], layer: int) -> dict[str
 def _llama4(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """How scores grow along the text no key says: Transformers' own numbers are llama.cpp's."""
     number, layers = keys.size("expert_count"), range(sizes["num_hidden_layers"])
+    whole = sizes["head_dim"]
+    if keys.size("rope.dimension_count", whole) != whole:
+        raise ModelError(
+            f"{keys.file.path!r} rotates a part of a head's {whole} numbers; Llama 4 rotates all"
+        )
     rotated = [int((layer + 1) % _LLAMA4_INTERVAL != 0) for layer in layers]
     return {
         "intermediate_size": keys.size("expert_feed_forward_length"),

@@ -45,14 +45,19 @@ def rope_parameters(file: Gguf, head_dim: int) -> dict[str, Any]:
             f"{file.path!r} has rotary positions of kind {kind!r:.40}, which the file does not tell in Transformers' "
             "terms"
         )
+    times = _number(file, "scaling.attn_factor") or 1.0
+    if times != 1 and kind != "yarn":
+        raise ModelError(
+            f"{file.path!r} multiplies attention by {times:g} (rope.scaling.attn_factor), which Transformers does with "
+            f"positions of the kind 'yarn' alone, and these are of kind {kind!r}"
+        )
     if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     original = _original(file) or file.fields.get(f"{file.architecture}.context_length")
     betas = {name: _number(file, f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-    times = _number(file, "scaling.attn_factor")
-    if times and times != 1:
+    if times != 1:
         betas["attention_factor"] = times * (1 + 0.1 * math.log(factor))
     return {
         "rope_type": "yarn",

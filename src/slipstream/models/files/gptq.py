@@ -77,7 +77,10 @@ class GptqMatrix(GroupedMatrix):
             group = max(rows * 32 // max(self.bits, 1) // len(self._scales), 1)
             if len(self._scales) > 1 and group & (group - 1):
                 # The last group of such a layer is shorter than the others, whose size is not known.
-                raise ModelError(f"{name}: its {len(self._scales)} groups do not divide its inputs")
+                raise ModelError(
+                    f"{name}: the size of its {len(self._scales)} groups is not known, since layers differ; it is read "
+                    "where it is a power of two"
+                )
         if self.bits not in BITS:
             raise ModelError(f"{name} has {self.bits} bits: read are 2, 3, 4 and 8")
         each, words = word_run(self.bits)

@@ -20,6 +20,11 @@ _PLACE = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """The number of a layer, or of an expert, in a name."""
 
 
+def shared_weights(layer: nn.Linear, head: nn.Module | None) -> tuple[int, int, bool]:
+    """What layers of a model have in common that are packed once: their weights, and whether they are its head."""
+    return id(layer.weight), id(layer.bias), layer is head
+
+
 def pack_linears(
     module: nn.Module,
     fmt: WeightFormat,
@@ -64,7 +69,7 @@ def pack_linears(
     made: dict[tuple[int, int, bool], nn.Module] = {}  # layers that share their weights stay one
     for parent, name, child in plain:
         own = fmt.of_head() if child is head else fmt
-        key = (id(child.weight), id(child.bias), child is head)
+        key = shared_weights(child, head)
         if key not in made:
             made[key] = own.pack(_readable(child, own, native), native)
         setattr(parent, name, made[key])
