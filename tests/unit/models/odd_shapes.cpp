@@ -987,12 +987,14 @@ void check_walks(int number_of_case) {
 // A layer of latent attention, its weights, and what the rows of one text give it.
 struct LatentLayer {
   Latent latent{};
-  Exact<float> weight, queries, made;
+  Exact<float> weight, queries, asked, made;
   Exact<uint16_t> halves;
+  float cap = between(0, 1) ? 0.0f : 30.0f;
+  int64_t reach = between(0, 1) ? 0 : between(-9, 40);
 
   explicit LatentLayer(int length)
       : weight(draw_widths()), queries(numbers(size_t(length) * latent.num_heads * (latent.nope + latent.rope))),
-        made(numbers(size_t(length) * latent.width())), halves(upper_halves({weight.get(), weight.get() + weight.size})) {
+        asked(numbers(size_t(length) * latent.num_heads * latent.width())), made(numbers(size_t(length) * latent.width())), halves(upper_halves({weight.get(), weight.get() + weight.size})) {
     const int kinds[] = {FLOAT32, BFLOAT16, FLOAT16};
     latent.weight_kind = kinds[between(0, 2)];
     latent.weight = latent.weight_kind == FLOAT32 ? (const void*)weight.get() : halves.get();
@@ -1028,6 +1030,24 @@ struct LatentCache {
   }
 };
 
+// The same entries as a layer's own keys, whose first numbers are its values, for rows that have stored them.
+Exact<float> attend_by_heads(const LatentLayer& layer, const Latent& latent, LatentCache& cache, LatentScratch* scratch,
+                             const std::vector<Row>& rows, int threads) {
+  const size_t query = size_t(latent.num_heads) * latent.width();
+  Exact<float> queries(rows.size() * query), out(rows.size() * latent.num_heads * latent.rank);
+  for (size_t i = 0; i < rows.size(); ++i) std::copy_n(layer.asked.get() + rows[i].token * query, query, queries.get() + i * query);
+  LayerAttention own{};
+  own.num_rows = int(rows.size()), own.num_heads = latent.num_heads, own.num_kv_heads = 1;
+  own.key_dim = own.value_step = latent.width(), own.value_dim = latent.rank;
+  own.entry_type = latent.entry_type, own.num_slots = latent.num_slots;
+  own.scale = latent.scale, own.cap = layer.cap, own.reach = layer.reach;
+  own.queries = queries.get(), own.out = out.get(), own.sight = latent.sight;
+  own.keys = own.values = cache.entries.get(), own.key_scales = own.value_scales = cache.scales.get();
+  in_scarcity([&] { return slipstream_attend(&own, scratch, threads); });
+  take(out.get(), out.size);
+  return out;
+}
+
 // What the rows, of which `token` says which row of the text each is, give; heads' queries of a row lie side by side or not.
 std::vector<float> attend_to_latents(const LatentLayer& layer, LatentCache& cache, LatentScratch* scratch, const std::vector<Row>& rows) {
   Latent latent = layer.latent;
@@ -1057,12 +1077,18 @@ std::vector<float> attend_to_latents(const LatentLayer& layer, LatentCache& cach
   latent.num_slots = cache.num_slots;
   latent.queries = queries.get(), latent.made = made.get(), latent.out = out.get(), latent.slots = arrays[6].get();
   latent.numbers = cache.entries.get(), latent.scales = cache.scales.get();
-  latent.positions = arrays[0].get(), latent.run_begin = arrays[1].get(), latent.run_length = arrays[2].get();
-  latent.tail_begin = arrays[3].get(), latent.tail_slots = arrays[4].get(), latent.tail_positions = arrays[5].get();
+  latent.sight = {arrays[0].get(), arrays[1].get(), arrays[2].get(), arrays[3].get(), arrays[4].get(), arrays[5].get(), nullptr, nullptr};
   const int threads = between(1, 3);
   in_scarcity([&] { return slipstream_latent(&latent, scratch, threads); });
   take(out.get(), out.size);
-  return {out.get(), out.get() + out.size};
+  const Exact<float> heads = attend_by_heads(layer, latent, cache, scratch, rows, threads);
+  std::vector<float> both;
+  for (size_t i = 0; i < n; ++i) {
+    const size_t values = out.size / n, attended = heads.size / n;
+    both.insert(both.end(), out.get() + i * values, out.get() + (i + 1) * values);
+    both.insert(both.end(), heads.get() + i * attended, heads.get() + (i + 1) * attended);
+  }
+  return both;
 }
 
 // A text row by row, then in chunks beside its own beginning as another text, then its end as a path of a tree.
@@ -1071,9 +1097,9 @@ void check_latents(int number_of_case) {
   std::swap(generator, own);
   const int length = between(0, 9) ? between(2, 60) : between(2, 2 * PARTITION + 40), split = between(1, length - 1);
   const LatentLayer layer(length);
-  LatentScratch* scratch = slipstream_new_latent_scratch();
+  LatentScratch* scratch = slipstream_new_layer_scratch();
   LatentCache lone(layer.latent, length), shared(layer.latent, 3 * length);
-  const size_t width = size_t(layer.latent.num_heads) * layer.latent.value;
+  const size_t width = size_t(layer.latent.num_heads) * (layer.latent.value + layer.latent.rank);
   auto of_text = [&](int start, int position) { return Row{position, position, start + position, start, position + 1, {}, {}}; };
   std::vector<std::vector<float>> alone;
   for (int i = 0; i < length; ++i) alone.push_back(attend_to_latents(layer, lone, scratch, {of_text(0, i)}));
@@ -1101,7 +1127,7 @@ void check_latents(int number_of_case) {
   const std::vector<float> out = attend_to_latents(layer, shared, scratch, tree);
   for (size_t i = 1; i < tree.size(); i += 2)
     if (!same_bits(&out[i * width], alone[tree[i].token].data(), width)) differs("a node over latents", number_of_case);
-  slipstream_free_latent_scratch(scratch);
+  slipstream_free_layer_scratch(scratch);
   std::swap(generator, own);
 }
 
