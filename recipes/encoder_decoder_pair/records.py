@@ -28,18 +28,19 @@ CITIES = _words(
 FOODS = _words(
     "apples beans bread carrots cheese dumplings fish honey lentils noodles olives pears rice soup"
 )
+DRINKS = _words("cider cocoa coffee juice lemonade milk punch tea water wine")
 JOBS = _words("baker carpenter doctor farmer gardener judge lawyer nurse painter pilot sailor singer tailor")
 NUMBERS = _words("two three four five six seven eight nine ten eleven twelve thirteen")
 FIELDS: tuple[tuple[str, list[str], str], ...] = (
-    ("name", NAMES, "this note is about {} ."),
+    ("name", NAMES, "this is about {} ."),
     ("job", JOBS, "our friend works as {} ."),
     ("before", JOBS, "years ago it was {} ."),
     ("home", CITIES, "home lies near {} ."),
     ("born", CITIES, "mother came from {} ."),
     ("holiday", CITIES, "every summer they visit {} ."),
-    ("friend", NAMES, "their best guest remains {} ."),
+    ("friend", NAMES, "their best guest was {} ."),
     ("likes", FOODS, "lunch means plenty of {} ."),
-    ("hates", FOODS, "but nobody eats {} ."),
+    ("drinks", DRINKS, "supper comes with {} ."),
     ("rooms", NUMBERS, "we counted {} rooms ."),
     ("books", NUMBERS, "and shelves hold {} books ."),
 )
