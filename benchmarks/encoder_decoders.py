@@ -55,7 +55,7 @@ HEAD = (
 
 
 def enlarged(source: Path, growth: Growth) -> Path:
-    """The enlarged target beside its source, made if it is not there yet."""
+    """The enlarged target in the folder of its source, made if it is not there yet."""
     sizes = growth.times_wider, growth.decoder_layers, growth.intermediate_size
     folder = source.with_name("-".join(map(str, (source.name, *sizes))))
     if not (folder / "config.json").is_file():
@@ -133,8 +133,8 @@ def measured(family: str, options: argparse.Namespace, kept: Kept) -> dict[str, 
         raise SystemExit(f"--hidden-size {options.hidden_size} is no multiple of the width of {source}")
     target = enlarged(source, Growth(times, options.decoder_layers, options.intermediate_size))
     stock = Stock(folder / "target")
-    asked = TASKS[family]().held_out(options.prompts)
-    cells = [f"{family}, prompt {number + 1}" for number in range(len(asked))]
+    held_out = TASKS[family]().held_out(options.prompts)
+    cells = [f"{family}, prompt {number + 1}" for number in range(len(held_out))]
     sizes = kept.get(f"{family}, sizes") if kept.has(f"{family}, sizes") else None
     if sizes is None or not all(map(kept.has, cells)):
         engines = loaded(target, folder / "draft", options)
@@ -144,9 +144,9 @@ def measured(family: str, options: argparse.Namespace, kept: Kept) -> dict[str, 
             f"{family}, sizes", {"decoder_parameters": reads.number, "pass_bytes": reads.num_bytes}
         )
         for llm in engines.values():
-            answered(llm, asked[0][0], options.max_tokens)  # warms up
+            answered(llm, held_out[0][0], options.max_tokens)  # warms up
     pairs: list[dict[str, Any]] = []
-    for turn, (cell, (prompt, text)) in enumerate(zip(cells, asked, strict=True)):
+    for turn, (cell, (prompt, text)) in enumerate(zip(cells, held_out, strict=True)):
         if not kept.has(cell):
             rows = {
                 name: answered(engines[name], prompt, options.max_tokens)
@@ -154,7 +154,7 @@ def measured(family: str, options: argparse.Namespace, kept: Kept) -> dict[str, 
             }
             kept.put(cell, {**rows, "stock": stock.text(prompt, options.max_tokens), "right": text})
         pairs.append(kept.get(cell))
-        say(f"{cell} of {len(asked)}: {_ratio(pairs[-1]):.2f} times as fast")
+        say(f"{cell} of {len(held_out)}: {_ratio(pairs[-1]):.2f} times as fast")
     return {**sizes, "num_target_layers": options.decoder_layers, **summary(pairs), "pairs": pairs}
 
 
@@ -218,7 +218,7 @@ Whole requests, the encoder included, one at a time and greedy, up to {settings[
 weights in {settings["quantization"] or "float32"}. Each prompt is answered without and with the draft, one right \
 after the other, which first in turn. *Times as fast* is the median of these pairs' ratios with its interval by \
 bootstrap, *drafting* the draft's share of the time. *As Transformers* compares with the unexpanded target's text by \
-Transformers' `generate`, *right* with what was asked for. Other programs used {origin["cores_in_use_before"]:.2f} \
+Transformers' `generate`, *right* with the reference text. Other programs used {origin["cores_in_use_before"]:.2f} \
 cores as it began{": the machine was loaded, and seconds are not those of a quiet one" if origin["is_loaded"] else ""}.
 
 {where(origin)}.

@@ -103,8 +103,8 @@ class Records:
             if not is_held_out(record):
                 drawn.append((record, text))
         given = self.tokenizer([record for record, _ in drawn], padding=True, return_tensors="pt")
-        asked = self.tokenizer([text for _, text in drawn], padding=True, return_tensors="pt")
-        labels = asked.input_ids.masked_fill(asked.attention_mask == 0, -100)
+        texts = self.tokenizer([text for _, text in drawn], padding=True, return_tensors="pt")
+        labels = texts.input_ids.masked_fill(texts.attention_mask == 0, -100)
         return {"input_ids": given.input_ids, "attention_mask": given.attention_mask, "labels": labels}
 
     def held_out(self, count: int) -> list[tuple[Any, str]]:

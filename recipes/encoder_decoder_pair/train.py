@@ -47,8 +47,8 @@ def train(task: Task, plan: Plan, name: str, seed: int = 0) -> Any:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        asked = batch["labels"] >= 0
-        right.append(float((output.logits.argmax(-1) == batch["labels"])[asked].float().mean()))
+        is_labelled = batch["labels"] >= 0
+        right.append(float((output.logits.argmax(-1) == batch["labels"])[is_labelled].float().mean()))
         is_done = step + 1 == plan.num_steps or mean(right[-ENOUGH_BATCHES:]) >= plan.enough
         if is_done or time.monotonic() - logged >= LOG_EVERY_S:
             logged = time.monotonic()

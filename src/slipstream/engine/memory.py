@@ -158,7 +158,7 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class _HeldBeside:
-    """What the cache's memory holds beside keys and values."""
+    """What the cache's memory holds besides keys and values."""
 
     state_bytes: int
     num_state_copies: int

@@ -228,7 +228,7 @@ def _stored_bytes_per_weight(config: Any) -> float:
 
 
 _READING_CHOICES = frozenset({"dbrx"})
-"""Types of models whose code asks which experts the rows have chosen, of numbers that the meta device has not."""
+"""Types of models whose code reads which experts the rows have chosen, numbers that the meta device does not have."""
 
 
 def probed_outline(model: Any, backend: AttentionBackend) -> Probed:

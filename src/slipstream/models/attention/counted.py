@@ -1,7 +1,7 @@
 """Layers that count the tokens before their rows by a cache's length, and not by the positions that they are given.
 
 Packed rows have no cache whose length says where they are. So such a layer gets one that knows its rows' positions, and
-a table of positions is asked for those that the model was given.
+a table of positions is read at those that the model was given.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LengthProbe:
 
 
 class _Table:
-    """Asks a model's table of positions for those that the model is given."""
+    """Reads a model's table of positions at those that the model is given."""
 
     def __init__(self, model: Any) -> None:
         self._positions: Tensor | None = None

@@ -1,6 +1,6 @@
 """Attention layers that do not say which layer of a model they are in: they get the number that their name has.
 
-Zamba's blocks of attention share their weights, and are told their layer with every call.
+Zamba's blocks of attention share their weights, and get the number of their layer with every call.
 """
 
 from __future__ import annotations

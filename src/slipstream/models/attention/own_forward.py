@@ -128,7 +128,7 @@ def _mpt(model: Any) -> _Attend:
 
 
 def _with_a_mask(module: Any, given: tuple[Any, ...], others: dict[str, Any]) -> Any:
-    """The model asks for the type of its mask, where a pass of ours has none."""
+    """The model reads the type of its mask, where a pass of ours has none."""
     if current_pass() is not None and module.config._attn_implementation == ATTENTION_NAME:
         others = {**others, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
     return given, others

@@ -93,7 +93,7 @@ def _shared_size(keys: Keys) -> int:
     return keys.size(own)
 
 
-def _dense(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _rotated(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     if not keys.choice("rope.scaling.finetuned", True):
         raise ModelError(
             f"{keys.file.path!r} rotates no positions (granite.rope.scaling.finetuned is false), and Transformers' "
@@ -102,7 +102,7 @@ def _dense(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return _multipliers(keys, sizes)
 
 
-GRANITE = GgufArchitecture("granite", NORMS | ATTENTION | MLP, rotates_neighbours=True, more=_dense)
+GRANITE = GgufArchitecture("granite", NORMS | ATTENTION | MLP, rotates_neighbours=True, more=_rotated)
 
 
 def _hybrid(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _hybrid(keys: Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_DENSE = GgufArchitecture(
+GRANITE_HYBRID = GgufArchitecture(
     "granitemoehybrid",
     NORMS
     | ATTENTION
@@ -145,7 +145,7 @@ _DENSE = GgufArchitecture(
     more=_hybrid,
 )
 _MIXTURE = replace(
-    _DENSE,
+    GRANITE_HYBRID,
     layer=NORMS
     | ATTENTION
     | _MAMBA
@@ -156,7 +156,6 @@ _MIXTURE = replace(
     },
     joins={_INPUT: ("ffn_gate_shexp", "ffn_up_shexp")},
 )
-GRANITE_HYBRID = _DENSE
 
 
 def granite_hybrid(keys: Keys) -> GgufArchitecture:

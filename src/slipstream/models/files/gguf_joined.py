@@ -38,7 +38,8 @@ class JoinedMatrix(ConvertedMatrix):
 
     def numbers(self) -> Tensor:
         """[out, in]: the matrix in the type that the file has it in, where that is one of plain numbers."""
-        return self.widened(reduce(torch.promote_types, [each.widened().dtype for each in self.parts]))
+        kinds = [each.format.dtype for each in self.parts if each.format.dtype is not None]
+        return self.widened(reduce(torch.promote_types, kinds))
 
 
 def take_joined(
