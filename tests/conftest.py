@@ -114,7 +114,8 @@ def own_log_level() -> Iterator[None]:
     """A command that a test runs in this process sets the level of the log: the next test starts at the usual one."""
     level = logging.getLogger().level
     yield
-    logging.getLogger().setLevel(level)
+    if logging.getLogger().level != level:  # setting it empties the caches of thousands of loggers
+        logging.getLogger().setLevel(level)
 
 
 @pytest.fixture(autouse=True)

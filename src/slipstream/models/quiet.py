@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,18 +30,22 @@ def one_line(what: str) -> Iterator[None]:
 def silenced() -> Iterator[None]:
     """Silence Transformers' progress bars and warnings within the body."""
     quiet: Any = transformers_logging
-    bars, verbosity, hub_verbosity = (
-        quiet.is_progress_bar_enabled(),
-        quiet.get_verbosity(),
-        hub_logging.get_verbosity(),
-    )
-    quiet.disable_progress_bar()
-    quiet.set_verbosity_error()
-    hub_logging.set_verbosity(40)  # ERROR: it would log each retry
+    bars = quiet.is_progress_bar_enabled()
+    loggers: tuple[Any, ...] = (quiet, hub_logging)  # the hub's would log each retry
+    levels = [logger.get_verbosity() for logger in loggers]
+    if bars:
+        quiet.disable_progress_bar()
+    for logger, level in zip(loggers, levels, strict=True):
+        _set_level(logger, level, logging.ERROR)
     try:
         yield
     finally:
-        quiet.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
+        for logger, level in zip(loggers, levels, strict=True):
+            _set_level(logger, logging.ERROR, level)
         if bars:
             quiet.enable_progress_bar()
+
+
+def _set_level(logger: Any, now: int, wanted: int) -> None:
+    if now != wanted:  # setting a level empties the caches of every logger of the process
+        logger.set_verbosity(wanted)

@@ -18,6 +18,8 @@ from slipstream.models.linear.layers import NativeLinear, PackedLinear
 
 _PLACE = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """The number of a layer, or of an expert, in a name."""
+_TRIMMED_FROM = 1 << 20
+"""Bytes of a weight: returning the memory that a smaller one leaves free takes longer than packing it."""
 
 
 def shared_weights(layer: nn.Linear, head: nn.Module | None) -> tuple[int, int, bool]:
@@ -75,7 +77,8 @@ def pack_linears(
         setattr(parent, name, made[key])
         if give_back and users[child.weight.data_ptr()] == 1:
             release(child.weight)
-            trim_heap()
+            if child.weight.nbytes >= _TRIMMED_FROM:
+                trim_heap()
     return len(plain) + num_grouped
 
 
