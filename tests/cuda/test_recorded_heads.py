@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -28,6 +27,11 @@ from tests.kit.recorded_engines import RECORDED, answers, check_waits, expected
 CHAIN = {"tree_top_k": 1, "num_draft_nodes": None}
 TREE = {"tree_top_k": 3, "num_draft_nodes": None}
 METHODS = ("eagle3", "medusa", "hydra", "mtp", "peagle", "pard")
+KINDS = {"eagle3": ("greedy", "filtered"), "mtp": ("greedy", "filtered")} | {
+    **dict.fromkeys(("medusa", "pard"), ("filtered",)),
+    **dict.fromkeys(("hydra", "peagle"), ("greedy",)),
+}
+"""Of each method which texts' drafts are compared."""
 OWN = RECORDED | {"enable_prefix_caching": False}  # each answer begins anew
 SHAPES: dict[str, Any] = {"chain": CHAIN, "tree": TREE}
 
@@ -63,15 +67,18 @@ def drafts_of(llm: LLM, kind: str, number: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["greedy", "filtered"])
 @pytest.mark.parametrize("method", METHODS)
-def test_recorded_chains_are_those_that_the_host_draws(method: str, kind: str) -> None:
+def test_recorded_chains_are_those_that_the_host_draws(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a step waits once."""
     llm = recorded(method, "chain")
     own = {"executor": "eager", "attention_backend": "packed"}
     host = LLM(target(method), speculative_config=spec_of(method, "chain"), **OWN | length_of(method) | own)
-    found = drafts_of(llm, kind, 2)
-    assert found == drafts_of(host, kind, 2)
+    found: list[Any] = []
+    for kind in KINDS[method]:
+        found += (drafted := drafts_of(llm, kind, 2))
+        assert drafted == drafts_of(host, kind, 2)
     assert sum(len(tokens) for _, tokens, _ in found) > 20
+    assert check_waits(llm, "seeded", 2, monkeypatch, 2) == expected("seeded", target(method))[:2]
     check_recorded(llm)
 
 
@@ -83,24 +90,20 @@ def check_recorded(llm: LLM) -> None:
     assert not drafts.refused
 
 
-@pytest.mark.parametrize(
-    ("method", "shape"), [pair for pair in product(METHODS, SHAPES) if pair != ("peagle", "tree")]
-)
-def test_a_step_with_a_head_waits_once(method: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = recorded(method, shape)
-    found = check_waits(llm, "seeded", 8, monkeypatch, 2)
-    assert found[:4] == expected("seeded", target(method))
-    if shape == "chain" or method == "eagle3":
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "peagle"])
+def test_a_step_with_a_tree_of_a_head_waits_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = recorded(method, "tree")
+    number = 8 if method == "mtp" else 2
+    found = check_waits(llm, "seeded", number, monkeypatch, 2)
+    assert found[:2] == expected("seeded", target(method))[:2]
+    if method == "eagle3":
         monkeypatch.undo()
         check_waits(llm, "greedy", 1, monkeypatch, 2)
+        assert answers(llm, "mixed") == expected("mixed")
     check_recorded(llm)
 
 
-def test_requests_of_all_kinds_together() -> None:
-    assert answers(recorded("eagle3", "tree"), "mixed") == expected("mixed")
-
-
-@pytest.mark.parametrize(("method", "shape"), [("medusa", "chain"), ("hydra", "tree"), ("pard", "tree")])
+@pytest.mark.parametrize(("method", "shape"), [("medusa", "chain"), ("pard", "tree")])
 def test_a_head_whose_drafts_are_not_finite_is_retired(
     method: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ def params(kind: str, number: int) -> list[SamplingParams]:
     """One for each conversation; `mixed` takes turns."""
     kinds = list(PARAMS) if kind == "mixed" else [kind]
     return [
-        SamplingParams(max_tokens=20, seed=n, ignore_eos=True, **PARAMS[kinds[n % len(kinds)]])
+        SamplingParams(max_tokens=12, seed=n, ignore_eos=True, **PARAMS[kinds[n % len(kinds)]])
         for n in range(number)
     ]
 
