@@ -17,7 +17,7 @@ from slipstream.models.rows import RowGroup
 interpreter.mend()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_compute_attention(name: str, seed: int) -> None:
     layer = Layer.random(CASES[name], seed)
@@ -42,7 +42,7 @@ def cutting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention_plan, "MANY_ITEMS", 10**6 if request.param == "splits apart" else 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("name", ["plain", "window", "chunk", "bfloat16", "int8", "sinks"])
 @pytest.mark.usefixtures("cutting")
 def test_a_drafted_row_has_the_bits_of_plain_decoding(name: str, seed: int) -> None:
@@ -50,12 +50,12 @@ def test_a_drafted_row_has_the_bits_of_plain_decoding(name: str, seed: int) -> N
     case = CASES[name]
     tree = Layer.random(case, seed)
     ours = tree.by_kernels()
-    rows = random.Random(seed).sample(range(tree.batch.num_rows), 6)
+    rows = random.Random(seed).sample(range(tree.batch.num_rows), 4)
     for row in rows:
         assert torch.equal(tree.alone(row), ours[row]), (row, tree.batch.num_rows)
 
 
-@pytest.mark.parametrize("by", [1, 9, 20])
+@pytest.mark.parametrize("by", [1, 20])
 @pytest.mark.usefixtures("cutting")
 def test_a_plan_for_more_than_a_row_sees_changes_no_bit(by: int) -> None:
     """The host plans for the longest text, where the device knows that it is shorter."""

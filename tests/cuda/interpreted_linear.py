@@ -34,11 +34,10 @@ def _poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", LINEAR_CASES)
-def test_the_kernel_computes_products(name: str, seed: int) -> None:
+def test_the_kernel_computes_products(name: str) -> None:
     case = LINEAR_CASES[name]
-    assert case.error(seed=seed) < TOLERANCES[case.dtype]
+    assert case.error() < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("name", BITWISE)

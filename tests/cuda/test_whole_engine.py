@@ -21,8 +21,13 @@ FILES = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("executor", ["ComputedExecutor", "ComputedKernels"])
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("file", "executor"),
+    [
+        *((file, "ComputedExecutor") for file in FILES[::2]),
+        *((file, "ComputedKernels") for file in FILES[1::2]),
+    ],
+)
 def test_the_engine_over_the_buffers_of_recorded_passes(file: str, executor: str) -> None:
     options = (
         "-q",
