@@ -88,7 +88,10 @@ def plain() -> list[list[int]]:
     ("layout", "shape"),
     [
         *((layout, {}) for layout in ("mask", "dflash2", "rnn")),
-        *((layout, {"tree_top_k": 3, "num_draft_nodes": 9}) for layout in ("mask", "mixed", "markov", "pruned")),
+        *(
+            (layout, {"tree_top_k": 3, "num_draft_nodes": 9})
+            for layout in ("mask", "mixed", "markov", "pruned")
+        ),
     ],
     ids=str,
 )

@@ -186,9 +186,7 @@ def cases() -> Iterator[Case]:
     for method, (shapes, made) in DEALT.items():
         for options, verifier in (SHAPES[number] for number in shapes):
             has_target = method != "pard"
-            yield Case(
-                method.rstrip("2"), options, verifier, with_model(), has_target=has_target, made=made
-            )
+            yield Case(method.rstrip("2"), options, verifier, with_model(), has_target=has_target, made=made)
     for layout, (options, verifier) in (("mask", SHAPES[0]), ("rnn", SHAPES[2]), ("markov", SHAPES[4])):
         yield Case("dflash", options, verifier, with_model(), has_target=True, made=partial(block, layout))
     for options, verifier in LAYERS:
