@@ -16,7 +16,7 @@ from slipstream.models.cpu.builds import BUILDS, Build
 from tests.kit.planted_faults import Fault, plant
 
 DRIVER = Path(__file__).with_name("odd_shapes.cpp")
-NUM_CASES = 100
+NUM_CASES = 300
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 pytestmark = [
     pytest.mark.long,
