@@ -23,7 +23,7 @@ from slipstream.text.prompts import encode_chat
 from tests.kit.threaded_host import ThreadedHost
 from tests.serve.serve_cases import running
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 6
 MAX_TOKENS = 12
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 ANSWER = "The capital of France is Paris."

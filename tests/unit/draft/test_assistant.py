@@ -281,9 +281,12 @@ def test_the_distribution_stays(kind: str, options: dict[str, Any], verifier: st
 
 
 @pytest.mark.parametrize(
-    ("options", "verifier"), [({}, "coupled"), (TREE, "coupled"), ({}, "rejection"), (FIXED, "block")]
+    ("kind", "options", "verifier"),
+    [
+        *(("tied", *shape) for shape in (({}, "coupled"), (TREE, "coupled"), ({}, "rejection"))),
+        *(("ordered", *shape) for shape in ((TREE, "coupled"), ({}, "rejection"), (FIXED, "block"))),
+    ],
 )
-@pytest.mark.parametrize("kind", ["tied", "ordered"])
 def test_it_conforms(kind: str, options: dict[str, Any], verifier: str) -> None:
     scene = [SamplingParams(temperature=temperature, seed=3) for temperature in (0.0, 0.9)]
     check_drafter(
@@ -291,8 +294,8 @@ def test_it_conforms(kind: str, options: dict[str, Any], verifier: str) -> None:
         VOCAB,
         verifier=verifier,
         params=scene,
-        max_len=48,
-        num_sequences=4,
+        max_len=24,
+        num_sequences=3,
     )
 
 

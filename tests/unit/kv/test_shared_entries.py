@@ -91,9 +91,12 @@ SPECS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cache", ["float32", "int8"])
 @pytest.mark.parametrize(
-    ("family", "kernels"), [("gemma3n", "auto"), ("gemma4", "auto"), ("gemma4", "torch")]
+    ("family", "kernels", "cache"),
+    [
+        *(("gemma3n", "auto", "int8"), ("gemma4", "torch", "float32")),
+        *(("gemma4", "auto", "float32"), ("gemma4", "auto", "int8")),
+    ],
 )
 def test_drafts_and_reused_prefixes_leave_the_text_alone(
     family: str, kernels: str, cache: str, gemma3n: str
@@ -102,12 +105,12 @@ def test_drafts_and_reused_prefixes_leave_the_text_alone(
     options: dict[str, Any] = {"cpu_kernels": kernels, "kv_cache_dtype": cache, "max_model_len": 128}
 
     def texts(llm: LLM) -> list[list[int]]:
-        params = SamplingParams(temperature=0.5, seed=3, max_tokens=30, ignore_eos=True)
+        params = SamplingParams(temperature=0.5, seed=3, max_tokens=16, ignore_eos=True)
         return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
     plain = LLM(folder, max_num_seqs=1, enable_prefix_caching=False, **options)
     expected = texts(plain)
-    for spec in SPECS:
+    for spec in SPECS if (family, kernels) == ("gemma4", "auto") else SPECS[:1]:
         llm = LLM(folder, speculative_config=spec, max_num_batched_tokens=31, **options)
         assert texts(llm) == expected, spec
         assert texts(llm) == expected, f"{spec}, after reuse of its own prefixes"

@@ -37,8 +37,8 @@ from tests.kit.small_llama import sizes
 LENGTH = 300
 TEXT = [(17 * i * i + 5 * i + 3) % 96 for i in range(LENGTH)]
 
-COSTLY = (("float32", "float32"), ("float32", "int8"), ("int4", "float16"))
-"""Weights and caches of the embedded target whose kernels the small models run as well."""
+COSTLY = (("int4", "int8"),)
+"""Weights and a cache of the embedded target whose kernels the small models run as well."""
 
 
 @pytest.fixture(

@@ -283,5 +283,5 @@ def test_damaged_headers_neither_crash_nor_fill_the_memory(small: Path, tmp_path
 
 
 @pytest.mark.long
-def test_ten_thousand_damaged_headers(small: Path, tmp_path: Path) -> None:
-    assert fuzz(small, tmp_path, 10_000) > 5_000
+def test_many_more_damaged_headers(small: Path, tmp_path: Path) -> None:
+    assert fuzz(small, tmp_path, 3_000) > 1_500

@@ -19,7 +19,7 @@ from slipstream.models.cpu.builds import BUILDS, Build
 from tests.kit.planted_faults import Fault, plant
 
 DRIVER = Path(__file__).with_name("odd_shapes.cpp")
-SEED, NUM_CASES = "7", "100"
+SEED, NUM_CASES = "7", "50"
 GENERIC = BUILDS[-1]
 AVX2 = next(build for build in BUILDS if build.name == "avx2")
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

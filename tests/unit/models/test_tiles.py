@@ -52,7 +52,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(program: Path, answer: str) -> str:
     done = subprocess.run(
-        [program, "7", "80"],
+        [program, "7", "28"],
         env=os.environ | {"SLIPSTREAM_TEST_TILES": answer},
         capture_output=True,
         text=True,

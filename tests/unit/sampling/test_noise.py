@@ -74,11 +74,16 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 SIZES = {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65}
-"""Numbers of rows around those at which vectorised loops change; all others are left to the long tests."""
+"""Numbers of rows around those at which vectorised loops change; some others are left to the long tests."""
+OTHERS = (6, 11, 20, 25, 37, 42, 54, 61)
 
 
 @pytest.mark.parametrize(
-    "rows", [pytest.param(rows, marks=[] if rows in SIZES else pytest.mark.long) for rows in range(1, 66)]
+    "rows",
+    [
+        pytest.param(rows, marks=[] if rows in SIZES else pytest.mark.long)
+        for rows in (*sorted(SIZES), *OTHERS)
+    ],
 )
 def test_choose_is_the_argmax_of_perturb(rows: int) -> None:
     noise = Noise(seed=rows, root_position=5)
