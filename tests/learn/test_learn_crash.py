@@ -33,6 +33,6 @@ def test_a_few_instants(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_hundred_instants(tmp_path: Path) -> None:
-    written = kill(tmp_path / "learn", 100, seed=1)
+def test_thirty_instants(tmp_path: Path) -> None:
+    written = kill(tmp_path / "learn", 30, seed=1)
     assert min(written.values()) > 0
