@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,13 +36,17 @@ class Pair:
 
     ours: CausalLM
     theirs: Any
+    known: dict[tuple[int, ...], Tensor]
+    """What Transformers' model has said so far: the same for all pairs of one family."""
     tolerance: float = TOLERANCE
 
     @torch.inference_mode()
     def expected(self, token_ids: Sequence[int]) -> Tensor:
         """[tokens, vocab]"""
-        logits: Tensor = self.theirs(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
-        return logits
+        key = tuple(token_ids)
+        if key not in self.known:
+            self.known[key] = self.theirs(input_ids=torch.tensor([key]), use_cache=False).logits[0]
+        return self.known[key]
 
     @cached_property
     def text_logits(self) -> Tensor:
@@ -90,6 +95,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_pair(family, tmp_path_factory, kernels=kernels)
 
 
+STOCK: dict[tuple[str, str], tuple[Path, Any, dict[tuple[int, ...], Tensor]]] = {}
+"""Family and dtype to the folder, Transformers' model of it, and what that has said."""
+
+
 def make_pair(
     family: str,
     tmp_path_factory: pytest.TempPathFactory,
@@ -97,15 +106,17 @@ def make_pair(
     kernels: str = "auto",
     attention: str = "auto",
 ) -> Pair:
-    folder = save_tiny(
-        (FAMILIES | LIKE_OTHERS | RECURRENT | SPARSE)[family](), tmp_path_factory.mktemp("models") / family
-    )
-    stock = "sdpa" if family.startswith("falcon") else "eager"
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=stock, dtype=getattr(torch, dtype)
-    )
+    if (family, dtype) not in STOCK:
+        folder = tmp_path_factory.mktemp("models") / family
+        save_tiny((FAMILIES | LIKE_OTHERS | RECURRENT | SPARSE)[family](), folder)
+        stock = "sdpa" if family.startswith("falcon") else "eager"
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=stock, dtype=getattr(torch, dtype)
+        )
+        STOCK[family, dtype] = folder, theirs.eval(), {}
+    folder, theirs, known = STOCK[family, dtype]
     ours = load_model(str(folder), dtype=dtype, cpu_kernels=kernels, attention_backend=attention)
-    return Pair(ours, theirs.eval(), 40 * TOLERANCE if family in RECURRENT else TOLERANCE)
+    return Pair(ours, theirs, known, 40 * TOLERANCE if family in RECURRENT else TOLERANCE)
 
 
 class Decoder:
@@ -189,6 +200,13 @@ def path(node: int) -> list[int]:
     return [*path(PARENTS[node]), node] if node >= 0 else []
 
 
+def tree_row(pair: Pair, node: int) -> Tensor:
+    """Transformers' logits of a node, from the text of a leaf's path, which has those of the nodes above it too."""
+    leaf = next(leaf for leaf in (2, 4, 6) if node == -1 or node in path(leaf))
+    text = [*TEXT[:12], *(NODES[step] for step in path(leaf))]
+    return pair.expected(text)[11 + len(path(node))]
+
+
 def tree_rows(nodes: Sequence[int], stored: Sequence[int], num_past: int) -> dict[str, Any]:
     """Options of a group whose rows are `nodes` (-1 is the last committed token) behind the `stored` ones."""
     tail = [*stored, *nodes]
@@ -224,8 +242,7 @@ def test_draft_tree_and_commit(pair: Pair, passes: Sequence[Sequence[int]]) -> N
     decoder.feed(prompt)
     logits = tree_logits(decoder, passes, root)
     for node, ours in logits.items():
-        lone = [*prompt, root, *(NODES[step] for step in path(node))]
-        assert error(ours, pair.expected(lone)[-1]) < pair.tolerance, f"node {node}"
+        assert error(ours, tree_row(pair, node)) < pair.tolerance, f"node {node}"
     accepted = path(5)  # nodes 0, 3 and 5, which do not lie side by side
     tokens = [root, *(NODES[node] for node in accepted)]
     decoder.commit(tokens, [0, *(node + 1 for node in accepted)])
@@ -246,10 +263,9 @@ def test_a_tree_beside_a_prompt_and_a_single_token(pair: Pair) -> None:
         single.group(TEXT[20:21]),
     ]
     ours = pair.ours.forward(groups, cache.pool).logits
-    lone = [[*TEXT[:12], *(NODES[step] for step in path(node))] for node in nodes]
     expected = [
         pair.expected(TEXT[2:9]),
-        *(pair.expected(ids)[-1:] for ids in lone),
+        *(tree_row(pair, node)[None] for node in nodes),
         pair.expected(TEXT[5:21])[-1:],
     ]
     assert error(ours, torch.cat(expected)) < pair.tolerance
@@ -286,8 +302,13 @@ def test_greedy_text(pair: Pair) -> None:
     decoder = Decoder(pair.ours)
     text = list(prompt)
     while len(text) < len(expected):
-        text.append(int(decoder.feed(text[decoder.num_past :])[-1].argmax()))
-    assert text == expected
+        chosen = int(decoder.feed(text[decoder.num_past :])[-1].argmax())
+        if chosen != expected[len(text)]:  # rounding may decide between two tokens that score the same
+            logits = pair.expected(text)[-1]
+            margin = float((logits[chosen] - logits[expected[len(text)]]).abs())
+            assert margin < pair.tolerance, f"token {len(text)}"
+            break
+        text.append(chosen)
 
 
 @pytest.mark.parametrize("length", range(WINDOW - 1, WINDOW + 3))
@@ -317,9 +338,12 @@ def test_half_precision(family: str, dtype: str, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_a_window_that_is_off_by_one_shows(tmp_path_factory: pytest.TempPathFactory, kernels: str) -> None:
+def test_a_window_that_is_off_by_one_shows(
+    tmp_path_factory: pytest.TempPathFactory, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = make_pair("mistral", tmp_path_factory, kernels=kernels)
-    pair.theirs.config.sliding_window += 1
+    pair.known = {}
+    monkeypatch.setattr(pair.theirs.config, "sliding_window", pair.theirs.config.sliding_window + 1)
     assert error(Decoder(pair.ours).forward(TEXT), pair.text_logits) > 100 * pair.tolerance
 
 
