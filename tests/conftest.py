@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Weights that are made at random are the same whichever tests ran before, in fixtures too."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the tests do: nobody need look through it for garbage."""
     gc.freeze()

@@ -13,8 +13,8 @@ from slipstream.assets import EMBEDDED_DRAFT
 from tests.kit.engines import MakeLLM
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT}
-NUM_REQUESTS = 2000
-NUM_KINDS = 80
+NUM_REQUESTS = 500
+NUM_KINDS = 40
 """Different requests: each is answered once alone, for reference."""
 
 Kind = tuple[list[int], SamplingParams, str]

@@ -46,7 +46,7 @@ DRAWN = [
     {"temperature": 0.8, "bad_words": [" the"]},
     {"temperature": 0.0, "logprobs": 2},
 ]
-PARAMS = [SamplingParams(seed=i, max_tokens=20, **drawn) for i, drawn in enumerate(DRAWN)]
+PARAMS = [SamplingParams(seed=i, max_tokens=12, **drawn) for i, drawn in enumerate(DRAWN)]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def watch(engine: Engine) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"), [*((name, "auto") for name in SPECS), ("tree", "int8"), ("off", "int8")]
+    ("name", "cache"), [*((name, "auto") for name in SPECS if name != "tree"), ("tree", "int8")]
 )
 def test_texts_of_mixed_requests_are_those_of_passes_that_end_with_logits(
     name: str, cache: str, make_llm: MakeLLM, prompts: list[list[int]], expected: dict[str, list[list[int]]]
@@ -129,11 +129,11 @@ def test_passes_that_are_not_recorded_choose_by_the_same_arithmetic(
 
 def test_an_answer_ends_within_an_accepted_path(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
     """By a token that the target says often, and by its length; what was accepted behind it is forgotten."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     plain = make_llm(cpu_kernels="torch")
     whole = [output.outputs[0].token_ids for output in plain.generate(prompts[:6], greedy)]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=40 - 3 * i, ignore_eos=True, stop_token_ids=[text[9 + i]])
+        SamplingParams(temperature=0.0, max_tokens=30 - 2 * i, ignore_eos=True, stop_token_ids=[text[9 + i]])
         for i, text in enumerate(whole)
     ]
     ends = [output.outputs[0].token_ids for output in plain.generate(prompts[:6], params)]
@@ -168,7 +168,7 @@ def test_a_step_with_filters_waits_for_the_device_once(make_llm: MakeLLM, prompt
     assert engine.stats().num_running == 4
 
 
-@pytest.mark.parametrize(("name", "cache"), [("tree", "auto"), ("tree", "int8"), ("eagle3", "auto")])
+@pytest.mark.parametrize(("name", "cache"), [("tree", "int8"), ("eagle3", "auto")])
 def test_the_cache_is_the_one_that_the_host_gathers(
     name: str, cache: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,8 +184,8 @@ def test_the_cache_is_the_one_that_the_host_gathers(
         for _ in range(2)
     )
     generator, found = random.Random(3), watch(ours)
-    for number in range(14):
-        prompt = generator.choice(prompts)[: generator.randint(1, 120)]
+    for number in range(8):
+        prompt = generator.choice(prompts)[: generator.randint(1, 60)]
         params = SamplingParams(
             seed=number, max_tokens=generator.randint(1, 24), **generator.choice(DRAWN[:6])
         )

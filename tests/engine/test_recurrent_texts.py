@@ -202,7 +202,7 @@ def test_a_failed_pass_is_made_again(
 
 
 NUM_STEPS = 100
-NUM_LONG_STEPS = int(os.environ.get("SLIPSTREAM_HISTORY_STEPS", "500"))
+NUM_LONG_STEPS = int(os.environ.get("SLIPSTREAM_HISTORY_STEPS", "150"))
 
 
 def history(llm: LLM, plain: LLM, seed: int, num_steps: int) -> int:

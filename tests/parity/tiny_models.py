@@ -535,7 +535,9 @@ def randomise(model: Any, seed: int = 0, scale: float = 1.5) -> None:
 
 def save_tiny(config: Any, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint of a model with this configuration."""
-    model = tf.AutoModelForCausalLM.from_config(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = tf.AutoModelForCausalLM.from_config(config)
     randomise(model, seed)
     model.to(dtype).save_pretrained(folder)
     return folder

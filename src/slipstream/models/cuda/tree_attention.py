@@ -172,10 +172,9 @@ def _in_pytorch(
             new, scales[:, reads.slots] = quantise(new)
         held[:, reads.slots] = new.to(held.dtype)
     group = query.shape[1] // keys.shape[0]
-    begins, runs, tails = reads.run_begin.tolist(), reads.run_length.tolist(), reads.tail_begin.tolist()
     for row in range(query.shape[0]):
-        begin, run = begins[row], runs[row]
-        behind = slice(tails[row], tails[row + 1])
+        begin, run = int(reads.run_begin[row]), int(reads.run_length[row])
+        behind = slice(int(reads.tail_begin[row]), int(reads.tail_begin[row + 1]))
         slots = torch.cat([torch.arange(begin, begin + run), reads.tail_slots[behind]])
         if reach:
             at = torch.cat([torch.arange(run), reads.tail_positions[behind]])
