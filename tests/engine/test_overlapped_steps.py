@@ -32,7 +32,7 @@ DELAYED: dict[str, Any] = {
     "attention_backend": "slipstream.testing.recorded_graph:TritonOnCpu",
     "executor": "slipstream.testing.delayed_device:DelayedExecutor",
     "cpu_kernels": "torch",
-    "max_model_len": 96,
+    "max_model_len": 72,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
 }
@@ -90,7 +90,7 @@ class Requests:
     ) -> None:  # fmt: skip
         generator = random.Random(seed)
         self.prompts = [
-            prompt[: generator.randint(20, 50)] for prompt in generator.choices(texts(), k=number)
+            prompt[: generator.randint(12, 24)] for prompt in generator.choices(texts(), k=number)
         ]
         self.params = [
             SamplingParams(
@@ -173,18 +173,16 @@ def history(engine: Engine, requests: Requests, seed: int) -> tuple[dict[int, Re
 @pytest.mark.parametrize(
     ("spec", "seed", "room"),
     [
-        ("off", 0, 160),
-        ("off", 1, 1024),
-        ("chain", 0, 160),
-        ("chain", 2, 1024),
-        ("own", 1, 160),
+        ("off", 1, 160),
+        ("chain", 2, 160),
+        ("own", 0, 1024),
         ("probed", 3, 160),
         ("auto", 4, 1024),
         ("eagle", 5, 160),
     ],
 )
 def test_random_histories_give_the_answers_of_plain_steps(spec: str, seed: int, room: int) -> None:
-    requests = Requests(seed, 10, DRAWN + HOSTS if seed % 2 else DRAWN)
+    requests = Requests(seed, 7, DRAWN + HOSTS if seed % 2 else DRAWN)
     wanted = answers(engine(spec, False, 1024), requests)
     tested = engine(spec, True, room)
     before = tested.stats()
@@ -197,7 +195,7 @@ def test_random_histories_give_the_answers_of_plain_steps(spec: str, seed: int, 
         else:
             assert said(output) == said(wanted[number])
     after = tested.stats()
-    assert len(done) == 10
+    assert len(done) == 7
     assert after.num_overlapped_steps > before.num_overlapped_steps + 5
     assert sum(number > 0 for number in device.num_behind) > 5
 
@@ -229,8 +227,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
     assert list(map(said, done)) == list(map(said, answers(engine(spec, False, 1024), requests)))
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize("spec", ["off", "chain", "eagle"])
+@pytest.mark.parametrize(("spec", "kind"), [("off", 0), ("chain", 1), ("eagle", 2)])
 def test_an_overlapped_step_waits_once(spec: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [{"ignore_eos": True, "max_tokens": 20, **DRAWN[kind]}]
     requests, tested, num_steps = Requests(7, 4, params, [{}]), engine(spec, True, 1024), 0
@@ -384,7 +381,7 @@ def test_a_policy_is_told_of_each_step_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [each[:2] for each in told_of_drafts] == [each[:2] for each in steps if each[2]]
 
 
-@pytest.mark.parametrize("number", [3, 12, 20])
+@pytest.mark.parametrize("number", [3, 12])
 def test_drafts_that_are_not_finite_end_behind_a_chain_that_was_drawn_ahead(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,9 +107,7 @@ def watch(engine: Engine) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "cache"), [(name, "int8" if name == "tree" else "auto") for name in SPECS]
-)
+@pytest.mark.parametrize(("name", "cache"), [(name, "int8" if name == "tree" else "auto") for name in SPECS])
 def test_texts_of_mixed_requests_are_those_of_passes_that_end_with_logits(
     name: str, cache: str, make_llm: MakeLLM, prompts: list[list[int]], expected: dict[str, list[list[int]]]
 ) -> None:
