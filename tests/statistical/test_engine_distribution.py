@@ -18,8 +18,8 @@ from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup
 from slipstream.text.prompts import encode_chat
 
-NUM_SAMPLES = 400
-NUM_REPEATED = 150
+NUM_SAMPLES = 240
+NUM_REPEATED = 100
 NUM_TOKENS = 3
 TOP_K = 3
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
