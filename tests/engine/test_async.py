@@ -23,12 +23,12 @@ from tests.kit.engines import MakeLLM
 DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "tree_top_k": 2, "num_draft_nodes": 6}
 
 
-def test_two_hundred_requests_with_random_aborts(
+def test_a_hundred_requests_with_random_aborts(
     make_llm: MakeLLM, plain: LLM, prompts: list[list[int]]
 ) -> None:
     rng = random.Random(0)
     jobs = []
-    for number in range(200):
+    for number in range(100):
         prompt = prompts[number % 20][: rng.randint(1, 120)]
         jobs.append((prompt, rng.randint(1, 24), rng.random() < 0.25))
     lone: dict[tuple[int, ...], list[int]] = {}
@@ -63,7 +63,7 @@ def test_two_hundred_requests_with_random_aborts(
         if answer is not None:
             survivors += 1
             assert answer == lone[tuple(prompt)][:max_tokens]
-    assert 120 < survivors < 200
+    assert 60 < survivors < 100
     assert grown.pop(torch.Tensor, 0) < 40, "tensors, far fewer than requests"
     assert not grown, "what a request consists of"
 

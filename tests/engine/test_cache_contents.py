@@ -165,7 +165,7 @@ def test_entries_are_those_of_their_text(engine: Engine, prompts: list[list[int]
 @pytest.mark.long
 def test_entries_are_those_of_their_text_in_many_histories(engine: Engine, prompts: list[list[int]]) -> None:
     rng = random.Random(2)
-    assert sum(history(engine, rng, prompts) for _ in range(60)) > 10_000
+    assert sum(history(engine, rng, prompts) for _ in range(15)) > 2500
 
 
 def test_a_moved_neighbour_is_found(prompts: list[list[int]]) -> None:

@@ -248,7 +248,7 @@ def test_probes_measure_what_a_fixed_drafter_gains(
     rests: list[bool] = []
     llm.engine.on_step = lambda step: rests.append(step.only_decodes and step.num_draft_tokens == 0)
     expected = texts(plain, prompts[:3], params)
-    for _ in range(8):
+    for _ in range(5):
         assert texts(llm, prompts[:3], params) == expected
     report = llm.engine.control_report()
     assert not report.adaptive

@@ -504,7 +504,7 @@ def test_strangers_do_not_disturb_a_worker(
 def test_a_worker_process_is_killed_and_stopped_while_texts_run(
     tmp_path: Path, plain: LLM, prompts: list[list[int]], make_llm: MakeLLM
 ) -> None:
-    """SIGKILL, SIGSTOP and SIGCONT at steps drawn at random; twelve texts each time, all as without speculation."""
+    """SIGKILL, SIGSTOP and SIGCONT at steps drawn at random; six texts each time, all as without speculation."""
     path = f"unix:{tmp_path}/worker"
     command = [
         sys.executable,
@@ -522,7 +522,7 @@ def test_a_worker_process_is_killed_and_stopped_while_texts_run(
         started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
     asked = params(0.8, 40)
-    truth = texts(plain, prompts[:12], asked)
+    truth = texts(plain, prompts[:6], asked)
     rng = random.Random(0)
     start()
     try:
@@ -538,19 +538,19 @@ def test_a_worker_process_is_killed_and_stopped_while_texts_run(
                     started[-1].send_signal(what)
 
             llm.engine.on_step = on_step
-            assert texts(llm, prompts[:12], asked) == truth
+            assert texts(llm, prompts[:6], asked) == truth
             assert left < 0
             if what is signal.SIGKILL:
                 until(lambda: workers_of(llm)[0].state == "away")
-                assert texts(llm, prompts[:12], asked) == truth
+                assert texts(llm, prompts[:6], asked) == truth
                 start()
             elif what is signal.SIGSTOP:
                 until(lambda: workers_of(llm)[0].state == "away")  # it answers no ping
-                assert texts(llm, prompts[:12], asked) == truth
+                assert texts(llm, prompts[:6], asked) == truth
                 started[-1].send_signal(signal.SIGCONT)
             until(lambda: workers_of(llm)[0].state == "connected")
             before = workers_of(llm)[0].num_continuations
-            assert texts(llm, prompts[:12], asked) == truth
+            assert texts(llm, prompts[:6], asked) == truth
             assert workers_of(llm)[0].num_continuations > before
         assert workers_of(llm)[0].num_connections >= 2, "the killed one's successor is another connection"
     finally:

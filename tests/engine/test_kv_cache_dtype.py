@@ -30,7 +30,7 @@ def test_an_eagle_head_holds_its_entries_as_the_target_does(
     for kept in ("float32", "bfloat16", "int8"):
         llm = make_llm(spec, kv_cache_dtype=kept, cpu_kernels=kernels)
         assert llm.engine.drafter_as(EagleDrafter).cache.pool.cache_dtype == llm.engine.model.cache_dtype
-        outputs = llm.generate(prompts[:6], SamplingParams(temperature=0, max_tokens=40))
+        outputs = llm.generate(prompts[:4], SamplingParams(temperature=0, max_tokens=30))
         assert llm.engine.stats().num_draft_failures == 0
         rates.append(sum(output.metrics.num_accepted_tokens for output in outputs))
-    assert min(rates[1:]) > 0.8 * rates[0] > 60
+    assert min(rates[1:]) > 0.8 * rates[0] > 30

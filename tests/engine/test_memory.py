@@ -130,7 +130,7 @@ def test_every_batch_size_and_row_count(make_llm: MakeLLM, plain: LLM, prompts: 
         for length in range(1, 66)
     }
     length = 0
-    for batch in range(1, 34):
+    for batch in (*range(1, 10), 15, 16, 17, 23, 31, 32, 33):
         lengths = [1 + (length + number) % 65 for number in range(batch)]
         length += batch
         outputs = llm.generate([text[n : 2 * n] for n in lengths], params)

@@ -32,7 +32,7 @@ DELAYED: dict[str, Any] = {
     "attention_backend": "slipstream.testing.recorded_graph:TritonOnCpu",
     "executor": "slipstream.testing.delayed_device:DelayedExecutor",
     "cpu_kernels": "torch",
-    "max_model_len": 96,
+    "max_model_len": 72,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
 }
@@ -90,7 +90,7 @@ class Requests:
     ) -> None:  # fmt: skip
         generator = random.Random(seed)
         self.prompts = [
-            prompt[: generator.randint(20, 50)] for prompt in generator.choices(texts(), k=number)
+            prompt[: generator.randint(12, 24)] for prompt in generator.choices(texts(), k=number)
         ]
         self.params = [
             SamplingParams(
@@ -173,9 +173,9 @@ def history(engine: Engine, requests: Requests, seed: int) -> tuple[dict[int, Re
 @pytest.mark.parametrize(
     ("spec", "seed", "room"),
     [
-        ("off", 1, 1024),
-        ("chain", 0, 160),
-        ("own", 1, 160),
+        ("off", 1, 160),
+        ("chain", 2, 160),
+        ("own", 0, 1024),
         ("probed", 3, 160),
         ("auto", 4, 1024),
         ("eagle", 5, 160),
@@ -227,7 +227,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(spec: str) -> None:
     assert list(map(said, done)) == list(map(said, answers(engine(spec, False, 1024), requests)))
 
 
-@pytest.mark.parametrize(("spec", "kind"), [("off", 1), ("chain", 0), ("chain", 2), ("eagle", 1)])
+@pytest.mark.parametrize(("spec", "kind"), [("off", 0), ("chain", 1), ("eagle", 2)])
 def test_an_overlapped_step_waits_once(spec: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [{"ignore_eos": True, "max_tokens": 20, **DRAWN[kind]}]
     requests, tested, num_steps = Requests(7, 4, params, [{}]), engine(spec, True, 1024), 0
@@ -381,7 +381,7 @@ def test_a_policy_is_told_of_each_step_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [each[:2] for each in told_of_drafts] == [each[:2] for each in steps if each[2]]
 
 
-@pytest.mark.parametrize("number", [3, 20])
+@pytest.mark.parametrize("number", [3, 12])
 def test_drafts_that_are_not_finite_end_behind_a_chain_that_was_drawn_ahead(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

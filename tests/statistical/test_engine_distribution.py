@@ -18,7 +18,7 @@ from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup
 from slipstream.text.prompts import encode_chat
 
-NUM_SAMPLES = 250
+NUM_SAMPLES = 240
 NUM_REPEATED = 100
 NUM_TOKENS = 3
 TOP_K = 3
