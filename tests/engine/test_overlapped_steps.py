@@ -273,7 +273,7 @@ def check_alike(
         assert one[:number] == other[:number]
 
 
-@pytest.mark.parametrize("spec", ["own", "eagle"])
+@pytest.mark.parametrize("spec", ["chain", "own", "eagle"])
 def test_what_is_drafted_ahead_is_what_is_drafted_for_the_text(spec: str) -> None:
     params = [{"ignore_eos": True, "max_tokens": 30, **drawn} for drawn in DRAWN[:3]]
     requests, tested = Requests(8, 4, params, [{}]), engine(spec, True, 1024)

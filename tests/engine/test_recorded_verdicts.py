@@ -135,11 +135,11 @@ def test_passes_that_are_not_recorded_choose_by_the_same_arithmetic(
 
 def test_an_answer_ends_within_an_accepted_path(make_llm: MakeLLM, prompts: list[list[int]]) -> None:
     """By a token that the target says often, and by its length; what was accepted behind it is forgotten."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     plain = make_llm(cpu_kernels="torch")
     whole = [output.outputs[0].token_ids for output in plain.generate(prompts[:6], greedy)]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=30 - 2 * i, ignore_eos=True, stop_token_ids=[text[9 + i]])
+        SamplingParams(temperature=0.0, max_tokens=40 - 3 * i, ignore_eos=True, stop_token_ids=[text[9 + i]])
         for i, text in enumerate(whole)
     ]
     ends = [output.outputs[0].token_ids for output in plain.generate(prompts[:6], params)]
@@ -190,8 +190,8 @@ def test_the_cache_is_the_one_that_the_host_gathers(
         for _ in range(2)
     )
     generator, found = random.Random(3), watch(ours)
-    for number in range(11):
-        prompt = generator.choice(prompts)[: generator.randint(6, 23)]
+    for number in range(10):
+        prompt = generator.choice(prompts)[: generator.randint(1, 23)]
         params = SamplingParams(
             seed=number, max_tokens=generator.randint(1, 16), **generator.choice(DRAWN[:6])
         )
@@ -203,7 +203,7 @@ def test_the_cache_is_the_one_that_the_host_gathers(
             step_both(ours, theirs, monkeypatch)
     while ours.has_unfinished:
         step_both(ours, theirs, monkeypatch)
-    assert found["moved"] > 10, found
+    assert found["moved"] > 5, found
     assert not theirs.has_unfinished
 
 

@@ -110,7 +110,7 @@ def draw_levels(
     for level in range(depth):
         logits, states = step(level, states)
         levels.take(logits)
-        if states is not None and levels.above is not None:
+        if level + 1 < depth and states is not None and levels.above is not None:
             states = states[levels.above]
     return levels.drawn()
 
