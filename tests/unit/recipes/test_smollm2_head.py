@@ -162,7 +162,7 @@ def test_steps_of_decoding_are_counted() -> None:
 
 
 def test_answers_and_heads_are_made_within_one_budget(file: Path, folder: Path) -> None:
-    common = [str(folder), "--model", str(file), "--device", "cpu", "--dtype", "float32", "--minutes", "0.03"]
+    common = [str(folder), "--model", str(file), "--device", "cpu", "--dtype", "float32", "--minutes", "0.1"]
     sizes = ["--max-tokens", "24", "--batch", "40", "--batch-rows", "4", "--row-length", "64"]
     assert main(["all", *common, *sizes, "--draft-vocab-size", "512", "--cache-features"]) == 0
     assert (folder / "features" / "features.f16").stat().st_size > 0
