@@ -40,7 +40,9 @@ from slipstream.models.executor.pass_layout import WANTED
 
 INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "STL", "LDL")
 """Matrix products of each generation; stores to and loads from local memory."""
-DIMS = (64, 80, 96, 128, 192, 256)
+DIMS = {90: (64, 80, 96, 128, 192, 256)}
+FEWER_DIMS = (64, 96, 256)
+"""Of the other architectures: one that fits, one that is padded, the largest."""
 POINTERS = {
     "positions": "*i64", "slots": "*i64", "run_begin": "*i64", "run_length": "*i64", "tail_begin": "*i64",
     "tail_slots": "*i64", "tail_positions": "*i64", "items": "*i64", "partials": "*i64", "sums": "*fp32",
@@ -82,10 +84,10 @@ LINEARS = (
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-def kernels() -> Iterator[tuple[Any, ...]]:
+def kernels(architecture: int) -> Iterator[tuple[Any, ...]]:
     """(kernel, its constants, warps) of all that is launched, and further arguments of `compiled`."""
     yield from products()
-    for dim in DIMS:
+    for dim in DIMS.get(architecture, FEWER_DIMS):
         block = triton.next_power_of_2(dim)
         sizes = {"KEY_DIM": dim, "VALUE_DIM": dim, "KEY_BLOCK": block, "VALUE_BLOCK": block}
         for is_int8 in (False, True):
@@ -186,5 +188,6 @@ def compiled(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for each in kernels():
-        print(json.dumps(compiled(int(sys.argv[1]), *each)), flush=True)
+    architecture = int(sys.argv[1])
+    for each in kernels(architecture):
+        print(json.dumps(compiled(architecture, *each)), flush=True)

@@ -1,5 +1,5 @@
-"""What the engine must hold (requests, stops, seeds, memory, random histories with aborts), over passes that are
-computed in the buffers of recorded ones."""
+"""What the engine must hold (requests, stops, seeds, memory, limits of drafts), over passes that are computed in the
+buffers of recorded ones. Random histories with aborts over them are in tests/engine/test_overlapped_steps.py."""
 
 from __future__ import annotations
 
@@ -9,23 +9,16 @@ import pytest
 from triton_process import run
 
 TESTS = Path(__file__).parents[1]
-FILES = (
-    "engine/test_requests.py",
-    "engine/test_stops.py",
-    "engine/test_seeds.py",
-    "engine/test_invariants.py",
-    "engine/test_continuation.py",
-    "engine/test_draft_limits.py",
-    "engine/test_callbacks.py",
-)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "executor"),
     [
-        *((file, "ComputedExecutor") for file in FILES[::2]),
-        *((file, "ComputedKernels") for file in FILES[1::2]),
+        ("engine/test_requests.py", "ComputedExecutor"),
+        ("engine/test_stops.py", "ComputedKernels"),
+        ("engine/test_seeds.py", "ComputedExecutor"),
+        ("engine/test_draft_limits.py", "ComputedKernels"),
     ],
 )
 def test_the_engine_over_the_buffers_of_recorded_passes(file: str, executor: str) -> None:
