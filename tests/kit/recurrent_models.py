@@ -12,9 +12,18 @@ from tests.kit.folders import kept_folder
 from tests.kit.tokenizer_families import byte_level
 from tests.parity.tiny_models import RECURRENT, SPARSE, randomise
 
-WHOLE_VECTORS = {"qwen3.5": {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "head_dim": 64}}
-"""Sizes of families whose usual ones are too narrow: PyTorch computes sigmoids, sines and cosines of a tensor's last
-numbers, those that fill no vector, in another way, and which these are depends on the number of rows."""
+WHOLE_VECTORS = {
+    "qwen3.5": {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "head_dim": 64,
+        "intermediate_size": 64,
+    },
+    "falcon-h1": {"intermediate_size": 64},
+}
+"""Sizes of families whose usual ones are too narrow: PyTorch computes sigmoids and gates of a tensor's last numbers,
+those that fill no pair of vectors (32 numbers with AVX-512), in another way, and which these are depends on the number
+of rows."""
 
 
 @cache

@@ -22,6 +22,7 @@ from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.packed_weight import packed_adapter_bytes
+from slipstream.models.encoder_decoder import EncoderDecoder
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
 from slipstream.models.executor.levels import PendingDrafts
@@ -195,6 +196,7 @@ class Executor(ABC):
         """The linear layers of a model, loaded or not, that it packs, together where it packs them as one. Of layers
         that share their weights it is the first."""
         own = {id(part) for part in latent_projections(model)}
+        own |= {id(part) for part in _attention_to_nothing(model)}
         linears: dict[object, nn.Linear | GroupedLinear] = {}
         for part in model.modules():
             if type(part) is nn.Linear and id(part) not in own:
@@ -316,3 +318,10 @@ class Executor(ABC):
     def check_packed(self, checks: PackedChecks) -> None:
         """Raise `UnsupportedModelError` where the weights that it holds are not those that were checked."""
         return
+
+
+def _attention_to_nothing(model: Any) -> list[nn.Module]:
+    """What attends to an encoder's output in a decoder that runs without an encoder: no pass calls it."""
+    if isinstance(model, EncoderDecoder):
+        return []
+    return [part for name, part in model.named_modules() if "encoder_attn" in name.split(".")]
