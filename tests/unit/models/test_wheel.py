@@ -32,12 +32,11 @@ pytestmark = [
 ]
 
 
-def quick_compiler(name: str, folder: Path) -> str:
+def write_quick_compiler(name: str, folder: Path) -> None:
     """A compiler that optimises little: what kernels do is asked here, and not how fast."""
     program = folder / name
     program.write_text(f'#!/bin/bash\nexec {shutil.which(name)} "${{@/#-O3/-O1}}"\n')
     program.chmod(0o755)
-    return str(program)
 
 
 def make_wheel(machine: str, folder: Path) -> Path:
@@ -45,7 +44,7 @@ def make_wheel(machine: str, folder: Path) -> Path:
     pytest.importorskip("hatchling")
     programs = folder / "programs"
     programs.mkdir()
-    quick_compiler(CROSS_COMPILER if machine != builds.machine() else "c++", programs)
+    write_quick_compiler(CROSS_COMPILER if machine != builds.machine() else "c++", programs)
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true",
