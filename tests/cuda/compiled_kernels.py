@@ -1,5 +1,5 @@
 """`python compiled_kernels.py 90`: compile every kernel for GPUs of this architecture, which need not be there, and say
-what each one takes.
+what each one takes. For others than Hopper's those of fewer head sizes: compiling takes minutes.
 
 Prints a JSON object a line: kernel, architecture, constants, registers' spills, local and shared memory, and how often
 each matrix instruction stands in it.
@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ from slipstream.models.executor.pass_layout import WANTED
 
 INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "STL", "LDL")
 """Matrix products of each generation; stores to and loads from local memory."""
-DIMS = {90: (64, 80, 96, 128, 192, 256)}
+DIMS = (64, 80, 96, 128, 192, 256)
 FEWER_DIMS = (64, 96, 256)
-"""Of the other architectures: one that fits, one that is padded, the largest."""
+"""One that fits, one that is padded, the largest."""
 POINTERS = {
     "positions": "*i64", "slots": "*i64", "run_begin": "*i64", "run_length": "*i64", "tail_begin": "*i64",
     "tail_slots": "*i64", "tail_positions": "*i64", "items": "*i64", "partials": "*i64", "sums": "*fp32",
@@ -84,10 +84,11 @@ LINEARS = (
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-def kernels(architecture: int) -> Iterator[tuple[Any, ...]]:
-    """(kernel, its constants, warps) of all that is launched, and further arguments of `compiled`."""
+def kernels(dims: Sequence[int] = DIMS) -> Iterator[tuple[Any, ...]]:
+    """(kernel, its constants, warps) of all that is launched with heads of these sizes, and further arguments of
+    `compiled`."""
     yield from products()
-    for dim in DIMS.get(architecture, FEWER_DIMS):
+    for dim in dims:
         block = triton.next_power_of_2(dim)
         sizes = {"KEY_DIM": dim, "VALUE_DIM": dim, "KEY_BLOCK": block, "VALUE_BLOCK": block}
         for is_int8 in (False, True):
@@ -189,5 +190,5 @@ def compiled(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     architecture = int(sys.argv[1])
-    for each in kernels(architecture):
+    for each in kernels(DIMS if architecture == 90 else FEWER_DIMS):
         print(json.dumps(compiled(architecture, *each)), flush=True)

@@ -112,14 +112,13 @@ def choices(part: Part, vocab_size: int) -> dict[str, int]:
 def compile_all(part: Part) -> dict[str, Any]:
     """Spills and the most registers and shared memory of all kernels, compiled in processes side by side."""
     major, minor = (9, 0) if part.is_tiny else torch.cuda.get_device_capability()
-    architecture = 10 * major + minor
     number = 1 if part.is_tiny else min(PROCESSES, os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     with _compiling(), ProcessPoolExecutor(number, mp_context=context) as pool:
         cases = [] if part.is_tiny else [*CASES.values(), *real_cases(False).values()]
         launched = [pool.submit(_launch, case) for case in cases]
-        count = 2 if part.is_tiny else pool.submit(_num_kernels, architecture).result()
-        done = list(pool.map(_compile, range(count), [architecture] * count))
+        count = 2 if part.is_tiny else pool.submit(_num_kernels).result()
+        done = list(pool.map(_compile, range(count), [10 * major + minor] * count))
         errors = [one.exception() for one in launched]
     return {
         "kernels": len(done),
@@ -153,13 +152,13 @@ def _launch(case: Case) -> None:
     Layer.random(case, 0, device=torch.device("cuda")).by_kernels()
 
 
-def _num_kernels(architecture: int) -> int:
+def _num_kernels() -> int:
     from tests.cuda.compiled_kernels import kernels
 
-    return len(list(kernels(architecture)))
+    return len(list(kernels()))
 
 
 def _compile(number: int, architecture: int) -> dict[str, Any]:
     from tests.cuda.compiled_kernels import compiled, kernels
 
-    return compiled(architecture, *list(kernels(architecture))[number])
+    return compiled(architecture, *list(kernels())[number])
