@@ -146,6 +146,15 @@ class PassSizes:
         floats += self.num_rotaries * max(dim for _, dim in self.heads)
         return 4 * floats + rounded + _DIVIDED_BYTES + ROW_ARRAYS_BYTES
 
+    def copied_bytes(self, num_threads: int) -> int:
+        """Return what a pass of one row holds besides `row_bytes`: each thread's own copy of what its products read."""
+        if not self.fused or self.fast or self.num_experts or self.num_inputs or num_threads == 1:
+            return 0
+        angles = self.num_rotaries * max(dim for _, dim in self.heads)
+        rounded = _quantised_bytes(self._widest) + 4 if self.quantised else 0
+        normed = 4 * _stride(self.hidden)
+        return num_threads * normed + (num_threads - 1) * (4 * angles + rounded)
+
     @property
     def _query_width(self) -> int:
         """Numbers of all heads in the layer with the widest ones."""
@@ -251,7 +260,8 @@ class PassLimits:
 def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:
     """Rows between operations, and scores of attention."""
     scores = sizes.score_bytes(limits.num_rows, limits.context, limits.num_threads)
-    return limits.num_rows * sizes.row_bytes() + scores
+    of_one = sizes.row_bytes() + sizes.copied_bytes(limits.num_threads)
+    return max(limits.num_rows * sizes.row_bytes(), of_one) + scores
 
 
 def recorded_bytes(model: ModelIdentity, limits: PassLimits, tap_bytes: int = 0) -> int:
@@ -277,8 +287,9 @@ def recorded_bytes(model: ModelIdentity, limits: PassLimits, tap_bytes: int = 0)
 
 
 def _quantised_bytes(width: int) -> int:
-    """Return the bytes of a row that is rounded to 8 bits, with a scale and a sum for every 16 of its numbers."""
-    return (width // 16 + 8) * 24
+    """Return the bytes of a row that is rounded to 8 bits, with what is kept of every 16 of its numbers: see `RowGroup` in
+    kernels/groups.h."""
+    return (width // 16 + 8) * 32
 
 
 def _up(number: int, unit: int) -> int:

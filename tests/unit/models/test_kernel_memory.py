@@ -97,6 +97,7 @@ def test_passes_take_what_is_planned(
     logits(lm, num_past, num_rows)
     sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
+    rows += sizes.copied_bytes(threads) if num_rows == 1 else 0
     planned = rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
     if num_rows < 300:
         assert lm.executor.scratch_bytes == planned
@@ -116,6 +117,7 @@ def test_passes_over_experts_take_what_is_planned(
     logits(lm, num_past, num_rows)
     sizes = PassSizes.of(lm)
     rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
+    rows += sizes.copied_bytes(threads) if num_rows == 1 else 0
     assert lm.executor.scratch_bytes == rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
 
 
@@ -149,6 +151,7 @@ def test_passes_over_layers_that_differ_take_what_is_planned(
     logits(lm, num_past, num_rows)
     for sizes in (PassSizes.of(lm), PassSizes.of(outline_model(str(tmp_path), quantization=quantization))):
         rows = num_rows * (sizes.row_bytes() - ROW_ARRAYS_BYTES)
+        rows += sizes.copied_bytes(threads) if num_rows == 1 else 0
         planned = rows + sizes.score_bytes(num_rows, num_past + num_rows, threads)
         assert lm.executor.scratch_bytes == planned
 

@@ -80,35 +80,71 @@ CodedBlock coded_block() {
   return coded;
 }
 
-bool blocks_case_is_equal(int n, int in, int out) {
-  const size_t padded = size_t(num_units(out)) * UNIT;
-  auto factors = block<float>(padded), bias = block<float>(padded), row = block<float>(in);
-  auto room = block<CodedBlock>(num_blocks(in));
-  const BlockPieces pieces(in);
-  const Guarded packed(packed_bytes(FOUR_BITS_BLOCKS, in, out)), quantised(n * pieces.row_bytes);
-  for (int i = 0; i < out; ++i) bias[i] = number();
-  for (int panel = 0; panel < num_panels(out); ++panel)
-    pack_blocks(in, out, panel, packed.begin, factors.get(), room.get(), [](int, int) { return coded_block(); });
-  const Linear linear{FOUR_BITS_BLOCKS, in, out, 0, packed.begin, factors.get(), nullptr, between(0, 1) ? bias.get() : nullptr};
+// Rows [n] of numbers, some far larger than the rest, some not finite, as they are multiplied in groups of `size` inputs.
+void make_rows(int n, int in, int size, uint8_t* quantised) {
+  auto row = block<float>(in);
   const bool extreme = between(0, 3) == 0;
   for (int r = 0; r < n; ++r) {
     for (int k = 0; k < in; ++k) row[k] = extreme ? (r % 2 ? -1.0f : 1.0f) : number();
+    for (int i = between(0, 4); i > 0; --i) row[between(0, in - 1)] = number() * 1e4f;
     if (between(0, 20) == 0) row[between(0, in - 1)] = NAN;
-    quantise_blocks(row.get(), nullptr, in, quantised.begin + r * pieces.row_bytes);
+    quantise_groups(row.get(), nullptr, in, size, quantised + r * grouped_row_bytes(in, size));
   }
-  const Rows rows{nullptr, 0, quantised.begin, nullptr};
-  for (int unit = 0; unit < num_units(out); ++unit) {
+}
+
+template <typename Layout>
+bool groups_are_equal(const Layout& layout, const Linear& linear, int n, const uint8_t* quantised) {
+  const Rows rows{nullptr, 0, quantised, nullptr};
+  for (int unit = 0; unit < num_units(linear.out); ++unit) {
     auto by_tiles = block<float>(size_t(n) * UNIT), by_vectors = block<float>(size_t(n) * UNIT);
     multiply_unit(linear, rows, n, unit, [&](int first, int count, const float* tile) {
       std::memcpy(&by_tiles[first * UNIT], tile, sizeof(float) * count * UNIT);
     });
-    multiply_pieces(pieces, rows.quantised, n, packed.begin, factors.get(), unit, [&](int first, int count, float* tile) {
+    multiply_groups(layout, quantised, n, (const uint8_t*)linear.panels, linear.scales, unit, [&](int first, int count, float* tile) {
       add_bias(linear, count, 2 * unit, 2, tile);
       std::memcpy(&by_vectors[first * UNIT], tile, sizeof(float) * count * UNIT);
     });
     if (!same(by_tiles.get(), by_vectors.get(), size_t(n) * UNIT)) return false;
   }
   return true;
+}
+
+bool blocks_case_is_equal(int n, int in, int out) {
+  const size_t padded = size_t(num_units(out)) * UNIT;
+  auto factors = block<float>(padded), bias = block<float>(padded);
+  auto room = block<CodedBlock>(num_blocks(in));
+  const Guarded packed(packed_bytes(FOUR_BITS_BLOCKS, in, out)), quantised(n * grouped_row_bytes(in, BLOCK_GROUP));
+  for (int i = 0; i < out; ++i) bias[i] = number();
+  for (int panel = 0; panel < num_panels(out); ++panel)
+    pack_blocks(in, out, panel, packed.begin, factors.get(), room.get(), [](int, int) { return coded_block(); });
+  const Linear linear{FOUR_BITS_BLOCKS, in, out, 0, packed.begin, factors.get(), nullptr, between(0, 1) ? bias.get() : nullptr};
+  make_rows(n, in, BLOCK_GROUP, quantised.begin);
+  return groups_are_equal(BlockLayout(in), linear, n, quantised.begin);
+}
+
+// Codes of each kind that has groups, which are 32, 64, 96 or 128 inputs.
+bool groups_case_is_equal(int n, int in, int out) {
+  const int32_t kinds[] = {FOUR_BITS, FOUR_BITS_ZEROS, EIGHT_BITS, EIGHT_BITS_ZEROS, FOUR_BITS_TABLE, FOUR_BITS_TABLE_ZEROS};
+  const int32_t kind = kinds[between(0, 5)];
+  const int size = 32 * between(1, 4), groups = num_groups(in, size);
+  const size_t padded = size_t(num_units(out)) * UNIT;
+  auto factors = block<float>(padded), scales = block<float>(size_t(out) * groups), zeros = block<float>(size_t(out) * groups);
+  auto codes = block<uint8_t>(size_t(out) * in);
+  int8_t table[16];
+  for (auto& each : table) each = int8_t(between(-128, 127));
+  bool are_equal = false;
+  of_groups(kind, [&]<typename Codes, bool ZEROS>() {
+    const int largest = Codes::BITS == 4 ? 15 : 255;
+    for (size_t i = 0; i < size_t(out) * in; ++i) codes[i] = uint8_t(between(0, 3) ? between(0, largest) : largest);
+    for (size_t i = 0; i < size_t(out) * groups; ++i) scales[i] = number() * 0.01f, zeros[i] = float(between(0, largest));
+    const Guarded packed(packed_bytes(kind, in, out, size)), quantised(n * grouped_row_bytes(in, size));
+    for (int panel = 0; panel < num_panels(out); ++panel)
+      pack_groups<Codes, ZEROS>(codes.get(), scales.get(), zeros.get(), in, out, size, panel, packed.begin, factors.get());
+    const Linear linear{kind, in, out, size, packed.begin, factors.get(), nullptr, nullptr, nullptr, nullptr, table};
+    make_rows(n, in, size, quantised.begin);
+    are_equal = groups_are_equal(GroupLayout<Codes, ZEROS>(Codes{table}, in, size), linear, n, quantised.begin);
+  });
+  return are_equal;
 }
 
 // The bits of two NaNs may differ.
@@ -179,6 +215,7 @@ int main(int, char** arguments) {
     if (!differs) {
       n = between(1, 3) == 1 ? between(1, 300) : n, in = between(1, 700);
       if (!blocks_case_is_equal(n, in, out)) differs = "4-bit";
+      if (!groups_case_is_equal(n, in, out)) differs = "grouped";
     }
     if (!differs) continue;
     std::printf("%d rows of %d inputs and %d %s outputs have other bits by tiles\n", n, in, out, differs);

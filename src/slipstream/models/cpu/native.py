@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "slipstream_attend": (Status, (c_void_p, c_void_p, c_int)),
     "slipstream_latent": (Status, (c_void_p, c_void_p, c_int)),
     "slipstream_forward": (Status, (c_void_p, c_void_p, c_void_p, c_int)),
+    "slipstream_forward_by_part": (Status, (*[c_void_p] * 4, c_int)),
     "slipstream_draft": (Status, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_eagle": (Status, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_draft_eagle": (Status, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),

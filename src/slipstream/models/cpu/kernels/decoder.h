@@ -6,6 +6,8 @@
 // All matrices are row-major float32.
 #pragma once
 
+#include <numeric>
+
 #include "experts.h"
 #include "sines.h"
 
@@ -52,6 +54,13 @@ class Pass : protected Mixer {
   Pass(const Model& model, const Batch& batch, Scratch& scratch, Team& team, int rank)
       : Mixer(model, scratch, team, rank), b(batch) {}
 
+  // See Scratch.
+  static int num_copies(const Model& model, const Batch& batch, int threads) {
+    constexpr int FEW_ROWS = 1;
+    const bool is_plain = !model.num_experts && !model.inputs.width && !batch.num_fast;
+    return is_plain && batch.num_rows <= FEW_ROWS && batch.num_logit_rows <= FEW_ROWS ? threads : 1;
+  }
+
   static int num_operations(const Model& model, const Batch& batch, const Scratch& scratch) {
     const int of_layer = 15 + (model.num_experts ? NUM_OPERATIONS : 0) + (model.inputs.width ? 5 : 0);
     return (of_layer + scratch.attention_operations()) * model.num_layers + 8 + batch.num_taps;
@@ -61,52 +70,53 @@ class Pass : protected Mixer {
   enum Part { WHOLE, BEGINNING, END };
 
   void run(Part part = WHOLE) {
-    if (part == END) {
-      each_row([&](int row) { place(row); });
-    } else {
-      begin();
-    }
+    current = m.num_layers;
+    own_rows(EMBEDDING, b.num_rows, [&](int row) { place(row); });
+    if (part != END) begin();
     for (int i = 0; i < b.num_layers; ++i) {
       int64_t number = b.layers[i];
-      const Layer& current = m.layers[number];
-      layer(current, keys_of(number), values_of(number));
-      if (current.input_gate.panels) add_inputs(current, number);
-      if (current.scale != 1.0f) scale_states(current.scale);
+      const Layer& each = m.layers[number];
+      current = int(number);
+      layer(each, keys_of(number), values_of(number));
+      if (each.input_gate.panels) add_inputs(each, number);
+      if (each.scale != 1.0f) scale_states(each.scale);
       if (number + 1 < m.num_layers) tap(number + 1);
     }
+    current = m.num_layers;
     if (part != BEGINNING) head();
   }
 
  protected:
   const Batch& b;
 
+  float* state(int row) { return &s.states[size_t(row) * m.hidden]; }
+
   template <typename Each>
-  void each_row(Each each) {
-    share(b.num_rows, each);
+  void each_row(PassPart part, Each each) {
+    share(part, b.num_rows, each);
   }
 
   // states = the embeddings, inputs = what layers are given besides.
   void begin() {
-    each_row([&](int row) {
-      float* state = &s.states[size_t(row) * m.hidden];
+    each_row(EMBEDDING, [&](int row) {
+      float* state = this->state(row);
       embed(m, b.token_ids[row], state);
       if (b.added)
         for (int i = 0; i < m.hidden; ++i) state[i] += b.added[size_t(row) * m.hidden + i];
       if (m.input_scale != 1.0f)
         for (int i = 0; i < m.hidden; ++i) state[i] *= m.input_scale;
-      place(row);
     });
     tap(0);
     if (m.inputs.width) make_inputs();
   }
 
-  // The rotary angles of a row's position.
+  // The rotary angles of a row's position. They do not change within a pass.
   void place(int row) {
     const int half = m.rotary_dim / 2, all = m.num_rotaries * half;
     for (int i = 0; i < all; ++i) {
       Turn turn = turned(float(b.positions[row]) * m.inverse_frequencies[i]);
-      s.cosines[size_t(row) * all + i] = turn.cosine * m.rotary_scales[i / half];
-      s.sines[size_t(row) * all + i] = turn.sine * m.rotary_scales[i / half];
+      cosines[size_t(row) * all + i] = turn.cosine * m.rotary_scales[i / half];
+      sines[size_t(row) * all + i] = turn.sine * m.rotary_scales[i / half];
     }
   }
 
@@ -115,7 +125,7 @@ class Pass : protected Mixer {
   void tap(int number, const std::vector<float>& rows, int width) {
     for (int i = 0; i < b.num_taps; ++i)
       if (b.tap_layers[i] == number)
-        each_row([&](int row) {
+        each_row(HEAD, [&](int row) {
           std::memcpy(b.taps[i] + size_t(row) * width, &rows[size_t(row) * width], sizeof(float) * width);
         });
   }
@@ -126,11 +136,11 @@ class Pass : protected Mixer {
     const int all = m.num_layers * in.width;
     if (in.projection.panels) {
       load_states({}, in.projection);
-      multiply_each(in.projection, s.normed.data(), [&](int row, int unit, const float* tile) {
+      multiply_each(LAYER_INPUTS, in.projection, normed, [&](int row, int unit, const float* tile) {
         std::memcpy(&s.projected[size_t(row) * all + unit * UNIT], tile, sizeof(float) * std::min(UNIT, all - unit * UNIT));
       });
     }
-    each_row([&](int row) {
+    each_row(LAYER_INPUTS, [&](int row) {
       float *inputs = &s.inputs[size_t(row) * all], *projected = &s.projected[size_t(row) * all];
       if (in.table) {
         widen_row(in.table_kind, in.table, b.token_ids[row], all, inputs);
@@ -150,7 +160,7 @@ class Pass : protected Mixer {
   void add_inputs(const Layer& layer, int64_t number) {
     const int width = m.inputs.width;
     load_states({}, layer.input_gate);
-    multiply_each(layer.input_gate, s.normed.data(), [&](int row, int unit, const float* tile) {
+    multiply_each(LAYER_INPUTS, layer.input_gate, normed, [&](int row, int unit, const float* tile) {
       alignas(64) float gated[UNIT];
       activate(m.activation, tile, UNIT, gated);
       const int begin = unit * UNIT, size = std::min(UNIT, width - begin);
@@ -158,36 +168,42 @@ class Pass : protected Mixer {
       float* to = &s.gated[row * row_stride(width) + begin];
       for (int i = 0; i < size; ++i) to[i] = gated[i] * inputs[i];
     });
-    add_to_states(layer.input_projection, s.gated.data(), layer.input_norm);
+    add_to_states(LAYER_INPUTS, layer.input_projection, s.gated.data(), layer.input_norm);
   }
 
   void scale_states(float scale) {
-    each_row([&](int row) {
-      float* state = &s.states[size_t(row) * m.hidden];
-      for (int i = 0; i < m.hidden; ++i) state[i] *= scale;
+    each_row(NORM, [&](int row) {
+      for (int i = 0; i < m.hidden; ++i) state(row)[i] *= scale;
     });
   }
 
   // normed = the states as `next` reads them.
   void load_states(const Norm& norm, const Linear& next) {
-    each_row([&](int row) {
-      float* to = &s.normed[row * row_stride(m.hidden)];
-      normalise(&s.states[size_t(row) * m.hidden], norm, m.hidden, m.norm_epsilon, to);
-      prepare_row(next, s.normed.data(), row);
+    own_rows(ROUNDING, b.num_rows, [&](int row) {
+      normalise(state(row), norm, m.hidden, m.norm_epsilon, normed + row * row_stride(m.hidden));
+      lap(NORM);
+      prepare_row(next, normed, row);
     });
   }
 
   // As `multiply`, for all rows, each in its own arithmetic; prepare_row comes first.
   template <typename Take>
-  void multiply_each(const Linear& linear, const float* values, Take take) {
-    each_unit(linear, [&](int unit) {
+  void multiply_each(PassPart part, const Linear& linear, const float* values, Take take) {
+    multiply_each(part, linear, values, take, 1, [](int, int) {});
+  }
+
+  // `group` and `behind` as in each_group.
+  template <typename Take, typename Behind>
+  void multiply_each(PassPart part, const Linear& linear, const float* values, Take take, int group, Behind behind) {
+    auto each = [&](int unit) {
       for (auto [begin, n] : s.exact_runs) multiply_run(linear, values, begin, n, unit, take);
       if (!b.num_fast) return;
       multiply_unit_in_bfloat16(linear, s.rounded.data(), b.num_fast, unit, s.arranged[rank].data(),
                                 [&](int first, int count, const float* tile) {
                                   for (int r = 0; r < count; ++r) take(b.fast_rows[first + r], unit, tile + r * UNIT);
                                 });
-    });
+    };
+    each_group(part, linear, group, each, behind);
   }
 
   // What a row must be before it is multiplied: quantised where the weights are integers, rounded where it is fast.
@@ -198,7 +214,8 @@ class Pass : protected Mixer {
   }
 
   void prepare(const Linear& linear, const float* values) {
-    if (quantises(linear.kind) || b.num_fast) each_row([&](int row) { prepare_row(linear, values, row); });
+    if (quantises(linear.kind) || b.num_fast)
+      own_rows(ROUNDING, b.num_rows, [&](int row) { prepare_row(linear, values, row); });
   }
 
   Entries keys_of(int64_t layer) const { return entries(b.keys[layer], b.key_scales, layer); }
@@ -223,18 +240,26 @@ class Pass : protected Mixer {
 
   // attended = the attention of what `normed` holds.
   void attention(const Layer& layer, const Entries& keys, const Entries& values) {
+    const int dim = layer.head_dim, group = std::lcm(dim, UNIT) / UNIT;  // units that are whole heads
     const size_t width = qkv_width(m, layer);
-    multiply_each(layer.qkv, s.normed.data(), [&](int row, int unit, const float* tile) {
+    auto take = [&](int row, int unit, const float* tile) {
       int begin = unit * UNIT;
       std::memcpy(&s.qkv[row * width + begin], tile, sizeof(float) * std::min(UNIT, layer.qkv.out - begin));
+    };
+    multiply_each(QKV, layer.qkv, normed, take, group, [&](int first, int end) {
+      if (m.whole_norms) return;
+      lap(QKV);
+      for (int head = first * UNIT / dim; head < std::min(end * UNIT, layer.qkv.out) / dim; ++head)
+        for (int row = 0; row < b.num_rows; ++row) rotate_and_store(layer, row, head, keys, values);
+      lap(ROTATION);
     });
-    each_row([&](int row) { rotate_and_store(layer, row, keys, values); });
+    if (m.whole_norms) each_row(ROTATION, [&](int row) { rotate_and_store(layer, row, keys, values); });
     attend(layer, keys, values);
   }
 
-  void add_attention(const Layer& layer) { add_to_states(layer.output, s.attended.data(), layer.attended_norm); }
+  void add_attention(const Layer& layer) { add_to_states(OUTPUT, layer.output, s.attended.data(), layer.attended_norm); }
 
-  // gated = what the MLP makes of the states before its last linear layer; of experts normed = what they give.
+  // gated = what the MLP makes of the states before its last linear layer; of experts given = what they give.
   void mlp(const Layer& layer) {
     if (!m.num_experts) return gate_states(layer);
     if (layer.down.panels) return mix_beside(layer);
@@ -246,7 +271,7 @@ class Pass : protected Mixer {
   void gate_states(const Layer& layer) {
     const int inner = layer.down.in;
     load_states(layer.mlp_norm, layer.gate_up);
-    multiply_each(layer.gate_up, s.normed.data(), [&](int row, int unit, const float* tile) {
+    multiply_each(GATE_UP, layer.gate_up, normed, [&](int row, int unit, const float* tile) {
       alignas(64) float gated[UNIT];
       const int width = gate(tile, gated);
       float* to = &s.gated[row * row_stride(inner) + unit * width];
@@ -254,12 +279,12 @@ class Pass : protected Mixer {
     });
   }
 
-  // normed = the sum of what the MLP and what the experts beside it give, each behind a norm of its own.
+  // given = the sum of what the MLP and what the experts beside it give, each behind a norm of its own.
   void mix_beside(const Layer& layer) {
     const Mixture& mixture = layer.mixture;
     gate_states(layer);
     prepare(layer.down, s.gated.data());
-    multiply_each(layer.down, s.gated.data(), [&](int row, int unit, const float* tile) {
+    multiply_each(DOWN, layer.down, s.gated.data(), [&](int row, int unit, const float* tile) {
       const int begin = unit * UNIT;
       std::memcpy(&s.beside[size_t(row) * m.hidden + begin], tile, sizeof(float) * std::min(UNIT, m.hidden - begin));
     });
@@ -267,8 +292,8 @@ class Pass : protected Mixer {
     route(mixture, b.num_rows);
     load_states(mixture.input_norm, mixture.router);  // experts take their rows from there
     visit(mixture, b.num_rows);
-    each_row([&](int row) {
-      float *given = &s.normed[row * row_stride(m.hidden)], *beside = &s.beside[size_t(row) * m.hidden];
+    each_row(EXPERTS, [&](int row) {
+      float *given = this->given + row * row_stride(m.hidden), *beside = &s.beside[size_t(row) * m.hidden];
       normalise(given, mixture.output_norm, m.hidden, m.norm_epsilon, given);
       normalise(beside, mixture.mlp_out_norm, m.hidden, m.norm_epsilon, beside);
       for (int i = 0; i < m.hidden; ++i) given[i] += beside[i];
@@ -277,15 +302,15 @@ class Pass : protected Mixer {
 
   void add_mlp(const Layer& layer) {
     if (m.num_experts) return add_normed(layer.mlp_out_norm);
-    add_to_states(layer.down, s.gated.data(), layer.mlp_out_norm);
+    add_to_states(DOWN, layer.down, s.gated.data(), layer.mlp_out_norm);
   }
 
-  void add_to_states(const Linear& linear, const float* values, const Norm& norm) {
+  void add_to_states(PassPart part, const Linear& linear, const float* values, const Norm& norm) {
     prepare(linear, values);
-    multiply_each(linear, values, [&](int row, int unit, const float* tile) {
+    multiply_each(part, linear, values, [&](int row, int unit, const float* tile) {
       const int size = std::min(UNIT, m.hidden - unit * UNIT);
       if (norm.weight) {
-        std::memcpy(&s.normed[row * row_stride(m.hidden) + unit * UNIT], tile, sizeof(float) * size);
+        std::memcpy(&given[row * row_stride(m.hidden) + unit * UNIT], tile, sizeof(float) * size);
       } else {
         add(row, unit * UNIT, tile, size);
       }
@@ -293,48 +318,55 @@ class Pass : protected Mixer {
     if (norm.weight) add_normed(norm);
   }
 
-  // Add what `normed` holds, through a norm if there is one.
+  // Add what `given` holds, through a norm if there is one.
   void add_normed(const Norm& norm) {
-    each_row([&](int row) {
-      float* normed = &s.normed[row * row_stride(m.hidden)];
-      normalise(normed, norm, m.hidden, m.norm_epsilon, normed);
-      add(row, 0, normed, m.hidden);
+    each_row(NORM, [&](int row) {
+      float* added = given + row * row_stride(m.hidden);
+      normalise(added, norm, m.hidden, m.norm_epsilon, added);
+      add(row, 0, added, m.hidden);
     });
   }
 
   // Add to some neighbouring numbers of a row's state.
   void add(int row, int begin, const float* values, int size) {
-    float* to = &s.states[size_t(row) * m.hidden + begin];
+    float* to = state(row) + begin;
     for (int i = 0; i < size; ++i) to[i] += values[i] * m.residual_scale;
   }
 
+  // All heads of a row, behind norms of all heads at once.
   void rotate_and_store(const Layer& layer, int row, const Entries& keys, const Entries& values) {
-    const int dim = layer.head_dim, num_own = layer.projected ? layer.num_kv_heads : 0;
+    const int queries = m.num_heads * layer.head_dim, num_own = layer.projected ? layer.num_kv_heads : 0;
     float* heads = &s.qkv[size_t(row) * qkv_width(m, layer)];
-    float* key = heads + size_t(m.num_heads) * dim;
-    float* value = key + size_t(layer.num_kv_heads) * dim;
-    if (layer.projected == 1) std::memcpy(value, key, sizeof(float) * num_own * dim);
-    if (m.whole_norms) {
-      rms_norm(heads, layer.query_norm, m.num_heads * dim, m.norm_epsilon, heads);
-      if (num_own) rms_norm(key, layer.key_norm, num_own * dim, m.norm_epsilon, key);
+    rms_norm(heads, layer.query_norm, queries, m.norm_epsilon, heads);
+    if (num_own) rms_norm(heads + queries, layer.key_norm, num_own * layer.head_dim, m.norm_epsilon, heads + queries);
+    for (int head = 0; head < layer.qkv.out / layer.head_dim; ++head) rotate_and_store(layer, row, head, keys, values);
+  }
+
+  // One of the heads that a row's products are: queries first, then keys, then values.
+  void rotate_and_store(const Layer& layer, int row, int number, const Entries& keys, const Entries& values) {
+    const int dim = layer.head_dim, kv_head = number - m.num_heads;
+    float* head = &s.qkv[size_t(row) * qkv_width(m, layer) + size_t(number) * dim];
+    if (kv_head >= layer.num_kv_heads) return store_value(layer, row, kv_head - layer.num_kv_heads, head, values);
+    if (kv_head >= 0 && layer.projected == 1) {
+      float* value = head + size_t(layer.num_kv_heads) * dim;
+      std::memcpy(value, head, sizeof(float) * dim);
+      store_value(layer, row, kv_head, value, values);
     }
-    for (int h = 0; h < m.num_heads + num_own; ++h) {
-      float* head = heads + h * dim;
-      const float* norm = h < m.num_heads ? layer.query_norm : layer.key_norm;
-      if (norm && !m.whole_norms) rms_norm(head, norm, dim, m.norm_epsilon, head);
-      if (layer.rotary >= 0) rotate(head, layer.rotary_dim, row, int(layer.rotary));
-    }
-    for (int h = 0; h < num_own; ++h) {
-      if (layer.norms_values) bare_norm(value + h * dim, dim, m.norm_epsilon);
-      keys.write(h, b.slots[row], key + h * dim);
-      values.write(h, b.slots[row], value + h * dim);
-    }
+    const float* norm = kv_head < 0 ? layer.query_norm : layer.key_norm;
+    if (norm && !m.whole_norms) rms_norm(head, norm, dim, m.norm_epsilon, head);
+    if (layer.rotary >= 0) rotate(head, layer.rotary_dim, row, int(layer.rotary));
+    if (kv_head >= 0) keys.write(kv_head, b.slots[row], head);
+  }
+
+  void store_value(const Layer& layer, int row, int kv_head, float* value, const Entries& values) {
+    if (layer.norms_values) bare_norm(value, layer.head_dim, m.norm_epsilon);
+    values.write(kv_head, b.slots[row], value);
   }
 
   void rotate(float* head, int width, int row, int rotary) {
     const int half = width / 2;
     const size_t place = (size_t(row) * m.num_rotaries + rotary) * (m.rotary_dim / 2);
-    const float *cosines = &s.cosines[place], *sines = &s.sines[place];
+    const float *cosines = this->cosines + place, *sines = this->sines + place;
     for (int i = 0; i < half; ++i) {
       float low = head[i], high = head[i + half];
       head[i] = low * cosines[i] - high * sines[i];
@@ -346,22 +378,21 @@ class Pass : protected Mixer {
     const Attention attention{*s.plan_of(layer), s.sight, keys, values, m.num_heads, layer.num_kv_heads,
                               m.attention_scale, m.score_cap, layer.sinks, layer.reach, s.qkv.data(),
                               size_t(qkv_width(m, layer)), s.attended.data(), row_stride(m.num_heads * layer.head_dim)};
-    attention.run(rank, [&](int count, auto work) { share(count, work); });
+    attention.run(rank, [&](int count, auto work) { share(ATTENTION, count, work); });
   }
 
   // normed = what the output layer reads of the rows whose logits are wanted.
   void select() {
-    share(b.num_logit_rows, [&](int i) {
-      float* to = &s.normed[i * row_stride(m.hidden)];
-      const float* state = &s.states[size_t(b.logit_rows[i]) * m.hidden];
-      normalise(state, m.final_norm, m.hidden, m.norm_epsilon, to);
-      ready(m.head, s.normed.data(), i);
+    own_rows(ROUNDING, b.num_logit_rows, [&](int i) {
+      normalise(state(int(b.logit_rows[i])), m.final_norm, m.hidden, m.norm_epsilon, normed + i * row_stride(m.hidden));
+      lap(NORM);
+      ready(m.head, normed, i);
     });
   }
 
   void head() {
     select();
-    multiply(m.head, s.normed.data(), b.num_logit_rows, [&](int row, int unit, const float* tile) {
+    multiply(HEAD, m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) {
       float* to = b.logits + size_t(row) * m.vocab + unit * UNIT;
       alignas(64) float changed[UNIT];
       if (m.logit_divisor != 1.0f || m.logit_cap) {
@@ -375,8 +406,8 @@ class Pass : protected Mixer {
     });
     for (int i = 0; i < b.num_taps; ++i)
       if (b.tap_layers[i] == m.num_layers)
-        each_row([&](int row) {
-          normalise(&s.states[size_t(row) * m.hidden], m.final_norm, m.hidden, m.norm_epsilon, b.taps[i] + size_t(row) * m.hidden);
+        each_row(HEAD, [&](int row) {
+          normalise(state(row), m.final_norm, m.hidden, m.norm_epsilon, b.taps[i] + size_t(row) * m.hidden);
         });
   }
 };

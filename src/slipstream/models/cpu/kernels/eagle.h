@@ -27,7 +27,7 @@ struct States {
 class EaglePass : Pass {
  public:
   EaglePass(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, Team& team, int rank)
-      : Pass(eagle.model, batch, scratch, team, rank), e(eagle), states(states) {}
+      : Pass(eagle.model, batch, scratch, team, rank), e(eagle), from(states) {}
 
   static bool quantises_rows(const Eagle& eagle) { return quantises(eagle.fc.kind) || quantises(eagle.model); }
 
@@ -45,38 +45,36 @@ class EaglePass : Pass {
     mlp(first);
     add_mlp(first);
     for (int i = 1; i < m.num_layers; ++i) layer(m.layers[i], keys_of(i), values_of(i));
-    each_row([&](int row) { std::memcpy(states.made + size_t(row) * m.hidden, state(row), sizeof(float) * m.hidden); });
+    each_row(HEAD, [&](int row) { std::memcpy(from.made + size_t(row) * m.hidden, state(row), sizeof(float) * m.hidden); });
     e.token_ids ? scattered_head() : head();
   }
 
  private:
   const Eagle& e;
-  const States& states;
-
-  float* state(int row) { return &s.states[size_t(row) * m.hidden]; }
+  const States& from;
 
   // A row of what `next` reads.
-  float* input(const Linear& next, int row) { return &s.normed[row * row_stride(next.in)]; }
+  float* input(const Linear& next, int row) { return normed + row * row_stride(next.in); }
 
-  void ready(const Linear& next, int row) { Worker::ready(next, s.normed.data(), row); }
+  void ready(const Linear& next, int row) { Worker::ready(next, normed, row); }
 
   void reduce() {
-    multiply(e.fc, s.normed.data(), b.num_rows, [&](int row, int unit, const float* tile) {
+    multiply(EMBEDDING, e.fc, normed, b.num_rows, [&](int row, int unit, const float* tile) {
       std::memcpy(state(row) + unit * UNIT, tile, sizeof(float) * std::min(UNIT, m.hidden - unit * UNIT));
     });
   }
 
   void start_with_embedding_inside() {
     const Linear& qkv = m.layers[0].qkv;
-    each_row([&](int row) {
+    own_rows(EMBEDDING, b.num_rows, [&](int row) {
+      place(row);
       float* to = input(e.fc, row);
       embed(*e.embedder, b.token_ids[row], to);
-      std::memcpy(to + m.hidden, states.given + size_t(row) * m.hidden, sizeof(float) * m.hidden);
+      std::memcpy(to + m.hidden, from.given + size_t(row) * m.hidden, sizeof(float) * m.hidden);
       ready(e.fc, row);
-      place(row);
     });
     reduce();
-    each_row([&](int row) {
+    own_rows(ROUNDING, b.num_rows, [&](int row) {
       std::memcpy(input(qkv, row), state(row), sizeof(float) * m.hidden);
       ready(qkv, row);
     });
@@ -84,28 +82,37 @@ class EaglePass : Pass {
 
   void start_with_embedding_beside() {
     const Layer& layer = m.layers[0];
-    const size_t width = states.from_target ? e.fc.in : m.hidden;
-    each_row([&](int row) {
-      std::memcpy(states.from_target ? input(e.fc, row) : state(row), states.given + row * width, sizeof(float) * width);
-      if (states.from_target) ready(e.fc, row);
+    auto norm = [&](const float* row, float* to) { rms_norm(row, layer.attention_norm.weight, m.hidden, m.norm_epsilon, to); };
+    own_rows(EMBEDDING, b.num_rows, [&](int row) {
       place(row);
+      if (!from.from_target) return;
+      std::memcpy(input(e.fc, row), from.given + size_t(row) * e.fc.in, sizeof(float) * e.fc.in);
+      ready(e.fc, row);
     });
-    if (states.from_target) reduce();
-    each_row([&](int row) {
-      float *embedding = input(layer.qkv, row), *normed = embedding + m.hidden;
+    if (from.from_target) reduce();
+    if (!from.from_target || e.residual_is_normed)
+      each_row(NORM, [&](int row) {
+        if (!from.from_target) std::memcpy(state(row), from.given + size_t(row) * m.hidden, sizeof(float) * m.hidden);
+        if (e.residual_is_normed) norm(state(row), state(row));
+      });
+    own_rows(ROUNDING, b.num_rows, [&](int row) {
+      float *embedding = input(layer.qkv, row), *beside = embedding + m.hidden;
       embed(*e.embedder, b.token_ids[row], embedding);
       rms_norm(embedding, e.embedding_norm, m.hidden, m.norm_epsilon, embedding);
-      rms_norm(state(row), layer.attention_norm.weight, m.hidden, m.norm_epsilon, normed);
-      if (e.residual_is_normed) std::memcpy(state(row), normed, sizeof(float) * m.hidden);
+      if (e.residual_is_normed) {
+        std::memcpy(beside, state(row), sizeof(float) * m.hidden);
+      } else {
+        norm(state(row), beside);
+      }
       ready(layer.qkv, row);
     });
   }
 
   // As head(), for an output layer over some of the target's tokens.
   void scattered_head() {
+    share(HEAD, b.num_logit_rows, [&](int row) { std::fill_n(b.logits + size_t(row) * m.vocab, m.vocab, -INFINITY); });
     select();
-    share(b.num_logit_rows, [&](int row) { std::fill_n(b.logits + size_t(row) * m.vocab, m.vocab, -INFINITY); });
-    multiply(m.head, s.normed.data(), b.num_logit_rows, [&](int row, int unit, const float* tile) {
+    multiply(HEAD, m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) {
       const int begin = unit * UNIT, end = std::min(begin + UNIT, m.head.out);
       for (int i = begin; i < end; ++i) b.logits[size_t(row) * m.vocab + e.token_ids[i]] = tile[i - begin];
     });

@@ -32,25 +32,25 @@ class Mixer : protected Worker {
   // Send each of the first `rows` rows of `normed` to its experts.
   void route(const Mixture& mixture, int rows) {
     Routing& r = s.routing;
-    multiply(mixture.router, s.normed.data(), rows, [&](int row, int unit, const float* tile) {
+    multiply(EXPERTS, mixture.router, normed, rows, [&](int row, int unit, const float* tile) {
       const int begin = unit * UNIT, size = std::min(UNIT, m.num_experts - begin);
       std::memcpy(&r.numbers[size_t(row) * m.num_experts + begin], tile, sizeof(float) * size);
     });
-    share(rows, [&](int row) { r.choose(m, mixture.scales, row); });
-    share(1, [&](int) { r.group(m, rows); });
+    share(EXPERTS, rows, [&](int row) { r.choose(m, mixture.scales, row); });
+    share(EXPERTS, 1, [&](int) { r.group(m, rows); });
   }
 
-  // normed = for each of the rows that were sent, the sum of what its experts make of the row in `normed`, by their shares.
+  // given = for each of the rows that were sent, the sum of what its experts make of the row in `normed`, by their shares.
   void visit(const Mixture& mixture, int rows) {
     Routing& r = s.routing;
     const int inner = mixture.down[0].in;
     const size_t wide = row_stride(m.hidden), narrow = row_stride(inner);
     const int num_visits = rows * m.num_chosen;
-    share(num_visits, [&](int visit) {
-      const float* from = &s.normed[r.row_of[visit] * wide];
+    share(EXPERTS, num_visits, [&](int visit) {
+      const float* from = &normed[r.row_of[visit] * wide];
       const Linear& next = mixture.gate_up[0];
       if (quantises(next.kind)) {
-        quantise(next, from, s.quantised.data() + visit * quantised_bytes(next), s.row_scales[visit]);
+        quantise(next, from, quantised + visit * quantised_bytes(next), row_scales[visit]);
       } else {
         std::memcpy(&s.visiting[visit * wide], from, sizeof(float) * m.hidden);
       }
@@ -60,12 +60,12 @@ class Mixer : protected Worker {
       const int width = gate(tile, gated);
       std::memcpy(&s.gated[visit * narrow + unit * width], gated, sizeof(float) * std::min(width, inner - unit * width));
     });
-    if (quantises(mixture.down[0].kind)) share(num_visits, [&](int visit) { ready(mixture.down[0], s.gated.data(), visit); });
+    if (quantises(mixture.down[0].kind)) share(EXPERTS, num_visits, [&](int visit) { ready(mixture.down[0], s.gated.data(), visit); });
     multiply_visits(mixture.down, num_visits, s.gated.data(), [&](int visit, int unit, const float* tile) {
       std::memcpy(&s.visiting[visit * wide + unit * UNIT], tile, sizeof(float) * std::min(UNIT, m.hidden - unit * UNIT));
     });
-    share(rows, [&](int row) {
-      float* sum = &s.normed[row * wide];
+    share(EXPERTS, rows, [&](int row) {
+      float* sum = &given[row * wide];
       std::fill_n(sum, m.hidden, 0.0f);
       for (size_t i = size_t(row) * m.num_chosen; i < size_t(row + 1) * m.num_chosen; ++i) {
         const float *from = &s.visiting[r.visits[i] * wide], part = r.shares[i];
@@ -81,7 +81,7 @@ class Mixer : protected Worker {
   void multiply_visits(const Linear* experts, int num_visits, const float* values, Take take) {
     const Routing& r = s.routing;
     const int units = num_units(experts[0].out), parts = std::min(std::min(m.num_experts, num_visits) * units, 8 * team.size());
-    share(parts, [&](int part) {
+    share(EXPERTS, parts, [&](int part) {
       const int64_t all = int64_t(r.num_visited) * units;
       for (int i = int(all * part / parts); i < int(all * (part + 1) / parts); ++i) {
         const int expert = r.visited[i / units], begin = r.first[expert];

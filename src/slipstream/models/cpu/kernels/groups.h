@@ -5,9 +5,9 @@
 // A code of 4 bits may also be the place of a number of 8 bits in a table, which is then multiplied in its stead.
 //
 // A panel is one stream through memory: of each group first the scales of its PANEL outputs, then their zeros, then the
-// codes. Rows are rounded to 8 bits, each group of inputs of each row alone. The products of a group are added up as
-// integers, exactly; the groups of an output are added one after another as numbers. So a row's result has the same bits
-// for any number of rows, and on every processor.
+// codes. Rows are rounded to 8 bits, each group of inputs of each row alone; an input that is far larger than the rest of its
+// group is not rounded. The products of a group are added up as integers, exactly; the groups of an output are added one
+// after another as numbers. So a row's result has the same bits for any number of rows, and on every processor.
 #pragma once
 
 #include "entries.h"
@@ -25,42 +25,90 @@ constexpr int MAX_GROUP = 128;  // inputs
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// A group of a quantised row: what an integer stands for, minus the sum of what they all stand for, and the integers,
-// `size` of them, from -127 to 127.
+// A group of a quantised row. The largest input may stand apart: beside it the others would all be rounded coarsely. Models
+// have channels whose numbers are a hundred times as large as the rest (Dettmers et al. 2022, LLM.int8()).
 struct RowGroup {
-  float scale, minus_sum;
-  int8_t integers[];
+  float scale, minus_sum;  // what an integer stands for; minus the sum of what all inputs stand for
+  float apart;             // the input that stands apart, as it is
+  int16_t place, sum;      // where that is, or -1; the sum of the integers
+  int8_t integers[];       // from -127 to 127, as many as a group has inputs
 };
+
+// An input stands apart if it is so many times the mean magnitude of its group. With 5, a third of the groups of SmolLM2's
+// rows have one.
+constexpr float APART_FROM = 5.0f;
 
 inline int num_groups(int in, int size) { return (in + size - 1) / size; }
 inline size_t row_group_bytes(int size) { return sizeof(RowGroup) + size; }
 inline size_t grouped_row_bytes(int in, int size) { return num_groups(in, size) * row_group_bytes(size); }
 
-// Inputs first .. first + count - 1 of a row; where `order` says where each one lies in it, they are put into `room`.
-inline const float* in_order(const float* row, const int32_t* order, int first, int count, float* room) {
-  if (!order) return row + first;
-  for (int k = 0; k < count; ++k) room[k] = row[order[first + k]];
-  return room;
+// Where the first of `values` [size] is whose magnitude is `wanted`, which one's is.
+inline int place_of(const float* values, int size, float wanted) {
+  for (int k = 0; k < size; k += LANES) {
+    const floats value = load(values + k);
+    const ints found = (ints)((value < 0.0f ? -value : value) == wanted);
+    if (sum(found))
+      for (int lane = 0; lane < LANES; ++lane)
+        if (found[lane]) return k + lane;
+  }
+  return size - 1;
 }
 
-// What a row [in] is multiplied as; `order` as in Linear. A group with a number that is not finite has the scale NaN, and
-// so has the result.
+// Integers from -127 to 127: the nearest ones to values [size] times `inverse`, halves away from zero; returns their sum.
+inline int round_all(const float* values, int size, float inverse, int8_t* integers) {
+  typedef int8_t few __attribute__((vector_size(LANES)));
+  ints sums = {};
+  for (int k = 0; k < size; k += LANES) {
+    const floats value = load(values + k) * inverse;
+    const ints nearest = __builtin_convertvector(value + (value < 0.0f ? splat(-0.5f) : splat(0.5f)), ints);
+    const few narrow = __builtin_convertvector(nearest, few);
+    std::memcpy(integers + k, &narrow, sizeof narrow);
+    sums += nearest;
+  }
+  return sum(sums);
+}
+
+// inputs [size], a multiple of WIDE; the one that stands apart becomes 0. With a number that is not finite the scale is NaN,
+// and so is the result.
+inline void quantise_group(float* inputs, int size, RowGroup& group) {
+  wide best = {}, total = {};
+  for (int k = 0; k < size; k += WIDE) {
+    const wide magnitudes = magnitude(load_wide(inputs + k));
+    best = larger(magnitudes, best);
+    total = total + magnitudes;
+  }
+  float largest = largest_lane(best);
+  const float mass = sum(total);
+  const bool finite = mass < INFINITY;
+  group.apart = 0.0f;
+  group.place = -1;
+  if (finite && largest * float(size) > APART_FROM * mass) {
+    const int place = place_of(inputs, size, largest);
+    group.apart = inputs[place];
+    group.place = int16_t(place);
+    inputs[place] = 0.0f;
+    best = {};
+    for (int k = 0; k < size; k += WIDE) best = larger(magnitude(load_wide(inputs + k)), best);
+    largest = largest_lane(best);
+  }
+  const float inverse = finite ? quantum(largest) : 0.0f;
+  group.scale = finite ? (inverse > 0.0f ? largest / 127.0f : 0.0f) : NAN;
+  group.sum = int16_t(round_all(inputs, size, inverse, group.integers));
+  group.minus_sum = -(group.scale * float(group.sum) + group.apart);
+}
+
+// What a row [in] is multiplied as; `order`, as in Linear, says where in it each input lies.
 inline void quantise_groups(const float* row, const int32_t* order, int in, int size, uint8_t* quantised) {
-  float room[MAX_GROUP];
+  alignas(64) float inputs[MAX_GROUP];
   for (int first = 0; first < in; first += size, quantised += row_group_bytes(size)) {
-    RowGroup& group = *(RowGroup*)quantised;
     const int count = std::min(size, in - first);
-    const float* inputs = in_order(row, order, first, count, room);
-    const float largest = largest_magnitude(inputs, count), inverse = quantum(largest);
-    std::memset(group.integers, 0, size);
-    int total = 0;
-    if (inverse > 0.0f) {
-      for (int k = 0; k < count; ++k) group.integers[k] = int8_t(rounded(inputs[k] * inverse));
-      for (int k = 0; k < count; ++k) total += group.integers[k];
+    if (order) {
+      for (int k = 0; k < count; ++k) inputs[k] = row[order[first + k]];
+    } else {
+      std::memcpy(inputs, row + first, sizeof(float) * count);
     }
-    const bool finite = inverse > 0.0f || largest <= 1e-30f;  // neither NaN nor infinite
-    group.scale = finite ? (inverse > 0.0f ? largest / 127.0f : 0.0f) : NAN;
-    group.minus_sum = -(group.scale * float(total));
+    std::fill(inputs + count, inputs + size, 0.0f);
+    quantise_group(inputs, size, *(RowGroup*)quantised);
   }
 }
 
@@ -73,10 +121,11 @@ inline ints splat_four(const int8_t* from) {
   return four - ints{};
 }
 
-// Sums of products of a row's integers with codes from 0 to 15, four of them in each call and lane. `add` may be called 8
-// times: where pairs of products are added in 16 bits, 8 times 2 * 15 * 127 still fit. The empty instructions keep compilers
+// Sums of products of a row's integers with codes from 0 to 15, four of them in each call and lane, of INPUTS inputs in all:
+// where pairs of products are added in 16 bits, 8 times 2 * 15 * 127 still fit. The empty instructions keep compilers
 // from adding up in another order, which is as right and needs more registers than there are.
 struct Sums {
+  static constexpr int INPUTS = 32;
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
   __m512i pairs = _mm512_setzero_si512();
   void add(bytes codes, ints row) {
@@ -84,8 +133,6 @@ struct Sums {
     asm("" : "+v"(pairs));
   }
   ints whole() const { return (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
-  ints times(ints twice) const { return (ints)_mm512_madd_epi16(pairs, (__m512i)twice); }
-  static ints factor(ints value) { return value | value << 16; }
 #elif defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   __m256i pairs = _mm256_setzero_si256();
   void add(bytes codes, ints row) {
@@ -93,8 +140,6 @@ struct Sums {
     asm("" : "+x"(pairs));
   }
   ints whole() const { return (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
-  ints times(ints twice) const { return (ints)_mm256_madd_epi16(pairs, (__m256i)twice); }
-  static ints factor(ints value) { return value | value << 16; }
 #elif defined(__aarch64__) && !defined(__ARM_FEATURE_DOTPROD)
   int16x8_t pairs = vdupq_n_s16(0);
   void add(bytes codes, ints row) {
@@ -102,13 +147,9 @@ struct Sums {
     pairs = vaddq_s16(pairs, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
   }
   ints whole() const { return (ints)vpaddlq_s16(pairs); }
-  ints times(ints value) const { return whole() * value; }
-  static ints factor(ints value) { return value; }
 #else
   ints total = {};
   ints whole() const { return total; }
-  ints times(ints value) const { return total * value; }
-  static ints factor(ints value) { return value; }
   void add(bytes codes, ints row) {
 #if defined(__AVX512VNNI__)
     total = (ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)row);
@@ -126,24 +167,32 @@ struct Sums {
 #endif
 };
 
-// total[lane] += four products of signed codes and a row's integers. Where an instruction takes one side without signs,
-// they are given to the other; two products of 128 and 127 still fit into 16 bits.
-inline ints add_signed(ints total, bytes codes, ints row) {
-#if defined(__AVX512BW__)
+// How dot products take signed codes. VNNI has one side without signs: there a code is 128 more, and the sums of a group
+// begin with what that adds.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+inline bytes multiplicand(bytes codes) { return codes ^ 128; }
+inline ints begin_signed(const RowGroup& row) { return -128 * row.sum - ints{}; }
+#else
+inline bytes multiplicand(bytes codes) { return codes; }
+inline ints begin_signed(const RowGroup&) { return ints{}; }
+#endif
+
+// total[lane] += four products of a multiplicand and a row's integers. Where vpmaddubsw wants one side without signs, they
+// are given to the other; two products of 128 and 127 still fit into 16 bits.
+[[gnu::always_inline]] inline ints add_signed(ints total, bytes codes, ints row) {
+#if defined(__AVX512VNNI__)
+  return (ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)row);
+#elif defined(__AVXVNNI__)
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)codes, (__m256i)row);
+#elif defined(__AVX512BW__)
   const __m512i magnitudes = _mm512_abs_epi8((__m512i)codes), zero = _mm512_setzero_si512();
   const __m512i signed_row = _mm512_mask_sub_epi8((__m512i)row, _mm512_movepi8_mask((__m512i)codes), zero, (__m512i)row);
-#if defined(__AVX512VNNI__)
-  return (ints)_mm512_dpbusd_epi32((__m512i)total, magnitudes, signed_row);
-#else
   return total + (ints)_mm512_madd_epi16(_mm512_maddubs_epi16(magnitudes, signed_row), _mm512_set1_epi16(1));
-#endif
 #elif defined(__AVX2__)
   const __m256i magnitudes = _mm256_abs_epi8((__m256i)codes), signed_row = _mm256_sign_epi8((__m256i)row, (__m256i)codes);
-#if defined(__AVXVNNI__)
-  return (ints)_mm256_dpbusd_avx_epi32((__m256i)total, magnitudes, signed_row);
-#else
-  return total + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, signed_row), _mm256_set1_epi16(1));
-#endif
+  total += (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, signed_row), _mm256_set1_epi16(1));
+  asm("" : "+x"(total));  // as in Sums
+  return total;
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (ints)vdotq_s32((int32x4_t)total, (int8x16_t)codes, (int8x16_t)row);
 #elif defined(__aarch64__)
@@ -162,16 +211,18 @@ inline ints add_signed(ints total, bytes codes, ints row) {
 
 // --- codes -----------------------------------------------------------------------------------------------------------
 
-// How codes lie in a panel: `RUN` inputs are added up together; `place` is where in a group an output's code of an input
-// lies, in bytes; `number` is what that code stands for; `add` adds RUN inputs of R rows times C vectors of outputs, two
-// vectors a panel, panels `stride` apart. `OFFSET` is taken off zeros that are stored, `MIDDLE` is the one where none is.
+// How codes lie in a panel. `place` is where in a group an output's code of an input lies, in bytes, and `number` is what it
+// stands for. `four` reads those of four inputs from `input` on of LANES outputs, whose codes begin at `codes`: as bytes from
+// 0 to 15, or where they are SIGNED as bytes with a sign. `OFFSET` is taken off zeros that are stored, `MIDDLE` is the one
+// where none is.
 struct AnyCodes {
   const int8_t* table;  // [16] or null
 };
 
 // Two codes a byte: of eight inputs the first four are the low halves of an output's four bytes.
 struct FourBits : AnyCodes {
-  static constexpr int BITS = 4, RUN = 32, OFFSET = 0, MIDDLE = 8;
+  static constexpr int BITS = 4, OFFSET = 0, MIDDLE = 8;
+  static constexpr bool SIGNED = false;
 
   static size_t place(int input, int column) { return size_t(input / 8) * PANEL * 4 + column * 4 + input % 4; }
   static void put(uint8_t* group, int input, int column, uint8_t code) {
@@ -182,31 +233,9 @@ struct FourBits : AnyCodes {
   }
   int number(const uint8_t* group, int input, int column) const { return get(group, input, column); }
 
-  // sums [R][C] of RUN inputs.
-  template <int R, int C>
-  static void sum(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, Sums (*sums)[C]) {
-#pragma GCC unroll 4
-    for (int k = 0; k < RUN; k += 8) {
-      bytes both[C];
-      for (int c = 0; c < C; ++c) both[c] = load_bytes(codes + c / 2 * stride + k / 8 * PANEL * 4 + c % 2 * 4 * LANES);
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; ++part) {
-        bytes weight[C];
-        for (int c = 0; c < C; ++c) weight[c] = part ? both[c] >> 4 : both[c] & 15;
-        for (int r = 0; r < R; ++r) {
-          const ints row = splat_four((const int8_t*)rows + r * row_bytes + k + 4 * part);
-          for (int c = 0; c < C; ++c) sums[r][c].add(weight[c], row);
-        }
-      }
-    }
-  }
-
-  template <int R, int C, bool FIRST>
-  void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) const {
-    Sums sums[R][C];
-    sum<R, C>(rows, row_bytes, codes, stride, sums);
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) total[r][c] = FIRST ? sums[r][c].whole() : total[r][c] + sums[r][c].whole();
+  [[gnu::always_inline]] bytes four(const uint8_t* codes, int input) const {
+    const bytes both = load_bytes(codes + size_t(input / 8) * PANEL * 4);
+    return input % 8 < 4 ? both & 15 : both >> 4;
   }
 };
 
@@ -236,47 +265,75 @@ struct Table {
 
 // As FourBits, each code the place of its number in the table.
 struct TableCodes : AnyCodes {
-  static constexpr int BITS = 4, RUN = 16, OFFSET = 0, MIDDLE = 0;
+  static constexpr int BITS = 4, OFFSET = 0, MIDDLE = 0;
+  static constexpr bool SIGNED = true;
 
   static void put(uint8_t* group, int input, int column, uint8_t code) { FourBits::put(group, input, column, code); }
   int number(const uint8_t* group, int input, int column) const { return table[FourBits::get(group, input, column)]; }
 
-  template <int R, int C, bool FIRST>
-  void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) const {
-    const Table numbers(table);
-    for (int k = 0; k < RUN; k += 8) {
-      bytes both[C];
-      for (int c = 0; c < C; ++c) both[c] = load_bytes(codes + c / 2 * stride + k / 8 * PANEL * 4 + c % 2 * 4 * LANES);
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; ++part)
-        for (int c = 0; c < C; ++c) {
-          const bytes weight = numbers[part ? both[c] >> 4 : both[c] & 15];
-          for (int r = 0; r < R; ++r)
-            total[r][c] = add_signed(FIRST && k + part == 0 ? ints{} : total[r][c], weight,
-                                     splat_four((const int8_t*)rows + r * row_bytes + k + 4 * part));
-        }
-    }
-  }
+  [[gnu::always_inline]] bytes four(const uint8_t* codes, int input) const { return Table(table)[FourBits().four(codes, input)]; }
 };
 
 // A code a byte, with 128 taken off.
 struct EightBits : AnyCodes {
-  static constexpr int BITS = 8, RUN = 16, OFFSET = 128, MIDDLE = 0;
+  static constexpr int BITS = 8, OFFSET = 128, MIDDLE = 0;
+  static constexpr bool SIGNED = true;
 
   static size_t place(int input, int column) { return size_t(input / 4) * PANEL * 4 + column * 4 + input % 4; }
   static void put(uint8_t* group, int input, int column, uint8_t code) { group[place(input, column)] = code ^ 128; }
   int number(const uint8_t* group, int input, int column) const { return int8_t(group[place(input, column)]); }
 
-  template <int R, int C, bool FIRST>
-  void add(const uint8_t* rows, size_t row_bytes, const uint8_t* codes, size_t stride, ints (*total)[C]) const {
-    for (int k = 0; k < RUN; k += 4)
-      for (int c = 0; c < C; ++c) {
-        const bytes weight = load_bytes(codes + c / 2 * stride + k * PANEL + c % 2 * 4 * LANES);
-        for (int r = 0; r < R; ++r)
-          total[r][c] = add_signed(FIRST && k == 0 ? ints{} : total[r][c], weight, splat_four((const int8_t*)rows + r * row_bytes + k));
-      }
-  }
+  [[gnu::always_inline]] bytes four(const uint8_t* codes, int input) const { return load_bytes(codes + size_t(input / 4) * PANEL * 4); }
 };
+
+// What the codes of one input stand for, of LANES outputs.
+template <typename Codes>
+inline floats one_input(const Codes& kind, const uint8_t* codes, int input) {
+  const ints four = (ints)kind.four(codes, input);
+  return __builtin_convertvector(Codes::SIGNED ? four << (24 - 8 * (input % 4)) >> 24 : four >> (8 * (input % 4)) & 15, floats);
+}
+
+// sums [R][C] of products of a group of `size` inputs, of R rows and C vectors of outputs, two vectors a panel, panels
+// `stride` apart.
+template <int R, int C, typename Codes>
+[[gnu::always_inline]] inline void sum_group(const Codes& kind, const uint8_t* of_rows, size_t row_bytes, const uint8_t* codes,
+                                             size_t stride, int size, ints (*sums)[C]) {
+  auto read = [&](int input, bytes* weight) {
+    for (int c = 0; c < C; ++c) weight[c] = kind.four(codes + c / 2 * stride + c % 2 * 4 * LANES, input);
+  };
+  auto row_at = [&](int r) -> const RowGroup& { return *(const RowGroup*)(of_rows + r * row_bytes); };
+  if constexpr (Codes::SIGNED) {
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) sums[r][c] = begin_signed(row_at(r));
+#pragma GCC unroll 4
+    for (int k = 0; k < size; k += 4) {
+      bytes weight[C];
+      read(k, weight);
+      for (int c = 0; c < C; ++c) weight[c] = multiplicand(weight[c]);
+      for (int r = 0; r < R; ++r) {
+        const ints row = splat_four(row_at(r).integers + k);
+        for (int c = 0; c < C; ++c) sums[r][c] = add_signed(sums[r][c], weight[c], row);
+      }
+    }
+  } else {
+    auto add = [&]<bool FIRST>(int first) __attribute__((always_inline)) {
+      Sums some[R][C];
+#pragma GCC unroll 8
+      for (int k = 0; k < Sums::INPUTS; k += 4) {
+        bytes weight[C];
+        read(first + k, weight);
+        for (int r = 0; r < R; ++r) {
+          const ints row = splat_four(row_at(r).integers + first + k);
+          for (int c = 0; c < C; ++c) some[r][c].add(weight[c], row);
+        }
+      }
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c] = FIRST ? some[r][c].whole() : sums[r][c] + some[r][c].whole();
+    };
+    add.template operator()<true>(0);
+    for (int first = Sums::INPUTS; first < size; first += Sums::INPUTS) add.template operator()<false>(first);
+  }
+}
 
 template <typename Codes, bool ZEROS>
 size_t group_bytes(int size) {
@@ -299,90 +356,120 @@ void prefetch_panels(const uint8_t* from, size_t stride, size_t num_bytes) {
   for (int p = 0; p < C / 2; ++p) prefetch(from + p * stride, num_bytes);
 }
 
-template <int R, int C, typename Pieces, typename... Arguments>
-void add_upto(int n, const Pieces& pieces, Arguments... arguments) {
-  if (n == R) return pieces.template add<R, C>(arguments...);
-  if constexpr (R > 1) add_upto<R - 1, C>(n, pieces, arguments...);
+// tile [n, UNIT] times the factors [UNIT] of its outputs.
+inline void apply_factors(const float* factors, int n, float* tile) {
+  for (int r = 0; r < n; ++r)
+    for (int c = 0; c < UNIT; c += LANES) store(tile + r * UNIT + c, load(tile + r * UNIT + c) * load(factors + c));
+}
+
+// Where things lie in panels of groups: `scale` and `minimum` are those of LANES outputs, vector c of a group, and a weight is
+// scale * code - minimum.
+template <typename Codes, bool ZEROS>
+struct GroupLayout {
+  static constexpr bool HAS_MINIMUM = ZEROS || Codes::MIDDLE;
+  Codes kind;
+  int size, count;  // inputs of a group; groups
+  size_t step, stride;  // bytes from group to group, and from panel to panel
+
+  GroupLayout(Codes kind, int in, int size)
+      : kind(kind), size(size), count(num_groups(in, size)), step(group_bytes<Codes, ZEROS>(size)), stride(count * step) {}
+
+  const uint8_t* codes(const uint8_t* panel, int g) const { return panel + g * step + PANEL * (ZEROS ? 4 : 2); }
+
+  floats scale(const uint8_t* panel, int g, int c) const { return widen(halves(panel, g, c)); }
+
+  floats minimum(const uint8_t* panel, int g, int c, floats scale) const {
+    return scale * (ZEROS ? widen(halves(panel, g, c) + PANEL) : splat(Codes::MIDDLE));
+  }
+
+  template <int C>
+  void fetch(const uint8_t* panel, int g) const {
+    prefetch_panels<C>(panel + g * step, stride, step);
+  }
+
+ private:
+  const float16* halves(const uint8_t* panel, int g, int c) const {
+    return (const float16*)(panel + c / 2 * stride + g * step) + c % 2 * LANES;
+  }
+};
+
+// total [R][C] += a group, of whose codes and rows' integers `sums` are the products.
+template <int R, int C, typename Layout>
+[[gnu::always_inline]] inline void finish_group(const Layout& layout, const uint8_t* of_rows, size_t row_bytes,
+                                                const uint8_t* panel, int g, const ints (*sums)[C], floats (*total)[C]) {
+  auto row_at = [&](int r) -> const RowGroup& { return *(const RowGroup*)(of_rows + r * row_bytes); };
+  for (int c = 0; c < C; ++c) {
+    const floats scale = layout.scale(panel, g, c);
+    for (int r = 0; r < R; ++r)
+      total[r][c] = fused(scale, __builtin_convertvector(sums[r][c], floats) * row_at(r).scale, total[r][c]);
+    if constexpr (Layout::HAS_MINIMUM) {
+      const floats minimum = layout.minimum(panel, g, c, scale);
+      for (int r = 0; r < R; ++r) total[r][c] = fused(minimum, splat(row_at(r).minus_sum), total[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const RowGroup& row = row_at(r);
+    if (row.place < 0) continue;
+    for (int c = 0; c < C; ++c) {
+      const uint8_t* codes = layout.codes(panel, g) + c / 2 * layout.stride + c % 2 * 4 * LANES;
+      total[r][c] = fused(layout.scale(panel, g, c), one_input(layout.kind, codes, row.place) * row.apart, total[r][c]);
+    }
+  }
+}
+
+// out [R, C * LANES] (stride UNIT) += the groups from `begin` to `end` of R rows and C vectors of outputs, two vectors a
+// panel. With `fetches` what is read next is asked for.
+template <int R, int C, typename Layout>
+void add_groups(const Layout& layout, const uint8_t* rows, size_t row_bytes, const uint8_t* panel, int begin, int end, bool fetches,
+                float* out) {
+  floats total[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) total[r][c] = load(out + r * UNIT + c * LANES);
+  for (int g = begin; g < end; ++g) {
+    const uint8_t* of_rows = rows + g * row_group_bytes(layout.size);
+    if (fetches) layout.template fetch<C>(panel, g);
+    ints sums[R][C];
+    sum_group<R, C>(layout.kind, of_rows, row_bytes, layout.codes(panel, g), layout.stride, layout.size, sums);
+    finish_group<R, C>(layout, of_rows, row_bytes, panel, g, sums, total);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(out + r * UNIT + c * LANES, total[r][c]);
+}
+
+template <int R, int C, typename Layout, typename... Arguments>
+void add_upto(int n, const Layout& layout, Arguments... arguments) {
+  if (n == R) return add_groups<R, C>(layout, arguments...);
+  if constexpr (R > 1) add_upto<R - 1, C>(n, layout, arguments...);
 }
 
 // Multiply n quantised rows by one unit; `take` as in multiply_unit. `factors` [padded out] are multiplied in at the end.
-//
-// `pieces` says how many pieces of neighbouring inputs there are, how many of them make a part, where rows and panels lie,
-// and with `add<R, C>(rows, panel, begin, end, fetches, out)` adds the pieces from `begin` to `end` of R rows to C vectors
-// of outputs [R, C * LANES] (stride UNIT), two vectors a panel. With `fetches` it asks for what is read next.
-template <typename Pieces, typename Take>
-void multiply_pieces(const Pieces& pieces, const uint8_t* rows, int n, const uint8_t* panels, const float* factors, int unit,
+template <typename Layout, typename Take>
+void multiply_groups(const Layout& layout, const uint8_t* rows, int n, const uint8_t* panels, const float* factors, int unit,
                      Take take) {
-  const uint8_t* panel = panels + 2 * unit * pieces.stride;
+  const uint8_t* panel = panels + 2 * unit * layout.stride;
+  const size_t row_bytes = layout.count * row_group_bytes(layout.size);
+  const int most = std::max(1, PART_INPUTS / layout.size);  // groups of a part
   alignas(64) float tile[GROUPED_ROWS * UNIT];
   for (int first = 0; first < n; first += GROUPED_ROWS) {
     const int count = std::min(GROUPED_ROWS, n - first);
-    const uint8_t* some = rows + first * pieces.row_bytes;
+    const uint8_t* some = rows + first * row_bytes;
     std::memset(tile, 0, sizeof(float) * count * UNIT);
     if (count <= GROUPED_FEW) {
-      add_upto<GROUPED_FEW, 4>(count, pieces, some, panel, 0, pieces.num_pieces, FEW_FETCH, tile);
+      add_upto<GROUPED_FEW, 4>(count, layout, some, row_bytes, panel, 0, layout.count, FEW_FETCH, tile);
     } else {
-      const int tiles = (count + GROUPED_TILE - 1) / GROUPED_TILE, part = tiles == 1 ? pieces.num_pieces : pieces.part;
+      const int tiles = (count + GROUPED_TILE - 1) / GROUPED_TILE, part = tiles == 1 ? layout.count : most;
       for (int p = 0; p < 2; ++p)
-        for (int begin = 0; begin < pieces.num_pieces; begin += part)
+        for (int begin = 0; begin < layout.count; begin += part)
           for (int t = 0; t < tiles; ++t) {
-            const int row = count * t / tiles, end = std::min(begin + part, pieces.num_pieces);
-            add_upto<GROUPED_TILE, 2>(count * (t + 1) / tiles - row, pieces, some + row * pieces.row_bytes,
-                                      panel + p * pieces.stride, begin, end, t == 0, tile + row * UNIT + p * PANEL);
+            const int row = count * t / tiles, end = std::min(begin + part, layout.count);
+            add_upto<GROUPED_TILE, 2>(count * (t + 1) / tiles - row, layout, some + row * row_bytes, row_bytes,
+                                      panel + p * layout.stride, begin, end, t == 0, tile + row * UNIT + p * PANEL);
           }
     }
-    for (int r = 0; r < count; ++r)
-      for (int c = 0; c < UNIT; c += LANES)
-        store(tile + r * UNIT + c, load(tile + r * UNIT + c) * load(factors + unit * UNIT + c));
+    apply_factors(factors + unit * UNIT, count, tile);
     take(first, count, tile);
   }
 }
-
-// Codes in groups as `multiply_pieces` reads them. A piece is a group.
-template <typename Codes, bool ZEROS>
-struct GroupPieces {
-  Codes kind;
-  int size, num_pieces, part;
-  size_t row_bytes, step, stride;
-
-  GroupPieces(Codes kind, int in, int size)
-      : kind(kind),
-        size(size),
-        num_pieces(num_groups(in, size)),
-        part(std::max(1, PART_INPUTS / size)),
-        row_bytes(grouped_row_bytes(in, size)),
-        step(group_bytes<Codes, ZEROS>(size)),
-        stride(num_pieces * step) {}
-
-  template <int R, int C>
-  void add(const uint8_t* rows, const uint8_t* panel, int begin, int end, bool fetches, float* out) const {
-    floats total[R][C];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) total[r][c] = load(out + r * UNIT + c * LANES);
-    for (int g = begin; g < end; ++g) {
-      const uint8_t *group = panel + g * step, *codes = group + PANEL * (ZEROS ? 4 : 2);
-      const uint8_t* of_rows = rows + g * row_group_bytes(size);
-      if (fetches) prefetch_panels<C>(group, stride, step);
-      ints sums[R][C];
-      kind.template add<R, C, true>(of_rows + sizeof(RowGroup), row_bytes, codes, stride, sums);
-      for (int k = Codes::RUN; k < size; k += Codes::RUN)
-        kind.template add<R, C, false>(of_rows + sizeof(RowGroup) + k, row_bytes, codes + size_t(k) * Codes::BITS / 8 * PANEL,
-                                       stride, sums);
-      for (int c = 0; c < C; ++c) {
-        const float16* scales = (const float16*)(group + c / 2 * stride) + c % 2 * LANES;
-        const floats scale = widen(scales), zero = ZEROS ? widen(scales + PANEL) : splat(Codes::MIDDLE);
-        for (int r = 0; r < R; ++r) {
-          const RowGroup& row = *(const RowGroup*)(of_rows + r * row_bytes);
-          const floats of_codes = __builtin_convertvector(sums[r][c], floats);
-          const floats products = fused(of_codes, splat(row.scale), zero * splat(row.minus_sum));
-          total[r][c] = fused(scale, products, total[r][c]);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) store(out + r * UNIT + c * LANES, total[r][c]);
-  }
-};
 
 // --- packing ---------------------------------------------------------------------------------------------------------
 

@@ -67,24 +67,24 @@ class HeadsPass : Worker {
 
   // normed = n rows, ready for `next`.
   void load_rows(const Linear& next, const float* rows, int n) {
-    share(n, [&](int row) {
-      std::memcpy(&s.normed[row * row_stride(next.in)], rows + size_t(row) * next.in, sizeof(float) * next.in);
-      ready(next, s.normed.data(), row);
+    share(HEAD, n, [&](int row) {
+      std::memcpy(&normed[row * row_stride(next.in)], rows + size_t(row) * next.in, sizeof(float) * next.in);
+      ready(next, normed, row);
     });
   }
 
   void block(const Block& block, const float* rows, float* out) {
     load_rows(block.linear, rows, g.n);
-    multiply(block.linear, s.normed.data(), g.n, [&](int row, int unit, const float* tile) {
+    multiply(HEAD, block.linear, normed, g.n, [&](int row, int unit, const float* tile) {
       const int begin = unit * UNIT, end = std::min(begin + UNIT, h.hidden);
-      const float* input = &s.normed[row * row_stride(block.linear.in)];
+      const float* input = &normed[row * row_stride(block.linear.in)];
       alignas(64) float gated[UNIT];
       for (int i = 0; i < UNIT; i += LANES) store(gated + i, silu(load(tile + i)));
       for (int i = begin; i < end; ++i)
         out[size_t(row) * h.hidden + i] = gated[i - begin] + (block.shortcut.panels ? 0.0f : input[i]);
     });
     if (!block.shortcut.panels) return;
-    multiply(block.shortcut, s.normed.data(), g.n, [&](int row, int unit, const float* tile) {
+    multiply(HEAD, block.shortcut, normed, g.n, [&](int row, int unit, const float* tile) {
       const int begin = unit * UNIT, end = std::min(begin + UNIT, h.hidden);
       for (int i = begin; i < end; ++i) out[size_t(row) * h.hidden + i] += tile[i - begin];
     });
@@ -93,7 +93,7 @@ class HeadsPass : Worker {
   // Logits of n rows of the states, from row `first` on.
   void project(const Linear& output, int first, int n) {
     load_rows(output, state(0, first), n);
-    multiply(output, s.normed.data(), n, [&](int row, int unit, const float* tile) {
+    multiply(HEAD, output, normed, n, [&](int row, int unit, const float* tile) {
       float* to = g.logits + size_t(first + row) * h.vocab + unit * UNIT;
       std::memcpy(to, tile, sizeof(float) * std::min(UNIT, h.vocab - unit * UNIT));
     });

@@ -40,8 +40,8 @@ void run_part(const Model& model, const Batch& batch, Scratch& scratch, Team& te
 
 void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int threads) {
   Team& team = team_of(threads);
-  scratch.reserve(model, most_rows(batch), quantises(model));
-  const int num_common = num_common_layers(model, batch);
+  const int copies = Pass::num_copies(model, batch, team.size()), num_common = num_common_layers(model, batch);
+  scratch.reserve(model, most_rows(batch), quantises(model), 0, copies);
   if (num_common == batch.num_layers || batch.num_logit_rows == batch.num_rows)
     return run_part(model, batch, scratch, team, Pass::WHOLE);
   Batch common = batch;
@@ -72,7 +72,8 @@ void run_latent(const Latent& latent, LatentScratch& scratch, int threads) {
 
 void run_eagle(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, int threads) {
   Team& team = team_of(threads);
-  scratch.reserve(eagle.model, most_rows(batch), EaglePass::quantises_rows(eagle), EaglePass::widest_input(eagle));
+  scratch.reserve(eagle.model, most_rows(batch), EaglePass::quantises_rows(eagle), EaglePass::widest_input(eagle),
+                  Pass::num_copies(eagle.model, batch, team.size()));
   scratch.divide(eagle.model, batch, team.size());
   scratch.plan_attention(eagle.model, batch, team.size());
   team.run(Pass::num_operations(eagle.model, batch, scratch),
@@ -324,6 +325,18 @@ size_t slipstream_scratch_bytes(const Scratch* scratch) { return scratch->num_by
 
 Status slipstream_forward(const Model* model, const Batch* batch, Scratch* scratch, int threads) {
   return status_of([&] { run_pass(*model, *batch, *scratch, threads); });
+}
+
+// As slipstream_forward; `nanoseconds` [threads, layers + 1, NUM_PASS_PARTS, 2] = what each thread has taken, see PartTimes.
+Status slipstream_forward_by_part(const Model* model, const Batch* batch, int64_t* nanoseconds, Scratch* scratch, int threads) {
+  const Status status = status_of([&] {
+    scratch->times.assign(threads, PartTimes(model->num_layers));
+    run_pass(*model, *batch, *scratch, threads);
+    for (const PartTimes& times : scratch->times)
+      nanoseconds = std::copy(times.nanoseconds.begin(), times.nanoseconds.end(), nanoseconds);
+  });
+  scratch->times.clear();
+  return status;
 }
 
 Status slipstream_draft(const Model* model, const Batch* batch, const Chains* chains, Scratch* scratch, int threads) {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "low_rank.h"
-#include "tiled_blocks.h"
+#include "tiled_groups.h"
 
 constexpr int MAX_TILE = LANES == 16 ? 12 : 5;  // rows whose accumulators fit the registers
 
@@ -109,7 +109,7 @@ inline bool quantises(int32_t kind) { return kind == INT8 || has_groups(kind) ||
 // Bytes of a quantised row.
 inline size_t quantised_bytes(const Linear& linear) {
   if (has_groups(linear.kind)) return grouped_row_bytes(linear.in, linear.group);
-  if (linear.kind == FOUR_BITS_BLOCKS) return blocked_row_bytes(linear.in);
+  if (linear.kind == FOUR_BITS_BLOCKS) return grouped_row_bytes(linear.in, BLOCK_GROUP);
   return linear.kind == INT8 ? padded_depth(INT8, linear.in) : 0;
 }
 
@@ -125,8 +125,7 @@ inline void quantise(const Linear& linear, const float* row, uint8_t* quantised,
     scale = quantise_row(row, linear.in, quantised);
     return;
   }
-  if (linear.kind == FOUR_BITS_BLOCKS) return quantise_blocks(row, linear.order, linear.in, quantised);
-  quantise_groups(row, linear.order, linear.in, linear.group, quantised);
+  quantise_groups(row, linear.order, linear.in, linear.kind == FOUR_BITS_BLOCKS ? BLOCK_GROUP : linear.group, quantised);
 }
 
 // One panel, symmetric, one scale an output; also the column sums that undo the 128 of the activations.
@@ -318,16 +317,16 @@ void multiply_unit_in_groups(const Linear& linear, const Rows& rows, int n, int 
     add_bias(linear, count, 2 * unit, 2, tile);
     take(first, count, (const float*)tile);
   };
-  auto multiply = [&](const auto& pieces) {
-    multiply_pieces(pieces, rows.quantised, n, panels, linear.scales, unit, take_with_bias);
-  };
+  auto multiply = [&](const auto& layout) {
 #if defined(SLIPSTREAM_TILES)
-  if (linear.kind == FOUR_BITS_BLOCKS && n >= TILED_FROM && tiles_permitted())
-    return multiply_blocks_by_tiles(BlockPieces(linear.in), rows.quantised, n, panels, linear.scales, unit, take_with_bias);
+    if (n >= TILED_FROM && layout.size % TILE_INPUTS == 0 && tiles_permitted())
+      return multiply_groups_by_tiles(layout, rows.quantised, n, panels, linear.scales, unit, take_with_bias);
 #endif
-  if (linear.kind == FOUR_BITS_BLOCKS) return multiply(BlockPieces(linear.in));
+    multiply_groups(layout, rows.quantised, n, panels, linear.scales, unit, take_with_bias);
+  };
+  if (linear.kind == FOUR_BITS_BLOCKS) return multiply(BlockLayout(linear.in));
   of_groups(linear.kind, [&]<typename Codes, bool ZEROS>() {
-    multiply(GroupPieces<Codes, ZEROS>(Codes{linear.table}, linear.in, linear.group));
+    multiply(GroupLayout<Codes, ZEROS>(Codes{linear.table}, linear.in, linear.group));
   });
 }
 

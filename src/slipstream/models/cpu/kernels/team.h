@@ -67,11 +67,22 @@ class Team {
   // calls from 0.
   template <typename Part>
   void share(int operation, int num_parts, Part part) {
+    work(operation, num_parts, part);
+    wait(operation, num_parts);
+  }
+
+  // The two halves of `share`.
+  template <typename Part>
+  void work(int operation, int num_parts, Part part) {
     Progress& progress = progress_[operation];
     for (int i; (i = progress.taken.fetch_add(1, std::memory_order_relaxed)) < num_parts;) {
       part(i);
       progress.done.fetch_add(1, std::memory_order_release);
     }
+  }
+
+  void wait(int operation, int num_parts) {
+    const Progress& progress = progress_[operation];
     wait_until([&] { return progress.done.load(std::memory_order_acquire) == num_parts; });
   }
 

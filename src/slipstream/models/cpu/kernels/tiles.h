@@ -35,9 +35,9 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int num_rows) {
+  void set(int tile, int num_rows, int num_bytes = TILE_BYTES) {
     rows[tile] = uint8_t(num_rows);
-    row_bytes[tile] = TILE_BYTES;
+    row_bytes[tile] = uint16_t(num_bytes);
   }
 };
 static_assert(sizeof(TileShapes) == 64);
@@ -82,6 +82,16 @@ struct SignedByteProducts {
   template <int sums, int rows, int weights>
   static void add() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
+  }
+};
+
+// As ByteProducts, of signed rows and signed weights.
+struct SignedProducts {
+  typedef int32_t Sum;
+
+  template <int sums, int rows, int weights>
+  static void add() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
   }
 };
 

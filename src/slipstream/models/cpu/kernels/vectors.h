@@ -134,18 +134,17 @@ inline wide exp_of_negative(const wide& x) {
   return each_part([&](int i) { return exp_of_negative(x.parts[i]); });
 }
 
-inline float largest_lane(const wide& value) {
-  float largest = value.parts[0][0];
-  for (int lane = 1; lane < WIDE; ++lane) largest = std::max(largest, value.parts[lane / LANES][lane % LANES]);
-  return largest;
-}
-
 using Lanes = std::make_integer_sequence<int, LANES>;
 
-// Each lane plus the one that is `distance` (a power of two) away.
-template <int distance, int... lane>
-inline floats plus_partner(floats value, std::integer_sequence<int, lane...>) {
-  return value + __builtin_shufflevector(value, value, (lane ^ distance)...);
+// Of each lane the one that is `distance` (a power of two) away.
+template <int distance, typename Vector, int... lane>
+inline Vector partner(Vector value, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(value, value, (lane ^ distance)...);
+}
+
+template <int distance>
+inline floats plus_partner(floats value, Lanes lanes) {
+  return value + partner<distance>(value, lanes);
 }
 
 // As plus_partner, with each pair's sum once: those of `a`, then those of `b`.
@@ -169,6 +168,22 @@ inline float sum(const wide& value) {
   if constexpr (LANES > 4) total = plus_partner<4>(total, Lanes());
   total = plus_partner<2>(total, Lanes());
   return plus_partner<1>(total, Lanes())[0];
+}
+
+inline int sum(ints value) {
+  if constexpr (LANES > 8) value += partner<8>(value, Lanes());
+  if constexpr (LANES > 4) value += partner<4>(value, Lanes());
+  value += partner<2>(value, Lanes());
+  return value[0] + value[1];
+}
+
+inline float largest_lane(const wide& value) {
+  floats largest = value.parts[0];
+  for (int i = 1; i < WIDE / LANES; ++i) largest = larger(value.parts[i], largest);
+  if constexpr (LANES > 8) largest = larger(partner<8>(largest, Lanes()), largest);
+  if constexpr (LANES > 4) largest = larger(partner<4>(largest, Lanes()), largest);
+  largest = larger(partner<2>(largest, Lanes()), largest);
+  return std::max(largest[0], largest[1]);
 }
 
 // sum() of four wides, with its bits.

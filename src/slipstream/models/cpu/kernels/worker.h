@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "bfloat16.h"
 #include "mixture.h"
+#include "part_times.h"
 #include "team.h"
 
 // Rows that lie a multiple of 4 KiB apart would all fall into the same few places of the nearest cache: keep them an odd
@@ -63,13 +64,18 @@ struct Widths {
 
 // Room for the rows of a pass between its operations; grows to the largest pass. All of it is had before the threads
 // start, none of which may fail.
+//
+// Of few rows each thread makes what its products read in a copy of its own, all rows: it is done before the others would
+// have heard of it. A thread that comes late finds no products left to compute, so it does no harm that it reads what
+// others already write.
 struct Scratch {
-  std::vector<float> states, normed, qkv, attended, gated, cosines, sines, row_scales;
+  std::vector<float> normed, cosines, sines, row_scales;  // [copies, rows, ...]; of `normed` one more, that all share
+  std::vector<float> lowered;                             // likewise: by changes of low rank
+  std::vector<uint8_t> quantised;                         // likewise
+  std::vector<float> states, qkv, attended, gated;
   std::vector<float> beside;             // what an MLP gives beside experts
   std::vector<float> inputs, projected;  // of all layers: [rows, layers * width]
   std::vector<float> visiting;  // rows at the experts: what they read, then what they give
-  std::vector<float> lowered;   // by the changes of low rank of the layer that is computed
-  std::vector<uint8_t> quantised;
   std::vector<TileLine> rounded;                // of the fast rows
   std::vector<std::vector<TileLine>> arranged;  // of each thread
   std::vector<int> fast_of;                     // [rows]: which of the fast rows it is, or -1
@@ -77,14 +83,18 @@ struct Scratch {
   Sight sight;
   std::vector<AttentionPlan> attention;  // one for each shape of a layer's heads
   Routing routing;
+  std::vector<PartTimes> times;  // of each thread; none: nobody asks
+  int copies = 1;
+  struct {
+    size_t normed, angles, row_scales, lowered, quantised;
+  } of_copy;  // how much each holds
 
   // `rounds`: whether rows are rounded to 8 bits. `input` is the width of the widest rows that `normed` must hold, where
   // that is more than the hidden states'.
-  void reserve(const Model& m, size_t rows, bool rounds, int input = 0) {
+  void reserve(const Model& m, size_t rows, bool rounds, int input = 0, int num_copies = 1) {
     const Widths widths(m);
     const int widest = std::max({m.hidden, widths.widest(), input});
-    make_room(states, rows * m.hidden);
-    make_room(normed, rows * row_stride(std::max(m.hidden, input)));
+    copies = num_copies;
     make_room(qkv, rows * widths.qkv);
     make_room(attended, rows * row_stride(widths.attended));
     const size_t visits = m.num_experts ? rows * m.num_chosen : rows;
@@ -94,11 +104,18 @@ struct Scratch {
     make_room(beside, m.num_experts && widths.inner ? rows * m.hidden : 0);
     for (auto* each : {&inputs, &projected}) make_room(*each, rows * m.num_layers * widths.inputs);
     routing.reserve(m, rows);
-    make_room(cosines, rows * m.num_rotaries * m.rotary_dim / 2);
-    make_room(sines, rows * m.num_rotaries * m.rotary_dim / 2);
-    make_room(quantised, rounds ? visits * most_quantised_bytes(widest) : 0);
-    make_room(row_scales, rounds ? visits : 0);
-    make_room(lowered, rows * largest_rank(m));
+    of_copy = {rows * row_stride(std::max(m.hidden, input)),
+               rows * m.num_rotaries * m.rotary_dim / 2,
+               rounds ? visits : 0,
+               rows * largest_rank(m),
+               rounds ? visits * most_quantised_bytes(widest) : 0};
+    make_room(states, rows * m.hidden);
+    make_room(normed, (copies > 1 ? copies + 1 : 1) * of_copy.normed);
+    make_room(cosines, copies * of_copy.angles);
+    make_room(sines, copies * of_copy.angles);
+    make_room(row_scales, copies * of_copy.row_scales);
+    make_room(lowered, copies * of_copy.lowered);
+    make_room(quantised, copies * of_copy.quantised);
   }
 
   // Divide the rows by the arithmetic that computes them.
@@ -163,35 +180,81 @@ class Worker {
   Team& team;
   const int rank;
   int operation = 0;
+  float* const given;  // the rows of `normed` that all threads share
+  // This thread's copies.
+  float *const normed, *const cosines, *const sines, *const row_scales, *const lowered;
+  uint8_t* const quantised;
+  PartTimes* const times;
+  int current = 0;  // the layer that `times` is told of
 
-  Worker(Scratch& scratch, Team& team, int rank) : s(scratch), team(team), rank(rank) {}
+  Worker(Scratch& scratch, Team& team, int rank)
+      : s(scratch),
+        team(team),
+        rank(rank),
+        given(s.normed.data() + (s.copies > 1 ? s.copies * s.of_copy.normed : 0)),
+        normed(own(s.normed, s.of_copy.normed)),
+        cosines(own(s.cosines, s.of_copy.angles)),
+        sines(own(s.sines, s.of_copy.angles)),
+        row_scales(own(s.row_scales, s.of_copy.row_scales)),
+        lowered(own(s.lowered, s.of_copy.lowered)),
+        quantised(own(s.quantised, s.of_copy.quantised)),
+        times(s.times.empty() ? nullptr : &s.times[rank]) {
+    if (times) times->start();
+  }
 
-  template <typename Part>
-  void share(int num_parts, Part part) {
-    team.share(operation++, num_parts, part);
+  // What has passed since the last lap was `part`'s.
+  void lap(PassPart part, bool waited = false) {
+    if (times) times->add(current, part, waited);
+  }
+
+  template <typename Work>
+  void share(PassPart part, int num_parts, Work work) {
+    team.work(operation, num_parts, work);
+    lap(part);
+    team.wait(operation++, num_parts);
+    lap(part, true);
+  }
+
+  // `work(row)` for what the products of the very next operation read: of every row by each thread where it has a copy of its
+  // own.
+  template <typename Work>
+  void own_rows(PassPart part, int num_rows, Work work) {
+    if (s.copies == 1) return share(part, num_rows, work);
+    for (int row = 0; row < num_rows; ++row) work(row);
+    lap(part);
+  }
+
+  // `each(unit)` for every unit of the outputs; `behind(first unit, end)` behind each `group` neighbouring ones, which one
+  // thread computes.
+  template <typename Each, typename Behind>
+  void each_group(PassPart part, const Linear& linear, int group, Each each, Behind behind) {
+    const int units = num_units(linear.out), groups = (units + group - 1) / group, parts = std::min(groups, 8 * team.size());
+    share(part, parts, [&](int number) {
+      for (int i = groups * number / parts; i < groups * (number + 1) / parts; ++i) {
+        const int first = i * group, end = std::min(first + group, units);
+        for (int unit = first; unit < end; ++unit) each(unit);
+        behind(first, end);
+      }
+    });
   }
 
   template <typename Each>
-  void each_unit(const Linear& linear, Each each) {
-    int units = num_units(linear.out), parts = std::min(units, 8 * team.size());
-    share(parts, [&](int part) {
-      for (int unit = units * part / parts; unit < units * (part + 1) / parts; ++unit) each(unit);
-    });
+  void each_unit(PassPart part, const Linear& linear, Each each) {
+    each_group(part, linear, 1, each, [](int, int) {});
   }
 
   // out [n, width] = rows times the layer's weight, each row of a unit handed to `take(row, unit, outputs)`.
   template <typename Take>
-  void multiply(const Linear& linear, const float* values, int n, Take take) {
-    each_unit(linear, [&](int unit) { multiply_run(linear, values, 0, n, unit, take); });
+  void multiply(PassPart part, const Linear& linear, const float* values, int n, Take take) {
+    each_unit(part, linear, [&](int unit) { multiply_run(linear, values, 0, n, unit, take); });
   }
 
   template <typename Take>
   void multiply_run(const Linear& linear, const float* values, int begin, int n, int unit, Take take) {
     const size_t stride = row_stride(linear.in);
     const bool rounds = quantises(linear.kind);  // else there is no room for such rows
-    Rows rows{values + begin * stride, stride, rounds ? s.quantised.data() + begin * quantised_bytes(linear) : nullptr,
-              rounds ? s.row_scales.data() + begin : nullptr,
-              linear.change ? s.lowered.data() + size_t(begin) * linear.change->rank : nullptr};
+    Rows rows{values + begin * stride, stride, rounds ? quantised + begin * quantised_bytes(linear) : nullptr,
+              rounds ? row_scales + begin : nullptr, linear.change ? lowered + size_t(begin) * linear.change->rank : nullptr};
     multiply_unit(linear, rows, n, unit, [&](int first, int count, const float* tile) {
       for (int r = 0; r < count; ++r) take(begin + first + r, unit, tile + r * UNIT);
     });
@@ -202,7 +265,13 @@ class Worker {
   void ready(const Linear& next, const float* values, int row) {
     if (!quantises(next.kind)) return;
     const float* from = values + row * row_stride(next.in);
-    quantise(next, from, s.quantised.data() + row * quantised_bytes(next), s.row_scales[row]);
-    if (next.change) lower(*next.change, from, &s.lowered[size_t(row) * next.change->rank]);
+    quantise(next, from, quantised + row * quantised_bytes(next), row_scales[row]);
+    if (next.change) lower(*next.change, from, &lowered[size_t(row) * next.change->rank]);
+  }
+
+ private:
+  template <typename Number>
+  Number* own(std::vector<Number>& copies, size_t each) {
+    return copies.data() + (s.copies > 1 ? rank * each : 0);
   }
 };
