@@ -10,9 +10,9 @@
 constexpr int TILED_FROM = 16;    // rows, fewer are left to vectors
 constexpr int TILED_ROWS = 128;   // that share codes taken apart: what their sums take fits the second cache
 constexpr int TILE_INPUTS = 32;   // of a tile, at most twice as many
-constexpr int COLUMNS = UNIT / TILE_ROWS, VECTORS = UNIT / LANES;  // tiles and vectors of outputs
+constexpr int TILE_COLUMNS = UNIT / TILE_ROWS, VECTORS = UNIT / LANES;  // tiles and vectors of outputs
 
-// sums [rows, UNIT] = up to 16 rows of `size` integers, `stride` bytes apart, times codes [COLUMNS][size / 4][TILE_ROWS][4],
+// sums [rows, UNIT] = up to 16 rows of `size` integers, `stride` bytes apart, times codes [TILE_COLUMNS][size / 4][TILE_ROWS][4],
 // `depth` inputs at a time.
 template <typename Products, int... column>
 void multiply_codes(const int8_t* rows, size_t stride, int size, int depth, const uint8_t* codes, int32_t* sums,
@@ -58,15 +58,15 @@ void multiply_groups_by_tiles(const Layout& layout, const uint8_t* rows, int n, 
         const int number = std::min(TILE_ROWS, count - begin);
         if (number != shaped) {
           TileShapes shapes;
-          for (int i = 0; i < COLUMNS; ++i) shapes.set(i, number);
-          shapes.set(COLUMNS, number, depth);
-          for (int i = 1; i <= 2; ++i) shapes.set(COLUMNS + i, depth / 4);
+          for (int i = 0; i < TILE_COLUMNS; ++i) shapes.set(i, number);
+          shapes.set(TILE_COLUMNS, number, depth);
+          for (int i = 1; i <= 2; ++i) shapes.set(TILE_COLUMNS + i, depth / 4);
           shape_tiles(shapes);
           shaped = number;
         }
         const uint8_t* of_rows = rows + (first + begin) * row_bytes + g * row_group_bytes(layout.size);
         multiply_codes<Products>(((const RowGroup*)of_rows)->integers, row_bytes, layout.size, depth, codes, sums,
-                                 std::make_integer_sequence<int, COLUMNS>());
+                                 std::make_integer_sequence<int, TILE_COLUMNS>());
         for (int r = 0; r < number; ++r) {
           ints of_row[1][VECTORS];
           floats total[1][VECTORS];
