@@ -56,6 +56,9 @@ class InfoFlags:
     longer for a large model."""
     quick: Annotated[bool, Option("--quick")] = False
     """With --measure: a rough measurement in a few seconds, not saved."""
+    by_part: Annotated[bool, Option("--by-part")] = False
+    """With --measure: also time the parts of passes of 1, 5 and 8 rows, such as norms, products and waiting, beside
+    what reading their bytes takes. Native CPU kernels only."""
     plot: Path | None = None
     """With --measure: plot the times into this .png, .svg or .pdf."""
     overwrite: Overwrite = False
@@ -64,8 +67,9 @@ class InfoFlags:
 
     def checked(self) -> InfoFlags:
         """Return it with the folders of models that are called `embedded`; raises `ConfigError` or `ModelError`."""
-        if not self.measure and (self.quick or self.plot is not None):
-            raise ConfigError(f"{'--quick' if self.quick else '--plot'} needs --measure; add it")
+        given = {"--quick": self.quick, "--by-part": self.by_part, "--plot": self.plot is not None}
+        if not self.measure and any(given.values()):
+            raise ConfigError(f"{next(flag for flag in given if given[flag])} needs --measure; add it")
         if self.plot is not None:
             check_plot(self.plot, self.overwrite)
         if self.measure and not self.quick:
@@ -205,7 +209,7 @@ def _head_in(path: str | None) -> str | None:
 
 def _measured(llm: LLM, flags: InfoFlags, details: dict[str, Any]) -> Measurement:
     """A measurement, saved and plotted as the flags say."""
-    measurement = Measurement.take(llm, flags.quick)
+    measurement = Measurement.take(llm, flags.quick, flags.by_part)
     if not flags.quick and measurement.fault is not None and not flags.json:
         measurement.print_tables(wide_results())  # also when saving is refused
     details["profile_files"] = [] if flags.quick else measurement.save()

@@ -19,6 +19,7 @@ from slipstream.profiling.profile import CostProfile, StepTime
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.models.identity import ModelIdentity
+    from slipstream.profiling.part_profile import PartProfile
 
 USUAL_CONTEXT = 256
 """The context of conclusions, if it was measured."""
@@ -36,16 +37,23 @@ class Measurement:
 
     target: CostProfile
     draft: CostProfile | None
+    parts: tuple[PartProfile, ...] = ()
+    """Where the target's passes spend their time, if it was asked for."""
 
     @classmethod
-    def take(cls, llm: LLM, quick: bool) -> Measurement:
-        """Measure now, with a bar on a terminal."""
+    def take(cls, llm: LLM, quick: bool, by_part: bool = False) -> Measurement:
+        """Measure now, with a bar on a terminal. Raises `ConfigError` where passes have no parts that can be timed."""
+        from slipstream.profiling.part_profile import check_parts, measure_parts
         from slipstream.profiling.pass_times import QUICK, Survey, measure
+
+        if by_part:
+            check_parts(llm.engine.model)
 
         models = [model for model in (llm.engine.model, llm.engine.draft_model) if model is not None]
         with meter("measuring", refreshes=False) as shown:
             profiles = measure(models, QUICK if quick else Survey(), shown.show)
-        return cls(profiles[0], profiles[1] if len(profiles) > 1 else None)
+            parts = measure_parts(llm.engine.model, USUAL_CONTEXT, shown.show) if by_part else []
+        return cls(profiles[0], profiles[1] if len(profiles) > 1 else None, tuple(parts))
 
     @classmethod
     def find(cls, model: ModelIdentity, draft_model: ModelIdentity | None) -> Measurement | None:
@@ -112,12 +120,24 @@ class Measurement:
                 for context in self.target.contexts
                 if self.draft is not None
             ],
+            "by_part": [self._part_json(profile) for profile in self.parts],
             "conclusion": self.conclusion(),
         }
+
+    def _part_json(self, profile: PartProfile) -> dict[str, Any]:
+        rate = self.target.read_bytes_per_s.median
+        parts = [{**asdict(part), "floor_s": part.floor_s(rate)} for part in profile.parts]
+        return {**asdict(profile), "parts": parts, "rest_s": profile.rest_s}
 
     def print(self, console: Console) -> None:
         """Print a table for each model, then conclusions."""
         self.print_tables(console)
+        for parts in self.parts:
+            console.print(
+                f"a pass of {parts.rows} row{'s' if parts.rows > 1 else ''} behind {parts.context} tokens: "
+                f"{_ms(parts.pass_s)} ms, {_ms(parts.rest_s)} of it outside the kernels"
+            )
+            console.print(_part_table(parts, self.target.read_bytes_per_s.median))
         for sentence in self.conclusion():
             console.print(sentence, markup=False)
 
@@ -238,6 +258,27 @@ def _table(profile: CostProfile) -> Table:
                 f"{time.median_s / times[1].median_s:.2f}",
                 end_section=time.rows == max(times),
             )
+    return table
+
+
+def _part_table(profile: PartProfile, bytes_per_s: float) -> Table:
+    """Milliseconds of each part, all layers together, and microseconds of one layer."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    for name in ("ms", "waiting", "to read", "over that", "µs a layer", "least – most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for part in profile.parts:
+        floor = part.floor_s(bytes_per_s)
+        layers = [1e6 * layer for layer in part.layers_s]
+        table.add_row(
+            part.name.replace("_", " "),
+            _ms(part.work_s),
+            _ms(part.waiting_s),
+            _ms(floor) if floor else "",
+            f"{part.work_s / floor:.2f}" if floor else "",
+            f"{sum(layers) / len(layers):.1f}" if layers else "",
+            f"{min(layers):.1f} – {max(layers):.1f}" if layers else "",
+        )
     return table
 
 

@@ -287,8 +287,10 @@ def recorded_bytes(model: ModelIdentity, limits: PassLimits, tap_bytes: int = 0)
 
 
 def _quantised_bytes(width: int) -> int:
-    """Return the bytes of a row that is rounded to 8 bits, with what is kept of every 16 of its numbers: see `RowGroup` in
-    kernels/groups.h."""
+    """Return the bytes of a row that is rounded to 8 bits, with what is kept of every 16 of its numbers.
+
+    See `RowGroup` in kernels/groups.h.
+    """
     return (width // 16 + 8) * 32
 
 

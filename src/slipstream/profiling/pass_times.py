@@ -70,7 +70,9 @@ def measure(models: Seq[CausalLM], survey: Survey, on_progress: OnProgress) -> l
     """
     with threads.limit(max(model.num_threads for model in models)):
         limits = _Limits(models, survey)
-        benches = [_Bench(model, survey, seed) for seed, model in enumerate(models)]
+        benches = [
+            PassBench(model, survey.row_counts, survey.contexts, seed) for seed, model in enumerate(models)
+        ]
         _take_turns(benches, limits, survey, on_progress)
     return [bench.profile(limits) for bench in benches]
 
@@ -101,7 +103,7 @@ def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: f
 
     Fewest rows first; sizes beyond `budget_s` are left out.
     """
-    bench = _Bench(model, Survey(tuple(row_counts), (context,)), seed=0)
+    bench = PassBench(model, row_counts, (context,), seed=0)
     times_s: dict[int, float] = {}
     started_s = time.perf_counter()
     before = 0
@@ -122,12 +124,17 @@ def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: f
 
 def bytes_read_per_step(model: CausalLM, num_rows: int, context: int) -> int:
     """Bytes that a pass of `num_rows` rows behind `context` cached tokens reads at least: weights, keys and values."""
+    return model.executor.reads.num_bytes + sum(cache_bytes_by_layer(model, num_rows, context))
+
+
+def cache_bytes_by_layer(model: CausalLM, num_rows: int, context: int) -> list[int]:
+    """Bytes of keys and values that such a pass reads at least, of each layer."""
     entries = context + num_rows
-    cached = 0
+    read = []
     for shape, window in zip(model.shapes, _windows(model.config, len(model.shapes)), strict=True):
         seen = entries if window is None else min(entries, window + num_rows - 1)
-        cached += seen * bytes_per_token([replace(shape, source=None)], model.cache_dtype)
-    return model.executor.reads.num_bytes + cached
+        read.append(seen * bytes_per_token([replace(shape, source=None)], model.cache_dtype))
+    return read
 
 
 class _Limits:
@@ -176,14 +183,14 @@ class _Limits:
         return Rate(statistics.median(rates), max(rates))
 
 
-class _Bench:
+class PassBench:
     """One model with a cache of its own, and the times of its passes."""
 
-    def __init__(self, model: CausalLM, survey: Survey, seed: int) -> None:
+    def __init__(self, model: CausalLM, row_counts: Seq[int], contexts: Seq[int], seed: int) -> None:
         self.model = model
         longest = model.context_length
-        row_counts = [rows for rows in survey.row_counts if rows <= max(longest // 2, 1)]
-        contexts = sorted({min(context, longest - row_counts[-1]) for context in survey.contexts})
+        row_counts = [rows for rows in row_counts if rows <= max(longest // 2, 1)]
+        contexts = sorted({min(context, longest - row_counts[-1]) for context in contexts})
         self.cells = [(rows, context) for context in contexts for rows in row_counts]
         self.times_s: dict[tuple[int, int], list[float]] = {cell: [] for cell in self.cells}
         self._pool, self._slots = model.trial_cache(contexts[-1] + row_counts[-1])
@@ -236,7 +243,7 @@ class _Bench:
         )
 
 
-def _take_turns(benches: Seq[_Bench], limits: _Limits, survey: Survey, on_progress: OnProgress) -> None:
+def _take_turns(benches: Seq[PassBench], limits: _Limits, survey: Survey, on_progress: OnProgress) -> None:
     """Run every cell twice to warm it up, then time rounds over all cells, every other round backwards."""
     num_cells = sum(len(bench.cells) for bench in benches)
     total, done = num_cells * (1 + survey.max_repeats), 0

@@ -125,13 +125,13 @@ def test_a_measurement_is_a_profile_of_real_passes(draft: CausalLM, monkeypatch:
 def test_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [tiny(LlamaConfig(**SHAPE)), tiny(LlamaConfig(**{**SHAPE, "hidden_size": 32}))]
     order: list[int] = []
-    timed = pass_times._Bench.pass_s
+    timed = pass_times.PassBench.pass_s
 
     def spy(self: Any, rows: int, context: int) -> float:
         order.append(models.index(self.model))
         return timed(self, rows, context)
 
-    monkeypatch.setattr(pass_times._Bench, "pass_s", spy)
+    monkeypatch.setattr(pass_times.PassBench, "pass_s", spy)
     survey = dataclasses.replace(TINY, row_counts=(1, 2), contexts=(4,))
     first, second = pass_times.measure(models, survey, lambda done, total: None)
     assert order == [0] * 4 + [1] * 4 + ([0] * 3 + [1] * 3) * 3
@@ -145,7 +145,7 @@ def test_a_slow_model_gets_few_repeats_and_a_quick_one_no_more_than_the_most(
 ) -> None:
     survey = dataclasses.replace(TINY, row_counts=(1, 2), contexts=(4,), budget_s=100.0, max_repeats=7)
     for pass_s, repeats in ((1e-3, 7), (1000.0, 3), (10.0, 4)):
-        monkeypatch.setattr(pass_times._Bench, "pass_s", lambda self, rows, context, s=pass_s: s)
+        monkeypatch.setattr(pass_times.PassBench, "pass_s", lambda self, rows, context, s=pass_s: s)
         [measured] = pass_times.measure([draft], survey, lambda done, total: None)
         assert {time.repeats for time in measured.step_times} == {repeats}
 
@@ -160,7 +160,7 @@ def test_a_first_idea_of_few_rows_is_that_of_steps_in_a_row(
         passes.append(rows)
         return rows + 100.0 * any(earlier > 32 for earlier in passes[-1 - pass_times.NUM_WARMUP : -1])
 
-    monkeypatch.setattr(pass_times._Bench, "pass_s", pass_s)
+    monkeypatch.setattr(pass_times.PassBench, "pass_s", pass_s)
     assert pass_times.time_passes(draft, (1, 4, 64), 16, 1.0) == {1: 1.0, 4: 4.0, 64: 64.0}
 
 
@@ -173,7 +173,7 @@ def test_a_first_idea_of_a_slow_model_has_as_many_sizes_as_there_is_time_for(
         clock[0] += 0.1
         return 0.1
 
-    monkeypatch.setattr(pass_times._Bench, "pass_s", pass_s)
+    monkeypatch.setattr(pass_times.PassBench, "pass_s", pass_s)
     monkeypatch.setattr(pass_times.time, "perf_counter", lambda: clock[0])
     assert len(pass_times.time_passes(draft, (1, 2, 4, 8, 16, 32), 16, 1.0)) >= 5
 
@@ -243,6 +243,7 @@ def tiny_survey(monkeypatch: pytest.MonkeyPatch, shared_engines: None) -> None:
 
 REFUSALS = {
     "quick without measure": (["--quick"], "--quick needs --measure"),
+    "parts without measure": (["--by-part"], "--by-part needs --measure"),
     "plot without measure": (["--plot", "a.png"], "--plot needs --measure"),
     "plot of another kind": (["--measure", "--plot", "a.gif"], "--plot writes .pdf, .png, .svg"),
     "plot nowhere": (["--measure", "--plot", "no/such/a.png"], "there is no folder"),
@@ -303,6 +304,39 @@ def test_what_cannot_be_is_refused_and_not_saved(
     assert quick.exit_code == 0
     assert "No conclusion: measured during other work" in quick.stdout
     assert "At 256 tokens" not in quick.stdout
+
+
+def test_a_step_is_taken_apart(tiny_survey: None, believed: None) -> None:
+    result = run("--measure", "--quick", "--by-part")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^a pass of 1 row behind \d+ tokens: ", result.stdout, re.M)
+    assert re.search(
+        r"^ gate up +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ – [\d.]+ *$", result.stdout, re.M
+    )
+    found = json.loads(run("--measure", "--quick", "--by-part", "--json").stdout)["measured"]["by_part"]
+    assert [each["rows"] for each in found] == [1, 5, 8]
+    target = load_model(EMBEDDED_TARGET, canary=False)
+    for each in found:
+        parts = {part["name"]: part for part in each["parts"]}
+        assert {"norm", "qkv", "rotation", "attention", "output", "gate_up", "down", "head"} <= parts.keys()
+        assert all(
+            len(parts[name]["layers_s"]) == len(target.shapes) for name in ("norm", "qkv", "attention")
+        )
+        assert parts["head"]["layers_s"] == []
+        in_parts = sum(part["work_s"] + part["waiting_s"] for part in each["parts"])
+        assert each["rest_s"] == pytest.approx(each["pass_s"] - in_parts)
+        read = sum(part["bytes_read"] for name, part in parts.items() if name != "attention")
+        norms = target.executor.reads.num_bytes - read
+        assert 0 <= norms < 0.01 * read
+        cached = pass_times.cache_bytes_by_layer(target, each["rows"], each["context"])
+        assert parts["attention"]["bytes_read"] == sum(cached)
+
+
+def test_parts_of_other_passes_cannot_be_timed(tiny_survey: None) -> None:
+    result = run("--measure", "--quick", "--by-part", "--cpu-kernels", "torch")
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert "--by-part times whole passes of the native CPU kernels" in result.stderr
 
 
 def test_measured_saved_and_shown_again(tiny_survey: None, believed: None, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from slipstream.core.proposal import Proposal
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
 from slipstream.models.batch import ForwardBatch
+from slipstream.models.cpu.part_times import PassPart
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.loading import adapt
 from slipstream.models.rows import tree_rows
@@ -194,6 +195,19 @@ def test_the_number_of_threads_changes_no_bit(
 ) -> None:
     monkeypatch.setattr(lm.executor, "num_threads", threads)
     assert torch.equal(lm.forward([chain(0, 0, LENGTH)], make_pool(lm)).logits, alone)
+
+
+def test_timing_the_parts_of_a_pass_changes_no_bit(lm: CausalLM, alone: Tensor) -> None:
+    assert isinstance(lm.executor, CpuKernels)
+    pool = make_pool(lm)
+    for begin, end in ((0, 1), (1, 60)):
+        with lm.executor.timing_parts() as times:
+            logits = lm.forward([chain(0, begin, end)], pool).logits
+        assert torch.equal(logits, alone[begin:end])
+        seconds = times.mean_s()
+        assert (seconds >= 0).all()
+        assert (seconds[:-1, [PassPart.QKV, PassPart.ATTENTION, PassPart.OUTPUT], 0] > 0).all()
+        assert seconds[-1, PassPart.HEAD, 0] > 0
 
 
 def test_only_the_wanted_rows_have_logits(lm: CausalLM, alone: Tensor) -> None:

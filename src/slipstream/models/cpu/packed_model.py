@@ -22,6 +22,7 @@ from slipstream.models.cpu.kernel import Kernel, common_kernel
 from slipstream.models.cpu.model_sizes import HeadSizes
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import moved, release
+from slipstream.models.cpu.part_times import PartTimes
 from slipstream.models.cpu.structs import (
     ENTRY_TYPES,
     SIXTEEN_BIT_KINDS,
@@ -117,6 +118,14 @@ class PackedModel:
         """Call one of the kernels that compute whole passes."""
         with self._lock:
             getattr(native.library(), function)(*map(ctypes.byref, structs), self._scratch, self.num_threads)
+
+    def _run_timed(self, times: PartTimes, model: Structure, batch: Structure) -> None:
+        """Compute a whole pass, and write what its parts take into `times`."""
+        structs = (ctypes.byref(model), ctypes.byref(batch))
+        with self._lock:
+            native.library().slipstream_forward_by_part(
+                *structs, times.address, self._scratch, self.num_threads
+            )
 
     def _batch(
         self,

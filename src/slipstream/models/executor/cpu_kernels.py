@@ -8,7 +8,8 @@ other, bit for bit, so neither drafts nor neighbours can change a row's result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from slipstream.models.cpu.model_sizes import HeadSizes, ModelSizes
 from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight, packed_adapter_bytes
 from slipstream.models.cpu.pages import free_numbers, trim_heap
+from slipstream.models.cpu.part_times import PartTimes, PassPart
 from slipstream.models.cpu.structs import (
     TABLE_KINDS,
     InputsStruct,
@@ -56,6 +58,8 @@ class CpuKernels(PackedModel, Executor):
     is_fused: ClassVar[bool] = True
     num_operator_threads = 1
     _head: PackedWeight
+    _times: PartTimes | None = None
+    """Where the parts of passes are timed."""
 
     def __init__(self, given: ProbedModel) -> None:
         PackedModel.__init__(self)
@@ -176,8 +180,38 @@ class CpuKernels(PackedModel, Executor):
             layer: native.empty_rows(rows.num_rows, self.hidden_size if layer >= 0 else inputs_width)
             for layer in hidden_layers
         }
-        self._run("slipstream_forward", self._struct, self._batch(rows, pool, logits, hidden, layers))
+        batch = self._batch(rows, pool, logits, hidden, layers)
+        if self._times is None:
+            self._run("slipstream_forward", self._struct, batch)
+        else:
+            self._run_timed(self._times, self._struct, batch)
         return PassOutput(logits, hidden)
+
+    @contextmanager
+    def timing_parts(self) -> Iterator[PartTimes]:
+        """Time the parts of each pass in the body, which takes some microseconds a pass; of one thread's passes."""
+        self._times = PartTimes(self.num_threads, self.num_layers)
+        try:
+            yield self._times
+        finally:
+            self._times = None
+
+    def bytes_by_part(self) -> dict[PassPart, int]:
+        """Bytes of the weights that each part of a pass reads, all layers together; experts' are not counted."""
+        of_panels = {linear.panels.data_ptr(): linear.least_bytes for linear in self.linears}
+        layers = [self._struct.layers[number] for number in range(self.num_layers)]
+        names = {
+            PassPart.QKV: ("qkv",),
+            PassPart.OUTPUT: ("output",),
+            PassPart.GATE_UP: ("gate_up",),
+            PassPart.DOWN: ("down",),
+            PassPart.LAYER_INPUTS: ("input_gate", "input_projection"),
+        }
+        found = {
+            part: sum(of_panels.get(getattr(layer, name).panels, 0) for layer in layers for name in own)
+            for part, own in names.items()
+        }
+        return {**found, PassPart.HEAD: self._head.least_bytes}
 
     def draft_chain(
         self, rows: ForwardBatch, pool: KVPool, chains: Chains, layers: Sequence[int] | None = None

@@ -1,4 +1,5 @@
-"""4-bit weights in groups of inputs, with a scale and a zero each; rows are rounded to 8 bits, group by group too.
+"""4-bit weights in groups of inputs, with a scale and a zero each; rows are rounded to 8 bits, group by group too, but
+for an input that is far larger than the rest of its group.
 
 A weight is rounded to the nearest code when it is loaded, with the scale and zero that leave the least squared error.
 """
@@ -18,6 +19,8 @@ from slipstream.models.linear.layers import PackedLinear
 _TRIALS = [14.25 + 0.375 * trial for trial in range(13)]
 """Steps that a group's range is divided into, of which 15 are coded: as `kernels/fitting.h` tries them."""
 _TINY = torch.finfo(torch.float32).tiny
+_APART_FROM = 5.0
+"""An input of a row is not rounded if it is so many times the mean magnitude of its group: `kernels/groups.h`."""
 
 
 def fitted(weight: Tensor, group: int) -> GroupedWeight:
@@ -78,12 +81,18 @@ class Int4Linear(PackedLinear):
         total = flat.new_zeros(len(flat), self.out_features)
         scales, zeros = self._halves.float()
         for number, part in enumerate(torch.split(flat, self._group, dim=1)):
-            scale = part.abs().amax(-1, keepdim=True).clamp_min(_TINY) / 127  # [n, 1]
-            integers = (part / scale).round()
+            magnitudes = part.abs()
+            largest, place = magnitudes.max(-1, keepdim=True)  # [n, 1]
+            stands_apart = largest > _APART_FROM * magnitudes.mean(-1, keepdim=True)
+            apart = part.gather(-1, place).masked_fill(~stands_apart, 0.0)
+            rest = part.scatter(-1, place, part.gather(-1, place) - apart)
+            scale = rest.abs().amax(-1, keepdim=True).clamp_min(_TINY) / 127
+            integers = (rest / scale).round()
             codes = self._codes(slice(None), number)  # [out, group]
             # Of whole numbers below 2 ** 24, so no order of the additions changes a bit.
             products = integers @ codes.T - integers.sum(-1, keepdim=True) * zeros[:, number]
-            total += products * (scale * scales[:, number])
+            alone = apart * (codes.T[place[:, 0]] - zeros[:, number])
+            total += (products * scale + alone) * scales[:, number]
         total *= self._factors[:, 0]
         if self.bias is not None:
             total += self.bias
