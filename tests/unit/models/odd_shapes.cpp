@@ -131,7 +131,7 @@ struct Packed {
   Linear linear;
 
   Packed(int kind, const std::vector<float>& weight, int in, int out, bool biased, int threads)
-      : group(!has_groups(kind) ? 0 : grouping.steps * (kind < EIGHT_BITS ? FourBits::RUN : EightBits::RUN)),
+      : group(!has_groups(kind) ? 0 : grouping.steps * (kind < EIGHT_BITS ? Sums::INPUTS : WIDE)),
         panels(slipstream_packed_bytes(kind, in, out, group)),
         scales(kind == INT8 || group || kind == FOUR_BITS_BLOCKS ? slipstream_padded_out(out) : 0),
         sums(kind == INT8 ? slipstream_padded_out(out) : 0),
@@ -203,6 +203,7 @@ void check_products(int number_of_case) {
   draw_grouping();
   auto packed = random_linear(kind, in, out, between(0, 1), threads);
   Exact<float> rows(numbers(size_t(n) * in)), together(size_t(n) * out);
+  for (int i = between(0, n); i > 0; --i) rows[between(0, n * in - 1)] *= 200.0f;  // such inputs stand apart from their group
   const float odd[] = {0.0f, 1e-42f, 3e38f, INFINITY, NAN};
   if (between(0, 1)) rows[between(0, n * in - 1)] = odd[between(0, 4)];
   in_scarcity([&] { return slipstream_multiply(&packed->linear, rows.get(), n, together.get(), threads); });
