@@ -57,8 +57,7 @@ class InfoFlags:
     quick: Annotated[bool, Option("--quick")] = False
     """With --measure: a rough measurement in a few seconds, not saved."""
     by_part: Annotated[bool, Option("--by-part")] = False
-    """With --measure: also time the parts of passes of 1, 5 and 8 rows, such as norms, products and waiting, beside
-    what reading their bytes takes. Native CPU kernels only."""
+    """With --measure: time the parts of passes too."""
     plot: Path | None = None
     """With --measure: plot the times into this .png, .svg or .pdf."""
     overwrite: Overwrite = False

@@ -126,7 +126,7 @@ class Measurement:
 
     def _part_json(self, profile: PartProfile) -> dict[str, Any]:
         rate = self.target.read_bytes_per_s.median
-        parts = [{**asdict(part), "floor_s": part.floor_s(rate)} for part in profile.parts]
+        parts = [{**asdict(part), "roofline_s": part.roofline_s(rate)} for part in profile.parts]
         return {**asdict(profile), "parts": parts, "rest_s": profile.rest_s}
 
     def print(self, console: Console) -> None:
@@ -268,14 +268,14 @@ def _part_table(profile: PartProfile, bytes_per_s: float) -> Table:
     for name in ("ms", "waiting", "to read", "over that", "µs a layer", "least – most"):
         table.add_column(name, justify="right", no_wrap=True)
     for part in profile.parts:
-        floor = part.floor_s(bytes_per_s)
+        least = part.roofline_s(bytes_per_s)
         layers = [1e6 * layer for layer in part.layers_s]
         table.add_row(
             part.name.replace("_", " "),
             _ms(part.work_s),
             _ms(part.waiting_s),
-            _ms(floor) if floor else "",
-            f"{part.work_s / floor:.2f}" if floor else "",
+            _ms(least) if least else "",
+            f"{part.work_s / least:.2f}" if least else "",
             f"{sum(layers) / len(layers):.1f}" if layers else "",
             f"{min(layers):.1f} – {max(layers):.1f}" if layers else "",
         )

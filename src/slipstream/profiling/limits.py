@@ -43,7 +43,9 @@ class MatrixProduct:
         plain = nn.Linear(_MATRIX, _MATRIX, bias=False, dtype=dtype, device=device).requires_grad_(False)
         self._layers: list[nn.Module] = [plain] if fmt.weight_error is None else []
         if device.type == "cpu" and dtype == torch.float32:
-            self._layers += fmt.forms(plain)
+            forms = fmt.forms(plain)
+            # PyTorch's form of a format that rounds is there for machines without the native one, which is faster.
+            self._layers += forms if fmt.weight_error is None else forms[:1]
         self._rows = [torch.ones(num_rows, _MATRIX, dtype=dtype, device=device) for num_rows in _MATRIX_ROWS]
 
     def flops_per_s(self) -> float:

@@ -33,7 +33,7 @@ class PartTime:
     layers_s: tuple[float, ...]
     """The work of each layer; empty for a part of no layer."""
 
-    def floor_s(self, bytes_per_s: float) -> float:
+    def roofline_s(self, bytes_per_s: float) -> float:
         """Seconds that reading its bytes takes at this rate."""
         return self.bytes_read / bytes_per_s
 

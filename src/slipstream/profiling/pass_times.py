@@ -21,7 +21,7 @@ from slipstream.models import CausalLM, RowGroup
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.native import fingerprint
 from slipstream.models.identity import ModelIdentity
-from slipstream.models.linear.formats import UNCHANGED
+from slipstream.models.linear.formats import UNCHANGED, WeightFormat, weight_format
 from slipstream.models.support import text_config
 from slipstream.profiling.limits import MatrixProduct, ReadStream, memory_array_bytes, synchronize
 from slipstream.profiling.machine import cpu_name, num_cpus
@@ -152,10 +152,10 @@ class _Limits:
             for size in {self._array_bytes[device], self._own_bytes(model)}:
                 if (size, device) not in self._readings:
                     self._readings[size, device] = ReadStream(size, device).bytes_per_s
-            kind = (model.dtype, model.weight_format.name)
+            products = _products_of(model)
+            kind = (model.dtype, products.name)
             if (kind, device) not in self._readings:
-                product = MatrixProduct(model.dtype, model.weight_format, device)
-                self._readings[kind, device] = product.flops_per_s
+                self._readings[kind, device] = MatrixProduct(model.dtype, products, device).flops_per_s
 
     def read(self) -> None:
         """Take one reading of each."""
@@ -173,7 +173,7 @@ class _Limits:
 
     def flops_per_s(self, model: CausalLM) -> Rate:
         """In the model's dtype and weight format."""
-        return self._rate((model.dtype, model.weight_format.name), model.device)
+        return self._rate((model.dtype, _products_of(model).name), model.device)
 
     def _own_bytes(self, model: CausalLM) -> int:
         return min(model.executor.reads.num_bytes, self._array_bytes[model.device])
@@ -181,6 +181,13 @@ class _Limits:
     def _rate(self, limit: object, device: torch.device) -> Rate:
         rates = self._rates[limit, device]
         return Rate(statistics.median(rates), max(rates))
+
+
+def _products_of(model: CausalLM) -> WeightFormat:
+    """The format whose rate bounds a model's products: of what a file holds in codes, that of as many bits."""
+    if not (model.stored_bits and model.is_native):
+        return model.weight_format
+    return weight_format("int4" if min(model.stored_bits) == 4 else "int8")
 
 
 class PassBench:
