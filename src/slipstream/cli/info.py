@@ -52,8 +52,8 @@ class InfoFlags:
     draft_for: str | None = None
     """Check whether it can draft for this model."""
     measure: Annotated[bool, Option("--measure")] = False
-    """Time steps of 1 to 64 rows, show them with the machine's roofline, and save the profile. Takes half a minute;
-    longer for a large model."""
+    """Time steps of 1 to 64 rows, show them with the machine's roofline, and save the profile. Takes half a minute or
+    more."""
     quick: Annotated[bool, Option("--quick")] = False
     """With --measure: a rough measurement in a few seconds, not saved."""
     by_part: Annotated[bool, Option("--by-part")] = False
