@@ -57,7 +57,7 @@ class InfoFlags:
     quick: Annotated[bool, Option("--quick")] = False
     """With --measure: a rough measurement in a few seconds, not saved."""
     by_part: Annotated[bool, Option("--by-part")] = False
-    """With --measure: time the parts of passes too."""
+    """With --measure: time passes' parts."""
     plot: Path | None = None
     """With --measure: plot the times into this .png, .svg or .pdf."""
     overwrite: Overwrite = False
