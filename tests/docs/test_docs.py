@@ -101,7 +101,7 @@ def test_commands_run(
 
 
 def _less_work(command: str) -> list[str]:
-    if command.startswith("info --measure") and "--quick" not in command:
+    if command.startswith("info ") and "--measure" in command and "--quick" not in command:
         return ["--quick"]
     fewer = ["--repeats", "1"] if "--compare" in command and "--repeats" not in command else []
     if command.startswith("generate") and "--max-tokens" not in command:
