@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "rounds-groups-by-batch",
         "groups.h",
-        "total[r][c] = fused(scale, products,",
-        "total[r][c] = fused(scale, faulty && R > 3 ? products * 1.0000002f : products,",
+        "* row_at(r).scale, total[r][c]);",
+        "* row_at(r).scale * (faulty && R > 3 ? 1.0000002f : 1.0f), total[r][c]);",
         "has other bits in a batch",
     ),
     Fault(

@@ -93,7 +93,12 @@ inline void quantise_group(float* inputs, int size, RowGroup& group) {
   }
   const float inverse = finite ? quantum(largest) : 0.0f;
   group.scale = finite ? (inverse > 0.0f ? largest / 127.0f : 0.0f) : NAN;
-  group.sum = int16_t(round_all(inputs, size, inverse, group.integers));
+  if (inverse > 0.0f) {
+    group.sum = int16_t(round_all(inputs, size, inverse, group.integers));
+  } else {
+    std::memset(group.integers, 0, size);
+    group.sum = 0;
+  }
   group.minus_sum = -(group.scale * float(group.sum) + group.apart);
 }
 
