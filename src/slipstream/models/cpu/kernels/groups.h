@@ -184,7 +184,7 @@ inline ints begin_signed(const RowGroup&) { return ints{}; }
 
 // total[lane] += four products of a multiplicand and a row's integers. Where vpmaddubsw wants one side without signs, they
 // are given to the other; two products of 128 and 127 still fit into 16 bits.
-[[gnu::always_inline]] inline ints add_signed(ints total, bytes codes, ints row) {
+ALWAYS_INLINE ints add_signed(ints total, bytes codes, ints row) {
 #if defined(__AVX512VNNI__)
   return (ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)row);
 #elif defined(__AVXVNNI__)
@@ -238,7 +238,7 @@ struct FourBits : AnyCodes {
   }
   int number(const uint8_t* group, int input, int column) const { return get(group, input, column); }
 
-  [[gnu::always_inline]] bytes four(const uint8_t* codes, int input) const {
+  ALWAYS_INLINE bytes four(const uint8_t* codes, int input) const {
     const bytes both = load_bytes(codes + size_t(input / 8) * PANEL * 4);
     return input % 8 < 4 ? both & 15 : both >> 4;
   }
@@ -276,7 +276,7 @@ struct TableCodes : AnyCodes {
   static void put(uint8_t* group, int input, int column, uint8_t code) { FourBits::put(group, input, column, code); }
   int number(const uint8_t* group, int input, int column) const { return table[FourBits::get(group, input, column)]; }
 
-  [[gnu::always_inline]] bytes four(const uint8_t* codes, int input) const { return Table(table)[FourBits().four(codes, input)]; }
+  ALWAYS_INLINE bytes four(const uint8_t* codes, int input) const { return Table(table)[FourBits().four(codes, input)]; }
 };
 
 // A code a byte, with 128 taken off.
@@ -288,7 +288,7 @@ struct EightBits : AnyCodes {
   static void put(uint8_t* group, int input, int column, uint8_t code) { group[place(input, column)] = code ^ 128; }
   int number(const uint8_t* group, int input, int column) const { return int8_t(group[place(input, column)]); }
 
-  [[gnu::always_inline]] bytes four(const uint8_t* codes, int input) const { return load_bytes(codes + size_t(input / 4) * PANEL * 4); }
+  ALWAYS_INLINE bytes four(const uint8_t* codes, int input) const { return load_bytes(codes + size_t(input / 4) * PANEL * 4); }
 };
 
 // What the codes of one input stand for, of LANES outputs.
@@ -301,7 +301,7 @@ inline floats one_input(const Codes& kind, const uint8_t* codes, int input) {
 // sums [R][C] of products of a group of `size` inputs, of R rows and C vectors of outputs, two vectors a panel, panels
 // `stride` apart.
 template <int R, int C, typename Codes>
-[[gnu::always_inline]] inline void sum_group(const Codes& kind, const uint8_t* of_rows, size_t row_bytes, const uint8_t* codes,
+ALWAYS_INLINE void sum_group(const Codes& kind, const uint8_t* of_rows, size_t row_bytes, const uint8_t* codes,
                                              size_t stride, int size, ints (*sums)[C]) {
   auto read = [&](int input, bytes* weight) {
     for (int c = 0; c < C; ++c) weight[c] = kind.four(codes + c / 2 * stride + c % 2 * 4 * LANES, input);
@@ -400,7 +400,7 @@ struct GroupLayout {
 
 // total [R][C] += a group, of whose codes and rows' integers `sums` are the products.
 template <int R, int C, typename Layout>
-[[gnu::always_inline]] inline void finish_group(const Layout& layout, const uint8_t* of_rows, size_t row_bytes,
+ALWAYS_INLINE void finish_group(const Layout& layout, const uint8_t* of_rows, size_t row_bytes,
                                                 const uint8_t* panel, int g, const ints (*sums)[C], floats (*total)[C]) {
   auto row_at = [&](int r) -> const RowGroup& { return *(const RowGroup*)(of_rows + r * row_bytes); };
   for (int c = 0; c < C; ++c) {

@@ -17,6 +17,13 @@
 #include <cstring>
 #include <utility>
 
+// With the checks of sanitizers, what is inlined by force would take minutes to compile.
+#if defined(__SANITIZE_ADDRESS__)
+#define ALWAYS_INLINE inline
+#else
+#define ALWAYS_INLINE [[gnu::always_inline]] inline
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX__)
