@@ -6,15 +6,15 @@
 
 #if defined(SLIPSTREAM_TILES)
 
-// sums [n, UNIT] = up to 16 rows of `depth` bytes, `stride` bytes apart, times a unit's panels. Four bytes of all outputs lie
-// together in a panel: 16 outputs of 64 bytes are a tile as they are.
+// sums [n, UNIT] = up to 16 rows of `depth` bytes, `stride` bytes apart, times a unit's panels; a tile has `step` bytes of a
+// row. Four bytes of all outputs lie together in a panel: 16 outputs of so many bytes are a tile as they are.
 template <typename Products, int... column>
-void multiply_by_tiles(const uint8_t* rows, size_t stride, size_t depth, const int8_t* panels, typename Products::Sum* sums,
-                       std::integer_sequence<int, column...>) {
+void multiply_by_tiles(const uint8_t* rows, size_t stride, size_t depth, size_t step, const int8_t* panels,
+                       typename Products::Sum* sums, std::integer_sequence<int, column...>) {
   // The tiles of sums are 0, 1, ...; behind them one of rows and, in turns, two of weights.
   constexpr int ROWS = sizeof...(column), WEIGHTS = ROWS + 1;
   (clear_tile<column>(), ...);
-  for (size_t k = 0; k < depth; k += TILE_BYTES) {
+  for (size_t k = 0; k < depth; k += step) {
     load_tile<ROWS>(rows + k, stride);
     auto add = [&]<int c>() {
       constexpr int first = c * TILE_ROWS;  // output
@@ -29,7 +29,8 @@ void multiply_by_tiles(const uint8_t* rows, size_t stride, size_t depth, const i
 // As multiply_by_tiles, for n rows, a tile of rows at a time: `take(first row, number of rows, sums)` gets the results. A
 // tile of 16 rows takes the time of one row.
 template <typename Products, typename Take>
-void each_tile(const uint8_t* rows, size_t stride, size_t depth, int n, const int8_t* panels, Take take) {
+void each_tile(const uint8_t* rows, size_t stride, size_t depth, int n, const int8_t* panels, Take take,
+               int step = TILE_BYTES) {
   static_assert(PANEL % TILE_ROWS == 0 && UNIT / TILE_ROWS + 3 <= 8);
   constexpr auto COLUMNS = std::make_integer_sequence<int, UNIT / TILE_ROWS>();
   alignas(64) typename Products::Sum sums[TILE_ROWS * UNIT];
@@ -37,11 +38,13 @@ void each_tile(const uint8_t* rows, size_t stride, size_t depth, int n, const in
     const int count = std::min(TILE_ROWS, n - first);
     if (count != shaped) {
       TileShapes shapes;
-      for (int i = 0; i < 8; ++i) shapes.set(i, i > UNIT / TILE_ROWS ? TILE_ROWS : count);
+      for (int i = 0; i < UNIT / TILE_ROWS; ++i) shapes.set(i, count);
+      shapes.set(UNIT / TILE_ROWS, count, step);
+      for (int i = 1; i <= 2; ++i) shapes.set(UNIT / TILE_ROWS + i, step / 4);
       shape_tiles(shapes);
       shaped = count;
     }
-    multiply_by_tiles<Products>(rows + first * stride, stride, depth, panels, sums, COLUMNS);
+    multiply_by_tiles<Products>(rows + first * stride, stride, depth, step, panels, sums, COLUMNS);
     take(first, count, sums);
   }
   release_tiles();
