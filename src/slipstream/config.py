@@ -234,19 +234,19 @@ class EngineConfig:
     """Weight format of the linear layers, on a CPU and in `cuda_kernels`. `int8`: one scale an output, and on a CPU one
     a row of activations. `int4`, `int4_g64`, `int4_g128`: 4-bit codes with a scale and a zero for 32, 64 or 128 inputs,
     on a CPU activations of 8 bits, the output layer in int8. Each changes the model, more with fewer bits and larger
-    groups, not the exactness of speculation. `float32`, `bfloat16`, `float16`: as `dtype` says. A package can add
-    formats."""
+    groups, not the exactness of speculation. `float32`, `bfloat16`, `float16`: as `dtype` says."""
     kv_cache_dtype: str = "auto"
-    """How keys and values of the target and of drafters are held; they are rounded once, when they are written. Where
+    """How keys and values of the target and of drafters are held; rounded once, when they are written. Where
     the native kernels run whole passes the text is the same with and without speculation with any type; elsewhere
-    PyTorch's last bits depend on what else is in a pass, more so with a smaller type. A smaller type changes the model
-    a little. `int8` has one scale a head and token. `auto`: the checkpoint's own type, or `dtype`, if the native
-    kernels run whole passes, else the type that is computed in. Loading logs the type."""
+    PyTorch's last bits depend on what else is in a pass. A smaller type changes the model a little. `int8` has one scale a head and token. `auto`: the checkpoint's own type, or `dtype`, if the native
+    kernels run whole passes, else the type that is computed in."""
     fast_prompts: bool = False
     """Compute the rows of a prompt but its last in bfloat16, for processors with AMX; others compute the same bits,
-    slower than without. It needs weights in 16 bits, and native kernels that run whole passes. It changes a prompt's
-    keys and values, and with them the text, a little: the same with and without speculation, in any batch and after
-    prefix reuse, which ends where the earlier request's prompt did."""
+    slower than without. It needs weights in 16 bits, and native kernels that run whole passes. It changes the text a
+    little, the same with and without speculation and in any batch."""
+    exact_rows: bool = False
+    """On a CPU, multiply weights of 4 or 8 bits with activations as they are, in float32, not rounded to 8
+    bits. Draft models round theirs all the same."""
     cpu_kernels: str = "auto"
     """`native`: our own, of the wheel or compiled once by the machine's C++ compiler. `torch`: PyTorch's operators,
     slower. `auto`: native where they can be had."""

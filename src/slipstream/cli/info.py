@@ -232,6 +232,7 @@ def _details(described: EngineDescription, name: str) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(model.cache_dtype).removeprefix("torch."),
         "fast_prompts": model.fast_prompts,
+        "exact_rows": model.exact_rows,
         "device": str(model.device),
         "quantization": model.quantization,
         "weights": model.weight_type,

@@ -25,6 +25,7 @@ def fingerprint_of(engine: Engine) -> Fingerprint:
         "weights": model.weight_type,
         "cache": str(model.cache_dtype).removeprefix("torch."),
         "fast_prompts": model.fast_prompts,
+        "exact_rows": model.exact_rows,
         "max_model_len": engine.max_model_len,
     }
     if not model.is_fused or model.fast_prompts:

@@ -19,6 +19,7 @@ from slipstream.kv.pool import KVPool, runnable
 from slipstream.kv.slots import SlotMap
 from slipstream.kv.state import StatePool, StateRoom
 from slipstream.models.batch import ForwardBatch
+from slipstream.models.cpu.exact_rows import are_exact
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.chains import Chains
 from slipstream.models.executor.choices import TokenChoices
@@ -74,6 +75,7 @@ class CausalLM(ModelIdentity):
         self.cache_dtype = self.dtype
         self.fast_prompts = False
         """Where true, `RowGroup.num_fast` says of each pass for which rows."""
+        self.exact_rows = are_exact()
         self.device: torch.device = given.model.device
         quantised = quantised_layers(self.model)
         self.kept = KeptWeights.of(quantised)

@@ -54,6 +54,8 @@ class ModelIdentity(ABC):
     """What its passes may use on a CPU."""
     fast_prompts: bool
     """Whether prompts are computed in bfloat16."""
+    exact_rows: bool
+    """Whether no rows are rounded to 8 bits."""
 
     @property
     @abstractmethod
@@ -106,7 +108,7 @@ class ModelIdentity(ABC):
     @property
     def rounds_rows(self) -> bool:
         """Whether the CPU kernels round rows to 8 bits before they multiply them; a GPU's decoder does not."""
-        if self.executor_type.decodes:
+        if self.executor_type.decodes or self.exact_rows:
             return False
         return bool(self.stored_as) or self.weight_format.bytes_per_weight < 2
 
@@ -143,7 +145,8 @@ class ModelIdentity(ABC):
         prompts = ", prompts in bfloat16 (fast_prompts)" if self.fast_prompts else ""
         recorded = ", recorded passes" if self.executor_type.records else ""
         passes = "" if not self.is_native else ", whole passes" if self.is_fused else ", layer by layer"
-        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{passes}{recorded}{prompts}"
+        exact = ", exact rows" if self.exact_rows else ""
+        return f"{weights}{_name(self.dtype)} on {self.device}, {kernels}{passes}{recorded}{prompts}{exact}"
 
     @property
     def kv_bytes_per_token(self) -> int:

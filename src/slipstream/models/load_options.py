@@ -24,6 +24,7 @@ class LoadOptions:
     executor: str = "auto"
     kv_cache_dtype: str = "auto"
     fast_prompts: bool = False
+    exact_rows: bool = False
     reproducible: bool = True
 
     @classmethod

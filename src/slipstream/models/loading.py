@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.errors import UnsupportedModelError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.models.attention.base import ATTENTION_NAME, AttentionBackend, ModelTraits
 from slipstream.models.attention.counted import pass_positions
 from slipstream.models.attention.indexer import lead_indexers
@@ -23,6 +23,7 @@ from slipstream.models.causal_lm import CausalLM
 from slipstream.models.checkpoint import Checkpoint, load_weights, not_kept, open_checkpoint
 from slipstream.models.configuration import meta_model
 from slipstream.models.cpu import threads
+from slipstream.models.cpu.exact_rows import multiplying_exactly
 from slipstream.models.cpu.native import fingerprint, unavailable
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
@@ -95,7 +96,7 @@ def load_model(
     options = replace(options or LoadOptions(), **given)
     check_quantization(options.quantization)
     check_executor(options.executor)
-    with _with_path(path):
+    with _with_path(path), multiplying_exactly(options.exact_rows):
         choice = _choose(path, options, pack)
         verdict = _verdict(choice, options, pack) if canary else None
         compares = canary and not (verdict is not None and verdict.is_kept())
@@ -170,6 +171,11 @@ def _choose(path: str, options: LoadOptions, pack: bool) -> _Choice:
         kind = kept_dtype(where, kind)
     name = quantization or requested
     fmt = checked_format(name, where, kind, decodes)
+    if options.exact_rows and where.type == "cpu" and not native and fmt.weight_error is not None:
+        raise ConfigError(
+            f"exact_rows needs the native CPU kernels: with quantization {name!r} PyTorch's operators round rows to 8 "
+            "bits; leave one of them out"
+        )
     if options.fast_prompts:
         check_fast_prompts(where, native, name or (dtype if dtype == "float32" else None))
         if dtype == "auto" and pack:
@@ -239,6 +245,7 @@ def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict |
         "max_model_len": options.max_model_len,
         "kv_cache_dtype": options.kv_cache_dtype,
         "fast_prompts": options.fast_prompts,
+        "exact_rows": options.exact_rows,
         "reproducible": options.reproducible,
     }
     kernels = kernels_of(choice.device, native)

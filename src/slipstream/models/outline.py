@@ -101,6 +101,7 @@ class ModelOutline(ModelIdentity):
     stored_as: str = ""
     states: tuple[StateShape, ...] = ()
     fast_prompts: bool = False
+    exact_rows: bool = False
     executor: str = AUTO
     """The name under which what computes it was requested."""
     encoded_shapes: tuple[LayerShape, ...] = ()
@@ -333,6 +334,7 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         stored_dtype=seen.stored_dtype,
         stored_as=seen.stored_as,
         fast_prompts=options.fast_prompts,
+        exact_rows=options.exact_rows,
         executor=options.executor,
         states=tuple(seen.probed.states),
     )

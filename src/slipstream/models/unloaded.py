@@ -104,7 +104,14 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
     # What the rest of the options says is no matter here.
     key: tuple[Any, ...] = (
         path,
-        replace(options, quantization=None, max_model_len=None, kv_cache_dtype="auto", fast_prompts=False),
+        replace(
+            options,
+            quantization=None,
+            max_model_len=None,
+            kv_cache_dtype="auto",
+            fast_prompts=False,
+            exact_rows=False,
+        ),
     )
     known = _shared.get()
     for seen in () if known is None else (known.get(key), known.get((*key, quantization))):

@@ -90,12 +90,17 @@ def profile_key(model: ModelIdentity) -> ProfileKey:
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         quantization=None if model.weight_format.name == UNCHANGED else model.weight_format.name,
-        kernels=f"{model.kernels} {fingerprint()}" if model.is_native else model.kernels,
+        kernels=_kernels(model),
         attention=f"{backend.__module__}:{backend.__qualname__}",
         slipstream=__version__,
         torch=str(torch.__version__),
         transformers=version("transformers"),
     )
+
+
+def _kernels(model: ModelIdentity) -> str:
+    exact = " with exact rows" if model.exact_rows else ""
+    return f"{model.kernels} {fingerprint()}{exact}" if model.is_native else model.kernels
 
 
 def time_passes(model: CausalLM, row_counts: Seq[int], context: int, budget_s: float) -> dict[int, float]:

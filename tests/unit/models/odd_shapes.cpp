@@ -156,7 +156,7 @@ struct Packed {
     for (int i = 0; biased && i < out; ++i) bias[i] = number();
     for (int i = 0; i < int(order.size); ++i) order[i] = in - 1 - i;
     linear = {kind,       in, out, group, panels.get(), scales.get(), sums.get(), biased ? bias.get() : nullptr,
-              order.size ? order.get() : nullptr, nullptr, TABLE};
+              order.size ? order.get() : nullptr, nullptr, TABLE, has_codes(kind) && between(0, 2) == 0};
   }
 
   void pack_in_groups(int kind, const Exact<float>& weight, int in, int out, int threads) {

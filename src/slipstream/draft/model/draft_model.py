@@ -266,6 +266,7 @@ def _load_options(options: DraftModelOptions, context: DraftContext) -> LoadOpti
         quantization=options.quantization or _inherited_format(context.engine_config, device),
         lora=options.lora,
         fast_prompts=False,
+        exact_rows=False,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu import pages, threads
+from slipstream.models.cpu.exact_rows import are_exact
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.low_rank import PackedChange, packed_change_bytes
 from slipstream.models.cpu.native import empty_rows, library
@@ -82,6 +83,7 @@ class PackedWeight:
             None if self.order is None else self.order.data_ptr(),
             None if self._change is None else ctypes.addressof(self._change.struct),
             None if kernel.table is None else _table(kernel.table).data_ptr(),
+            are_exact(),
         )
 
     def _pack(self, part: Tensor | GroupedWeight | BlockedWeight, first: int) -> None:

@@ -43,6 +43,7 @@ class LinearStruct(Structure):
         ("order", c_void_p),
         ("change", c_void_p),
         ("table", c_void_p),
+        ("exact_rows", c_int64),
     )
 
 

@@ -66,14 +66,21 @@ struct BlockLayout {
   }
 
   floats scale(const uint8_t* panel, int g, int c) const {
-    const uint8_t* own = block(panel, g) + c / 2 * stride;
-    return widen((const float16*)own + c % 2 * LANES) * widen_bytes(own + BLOCK_SCALES + g % BLOCK_GROUPS * PANEL + c % 2 * LANES);
+    const Numbers found = numbers(panel, g, c);
+    return found.scale * found.of_group;
   }
 
-  floats minimum(const uint8_t* panel, int g, int c, floats) const {
+  floats minimum(const uint8_t* panel, int g, int c, floats) const { return numbers(panel, g, c).minimum; }
+
+  struct Numbers {
+    floats scale, of_group, minimum;
+    floats of(floats code) const { return scale * (of_group * code) - minimum; }
+  };
+  Numbers numbers(const uint8_t* panel, int g, int c) const {
     const uint8_t* own = block(panel, g) + c / 2 * stride;
-    const auto* of_groups = (const int8_t*)own + block_minimums(groups(g)) + g % BLOCK_GROUPS * PANEL;
-    return widen((const float16*)own + PANEL + c % 2 * LANES) * widen_bytes(of_groups + c % 2 * LANES);
+    const size_t column = c % 2 * LANES, at = g % BLOCK_GROUPS * PANEL + column;
+    return {widen((const float16*)own + column), widen_bytes(own + BLOCK_SCALES + at),
+            widen((const float16*)own + PANEL + column) * widen_bytes((const int8_t*)own + block_minimums(groups(g)) + at)};
   }
 
   template <int C>

@@ -214,7 +214,7 @@ class Pass : protected Mixer {
   }
 
   void prepare(const Linear& linear, const float* values) {
-    if (quantises(linear.kind) || b.num_fast)
+    if (quantises(linear) || linear.change || b.num_fast)
       own_rows(ROUNDING, b.num_rows, [&](int row) { prepare_row(linear, values, row); });
   }
 

@@ -29,7 +29,7 @@ class EaglePass : Pass {
   EaglePass(const Eagle& eagle, const Batch& batch, const States& states, Scratch& scratch, Team& team, int rank)
       : Pass(eagle.model, batch, scratch, team, rank), e(eagle), from(states) {}
 
-  static bool quantises_rows(const Eagle& eagle) { return quantises(eagle.fc.kind) || quantises(eagle.model); }
+  static bool quantises_rows(const Eagle& eagle) { return quantises(eagle.fc) || quantises(eagle.model); }
 
   static int widest_input(const Eagle& eagle) { return std::max(eagle.fc.in, eagle.model.layers[0].qkv.in); }
 

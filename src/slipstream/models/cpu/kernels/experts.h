@@ -49,7 +49,7 @@ class Mixer : protected Worker {
     share(EXPERTS, num_visits, [&](int visit) {
       const float* from = &normed[r.row_of[visit] * wide];
       const Linear& next = mixture.gate_up[0];
-      if (quantises(next.kind)) {
+      if (quantises(next)) {
         quantise(next, from, quantised + visit * quantised_bytes(next), row_scales[visit]);
       } else {
         std::memcpy(&s.visiting[visit * wide], from, sizeof(float) * m.hidden);
@@ -60,7 +60,7 @@ class Mixer : protected Worker {
       const int width = gate(tile, gated);
       std::memcpy(&s.gated[visit * narrow + unit * width], gated, sizeof(float) * std::min(width, inner - unit * width));
     });
-    if (quantises(mixture.down[0].kind)) share(EXPERTS, num_visits, [&](int visit) { ready(mixture.down[0], s.gated.data(), visit); });
+    if (quantises(mixture.down[0])) share(EXPERTS, num_visits, [&](int visit) { ready(mixture.down[0], s.gated.data(), visit); });
     multiply_visits(mixture.down, num_visits, s.gated.data(), [&](int visit, int unit, const float* tile) {
       std::memcpy(&s.visiting[visit * wide + unit * UNIT], tile, sizeof(float) * std::min(UNIT, m.hidden - unit * UNIT));
     });

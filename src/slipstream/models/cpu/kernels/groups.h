@@ -383,9 +383,14 @@ struct GroupLayout {
 
   floats scale(const uint8_t* panel, int g, int c) const { return widen(halves(panel, g, c)); }
 
-  floats minimum(const uint8_t* panel, int g, int c, floats scale) const {
-    return scale * (ZEROS ? widen(halves(panel, g, c) + PANEL) : splat(Codes::MIDDLE));
-  }
+  floats minimum(const uint8_t* panel, int g, int c, floats scale) const { return scale * zero(panel, g, c); }
+
+  // What codes stand for, with the bits of `unpack_groups`.
+  struct Numbers {
+    floats scale, zero;
+    floats of(floats code) const { return (code - zero) * scale; }
+  };
+  Numbers numbers(const uint8_t* panel, int g, int c) const { return {scale(panel, g, c), zero(panel, g, c)}; }
 
   template <int C>
   void fetch(const uint8_t* panel, int g) const {
@@ -393,6 +398,10 @@ struct GroupLayout {
   }
 
  private:
+  floats zero(const uint8_t* panel, int g, int c) const {
+    return ZEROS ? widen(halves(panel, g, c) + PANEL) : splat(Codes::MIDDLE);
+  }
+
   const float16* halves(const uint8_t* panel, int g, int c) const {
     return (const float16*)(panel + c / 2 * stride + g * step) + c % 2 * LANES;
   }

@@ -38,10 +38,10 @@ class HeadsPass : Worker {
     bool rounds = false;
     for (int i = 0; i < heads.num_heads * heads.num_blocks; ++i) {
       widest = std::max(widest, heads.blocks[i].linear.in);
-      rounds = rounds || quantises(heads.blocks[i].linear.kind);
+      rounds = rounds || quantises(heads.blocks[i].linear);
     }
     for (int i = 0; i < (heads.shared ? 1 : heads.num_heads); ++i) {
-      rounds = rounds || quantises(heads.outputs[i].kind);
+      rounds = rounds || quantises(heads.outputs[i]);
       if (heads.outputs[i].change) shape.head = heads.outputs[i];  // the target's own, which all share
     }
     scratch.reserve(shape, size_t(given.count) * given.n, rounds, widest);

@@ -293,10 +293,11 @@ Status slipstream_multiply(const Linear* linear, const float* rows, int n, float
     std::vector<float> lowered(change ? size_t(n) * change->rank : 0);
     Rows ready{rows, size_t(linear->in), quantised.data(), scales.data(), lowered.data()};
     team.run(2, [&](int) {
-      if (quantises(linear->kind)) {
+      if (quantises(*linear) || change) {
         team.share(0, n, [&](int row) {
-          quantise(*linear, rows + size_t(row) * linear->in, &quantised[row * row_bytes], scales[linear->kind == INT8 ? row : 0]);
-          if (change) lower(*change, rows + size_t(row) * linear->in, &lowered[size_t(row) * change->rank]);
+          const float* from = rows + size_t(row) * linear->in;
+          if (quantises(*linear)) quantise(*linear, from, &quantised[row * row_bytes], scales[linear->kind == INT8 ? row : 0]);
+          if (change) lower(*change, from, &lowered[size_t(row) * change->rank]);
         });
       }
       team.share(1, units, [&](int unit) {

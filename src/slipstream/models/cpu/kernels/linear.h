@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "low_rank.h"
+#include "exact_rows.h"
 #include "tiled_groups.h"
 
 constexpr int MAX_TILE = LANES == 16 ? 12 : 5;  // rows whose accumulators fit the registers
@@ -23,6 +24,7 @@ struct Linear {
   const int32_t* order;  // [in] or null: the place in a row of each input, of the kinds that have groups
   const LowRank* change;  // or null: what is added to the products of integers, of the same kinds
   const int8_t* table;    // [16], of the kinds that have one: the numbers that codes stand for
+  int64_t exact_rows;     // whether rows are multiplied as they are, by weights of whatever kind
 };
 
 // int8 reads four inputs at a time, or a tile's.
@@ -103,11 +105,15 @@ inline float quantise_row(const float* row, int in, uint8_t* quantised) {
   return largest / 127.0f;
 }
 
+// Whether weights are integers.
+inline bool has_codes(int32_t kind) { return kind == INT8 || has_groups(kind) || kind == FOUR_BITS_BLOCKS; }
+
 // Whether rows must be quantised before they are multiplied.
-inline bool quantises(int32_t kind) { return kind == INT8 || has_groups(kind) || kind == FOUR_BITS_BLOCKS; }
+inline bool quantises(const Linear& linear) { return has_codes(linear.kind) && !linear.exact_rows; }
 
 // Bytes of a quantised row.
 inline size_t quantised_bytes(const Linear& linear) {
+  if (!quantises(linear)) return 0;
   if (has_groups(linear.kind)) return grouped_row_bytes(linear.in, linear.group);
   if (linear.kind == FOUR_BITS_BLOCKS) return grouped_row_bytes(linear.in, BLOCK_GROUP);
   return linear.kind == INT8 ? padded_depth(INT8, linear.in) : 0;
@@ -308,8 +314,9 @@ void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n, int u
 
 #endif
 
+// Weights in groups, and int8 ones whose rows are as they are.
 template <typename Take>
-void multiply_unit_in_groups(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+void multiply_unit_by_codes(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
   const auto* panels = (const uint8_t*)linear.panels;
   auto take_with_bias = [&](int first, int count, float* tile) {
     if (linear.change)
@@ -317,7 +324,12 @@ void multiply_unit_in_groups(const Linear& linear, const Rows& rows, int n, int 
     add_bias(linear, count, 2 * unit, 2, tile);
     take(first, count, (const float*)tile);
   };
+  auto exactly = [&](const auto& layout) {
+    multiply_unit_exactly(layout, rows.values, rows.stride, linear.order, linear.in, n, panels, linear.scales, unit, take_with_bias);
+  };
+  if (linear.kind == INT8) return exactly(Int8Layout(padded_depth(INT8, linear.in)));
   auto multiply = [&](const auto& layout) {
+    if (linear.exact_rows) return exactly(layout);
 #if defined(SLIPSTREAM_TILES)
     if (n >= TILED_FROM && layout.size % TILE_INPUTS == 0 && tiles_permitted())
       return multiply_groups_by_tiles(layout, rows.quantised, n, panels, linear.scales, unit, take_with_bias);
@@ -334,7 +346,7 @@ void multiply_unit_in_groups(const Linear& linear, const Rows& rows, int n, int 
 // [number of rows, UNIT].
 template <typename Take>
 void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
-  if (has_groups(linear.kind) || linear.kind == FOUR_BITS_BLOCKS) return multiply_unit_in_groups(linear, rows, n, unit, take);
+  if (has_codes(linear.kind) && (linear.kind != INT8 || linear.exact_rows)) return multiply_unit_by_codes(linear, rows, n, unit, take);
 #if defined(SLIPSTREAM_TILES)
   if (linear.kind == INT8 && tiles_permitted()) return multiply_unit_by_tiles(linear, rows, n, unit, take);
 #endif

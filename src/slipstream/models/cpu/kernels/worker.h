@@ -35,7 +35,7 @@ inline int largest(const Model& m, Of of) {
 
 // Whether a pass rounds its rows to 8 bits.
 inline bool quantises(const Model& m) {
-  return largest(m, [](const Linear& linear) { return quantises(linear.kind); });
+  return largest(m, [](const Linear& linear) { return quantises(linear); });
 }
 
 // The most numbers that a row is lowered to.
@@ -252,7 +252,7 @@ class Worker {
   template <typename Take>
   void multiply_run(const Linear& linear, const float* values, int begin, int n, int unit, Take take) {
     const size_t stride = row_stride(linear.in);
-    const bool rounds = quantises(linear.kind);  // else there is no room for such rows
+    const bool rounds = quantises(linear);  // else there is no room for such rows
     Rows rows{values + begin * stride, stride, rounds ? quantised + begin * quantised_bytes(linear) : nullptr,
               rounds ? row_scales + begin : nullptr, linear.change ? lowered + size_t(begin) * linear.change->rank : nullptr};
     multiply_unit(linear, rows, n, unit, [&](int first, int count, const float* tile) {
@@ -263,9 +263,8 @@ class Worker {
   // Make one row ready for `next`: where the weights are integers, the row must be quantised first, and lowered where
   // something is added to their products.
   void ready(const Linear& next, const float* values, int row) {
-    if (!quantises(next.kind)) return;
     const float* from = values + row * row_stride(next.in);
-    quantise(next, from, quantised + row * quantised_bytes(next), row_scales[row]);
+    if (quantises(next)) quantise(next, from, quantised + row * quantised_bytes(next), row_scales[row]);
     if (next.change) lower(*next.change, from, &lowered[size_t(row) * next.change->rank]);
   }
 
