@@ -236,10 +236,11 @@ class EngineConfig:
     on a CPU activations of 8 bits, the output layer in int8. Each changes the model, more with fewer bits and larger
     groups, not the exactness of speculation. `float32`, `bfloat16`, `float16`: as `dtype` says."""
     kv_cache_dtype: str = "auto"
-    """How keys and values of the target and of drafters are held; rounded once, when they are written. Where
-    the native kernels run whole passes the text is the same with and without speculation with any type; elsewhere
-    PyTorch's last bits depend on what else is in a pass. A smaller type changes the model a little. `int8` has one scale a head and token. `auto`: the checkpoint's own type, or `dtype`, if the native
-    kernels run whole passes, else the type that is computed in."""
+    """How keys and values of the target and of drafters are held; rounded once, when they are written. Where the
+    native kernels run whole passes the text is the same with and without speculation with any type; elsewhere
+    PyTorch's last bits depend on what else is in a pass. A smaller type changes the model a little. `int8` has one
+    scale a head and token. `auto`: the checkpoint's own type, or `dtype`, if the native kernels run whole passes,
+    else the type that is computed in."""
     fast_prompts: bool = False
     """Compute the rows of a prompt but its last in bfloat16, for processors with AMX; others compute the same bits,
     slower than without. It needs weights in 16 bits, and native kernels that run whole passes. It changes the text a

@@ -5,18 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_whole(file: Path, data: bytes, *, sync: bool = False) -> None:
-    """Replace a file by `data`, for its owner alone: a reader sees the old one or the new one, whole.
+    """As `writing_whole`, for data that are all there."""
+    with writing_whole(file, sync=sync) as stream:
+        stream.write(data)
 
-    With `sync` that holds after a crash of the whole system too. Raises `OSError`.
+
+@contextlib.contextmanager
+def writing_whole(file: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Replace a file by what the body writes, for its owner alone: a reader sees the old one or the new one, whole.
+
+    Where the body raises, the old one stays. With `sync` the new one is there after a crash of the whole system too.
+    Raises `OSError`.
     """
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
+            yield stream
             if sync:
                 stream.flush()
                 os.fsync(stream.fileno())

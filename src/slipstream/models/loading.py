@@ -25,6 +25,7 @@ from slipstream.models.configuration import meta_model
 from slipstream.models.cpu import threads
 from slipstream.models.cpu.exact_rows import multiplying_exactly
 from slipstream.models.cpu.native import fingerprint, unavailable
+from slipstream.models.cpu.packed_copy import PackedCopy
 from slipstream.models.executor.base import Executor, ProbedModel
 from slipstream.models.executor.eager import EagerExecutor
 from slipstream.models.executor.registry import (
@@ -100,6 +101,7 @@ def load_model(
         choice = _choose(path, options, pack)
         verdict = _verdict(choice, options, pack) if canary else None
         compares = canary and not (verdict is not None and verdict.is_kept())
+        copy = None if verdict is None or not choice.native else PackedCopy(verdict.name)
         model, stored_as, name = _read(choice, options, pack)
         lm = adapt(
             model.to(choice.device).eval(),
@@ -110,6 +112,7 @@ def load_model(
             dtype=choice.dtype,
             stored_as=stored_as,
             quantization=name,
+            copy=copy,
             **{key: getattr(options, key) for key in ("max_model_len", "attention_backend", "executor")},
         )
         lm.unused_tensors = choice.source.unused_tensors()
@@ -119,6 +122,8 @@ def load_model(
             check_cache(lm)
             if verdict is not None and lm.was_compared and not lm.fell_back:
                 verdict.keep()
+        if copy is not None and verdict is not None and verdict.is_kept():
+            copy.keep()
     _tell_cache_dtype(lm, requested)
     if options.fast_prompts:
         turn_on_fast_prompts(lm)
@@ -294,14 +299,15 @@ def adapt(
     native: bool = True,
     dtype: torch.dtype | None = None,
     stored_as: str = "",
+    copy: PackedCopy | None = None,
     **given: Any,
 ) -> CausalLM:
     """Wrap a Transformers model that was made with the `slipstream` attention, once it has passed the canary.
 
     With `pack` the model's own weights are freed, and views of them become invalid. `dtype` is the type that it
     computes in, where its matrices may have another; None: as the model. `stored_as` says how a file holds those that
-    are still quantised. `given` are fields of `LoadOptions`: `quantization`, `max_model_len`, `attention_backend` and
-    `executor` are read, and `reproducible`.
+    are still quantised. Packed weights are taken from `copy`, where it has them. `given` are fields of `LoadOptions`:
+    `quantization`, `max_model_len`, `attention_backend` and `executor` are read, and `reproducible`.
     """
     options = LoadOptions(**given)
     check_config(model.config)
@@ -342,7 +348,8 @@ def adapt(
                 stock, executor = _compared(lm, tried, executor if pack else EagerExecutor, options.executor)
         if pack:
             check_kept(executor, tried, options.quantization, path, stored_as)
-            lm.executor = executor(tried)
+            with contextlib.nullcontext() if copy is None else copy.used():
+                lm.executor = executor(tried)
             if stock is not None and lm.was_compared:
                 stock.check_packed()
     return lm

@@ -45,11 +45,15 @@ class LoadVerdict:
     """Plain JSON values."""
 
     @property
+    def name(self) -> str:
+        """A digest of its fields."""
+        text = json.dumps(self.fields, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
     def path(self) -> Path:
         """Return its file, whether there is one or not."""
-        text = json.dumps(self.fields, sort_keys=True)
-        name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return cache_folder() / "verdicts" / f"{name}.json"
+        return cache_folder() / "verdicts" / f"{self.name}.json"
 
     def is_kept(self) -> bool:
         """Whether the model has passed before. A file that cannot be read, or says something else, is none."""

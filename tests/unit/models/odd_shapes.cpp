@@ -107,16 +107,16 @@ Exact<uint16_t> upper_halves(const std::vector<float>& values) {
   return halves;
 }
 
-// Of the kinds that have groups: how many of the least ones make one, and whether inputs are read in another order. All
-// weights that read the same rows are alike.
+// Of the kinds that have groups: how many of the least ones make one, and whether inputs are read in another order. Of
+// those with codes: whether they multiply rows as they are. All weights that read the same rows are alike.
 struct Grouping {
   int steps;
-  bool ordered;
+  bool ordered, exact;
 };
 
 Grouping grouping;
 
-void draw_grouping() { grouping = {between(1, 4), between(0, 1) == 1}; }
+void draw_grouping() { grouping = {between(1, 4), between(0, 1) == 1, between(0, 2) == 0}; }
 
 // The least and the largest numbers that there are among them.
 const int8_t TABLE[16] = {-128, -104, -83, -65, -49, -35, -22, -10, 0, 13, 25, 38, 53, 69, 89, 127};
@@ -156,7 +156,7 @@ struct Packed {
     for (int i = 0; biased && i < out; ++i) bias[i] = number();
     for (int i = 0; i < int(order.size); ++i) order[i] = in - 1 - i;
     linear = {kind,       in, out, group, panels.get(), scales.get(), sums.get(), biased ? bias.get() : nullptr,
-              order.size ? order.get() : nullptr, nullptr, TABLE, has_codes(kind) && between(0, 2) == 0};
+              order.size ? order.get() : nullptr, nullptr, TABLE, has_codes(kind) && grouping.exact};
   }
 
   void pack_in_groups(int kind, const Exact<float>& weight, int in, int out, int threads) {
@@ -238,7 +238,7 @@ struct Network {
 
   void embed(int kind) {
     std::vector<float> table = numbers(size_t(model.vocab) * model.hidden);
-    model.embedding_kind = quantises(kind) ? FLOAT32 : kind;
+    model.embedding_kind = has_codes(kind) ? FLOAT32 : kind;
     if (model.embedding_kind == FLOAT32) {
       vectors.push_back(std::make_unique<Exact<float>>(table));
       model.embedding = vectors.back()->get();

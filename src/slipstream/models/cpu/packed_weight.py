@@ -15,6 +15,7 @@ from slipstream.models.cpu.exact_rows import are_exact
 from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.low_rank import PackedChange, packed_change_bytes
 from slipstream.models.cpu.native import empty_rows, library
+from slipstream.models.cpu.packed_copy import current_copy
 from slipstream.models.cpu.pages import huge_buffer, release
 from slipstream.models.cpu.structs import LinearStruct
 from slipstream.models.linear.code_tables import CodeTable
@@ -67,11 +68,13 @@ class PackedWeight:
         self.order = stack.order
         self._change = _packed_change(grouped, interleaved, padded)
         self.num_threads = threads.available()
-        length = _slice_length(self.in_features)
-        for begin in range(0, self.out_features, length):
-            self._pack(stack[begin : begin + length], begin)
-            for part in stack.parts(begin, begin + length) if give_back else ():
-                release(part)
+        copy = current_copy() if kernel.bytes_per_weight < 2 else None
+        if copy is None or not copy.fill([self.panels, self.scales, self.sums]):
+            length = _slice_length(self.in_features)
+            for begin in range(0, self.out_features, length):
+                self._pack(stack[begin : begin + length], begin)
+                for part in stack.parts(begin, begin + length) if give_back else ():
+                    release(part)
         self.struct = LinearStruct(
             kernel.kind,
             *shape,
