@@ -53,7 +53,7 @@ class StepItem:
     """[computed rows that matter, vocab]: the target's raw logits; see `ModelRunner.forward`."""
     logits: torch.Tensor = field(init=False, repr=False)
     """[1 + n, vocab], the last of `rows`: row 0 follows the text as it was, row i + 1 follows node i of the proposal.
-    Only of a sequence that decodes."""
+    Only of a sequence that decodes. Without columns where the pass has found `chosen` alone."""
 
     chosen: Seq[int] | None = None
     """The target's own token of each row of `logits`, where the pass has chosen them; -1 in a row that it could not

@@ -67,6 +67,9 @@ class DrafterTraits:
     to see whether it would have been accepted."""
     observes_all: bool = True
     """False where `observe` learns nothing from sequences for which nothing of its own was checked."""
+    reads_logits: bool = True
+    """False where `observe` does not look at `Observation.logits`: greedy answers' may then have no columns, as a pass
+    that has to find the best token of each row alone can be a good deal faster."""
     guards_itself: bool = False
     """True for a group that holds each of its drafters to the time that a call may take."""
     reads_text_only: bool = False
@@ -98,5 +101,6 @@ class DrafterTraits:
             kv_bytes_per_token=sum(member.kv_bytes_per_token for member in members),
             tables=tuple(table for member in members for table in member.tables),
             remembers=any(member.remembers for member in members),
+            reads_logits=any(member.reads_logits for member in members),
             guards_itself=True,
         )

@@ -28,7 +28,7 @@ from slipstream.engine.overlap import StepOverlap
 from slipstream.engine.parts import EngineParts
 from slipstream.engine.requests import UpdateCallback
 from slipstream.engine.steps import StepClock, record_times
-from slipstream.engine.verification import own_tokens, verify_items
+from slipstream.engine.verification import is_greedy_alone, own_tokens, verify_items
 from slipstream.models import CausalLM
 from slipstream.models.cpu import threads
 from slipstream.models.executor.choices import OwnTokens
@@ -262,7 +262,7 @@ class Engine:
             clock.drafted()
             choose = self._choose if self.verifier.walks else None
             try:
-                return self.runner.launch(plan.scheduled, drafts, choose)
+                return self.runner.launch(plan.scheduled, drafts, choose, self._wants_best(plan.scheduled))
             except BaseException:
                 self.runner.take_back(plan.scheduled)
                 raise
@@ -283,6 +283,13 @@ class Engine:
 
     def _choose(self, item: StepItem) -> OwnTokens | None:
         return own_tokens(item, self._answers.of(item.sequence).processor)
+
+    def _wants_best(self, items: Seq[StepItem]) -> bool:
+        """Whether of all logits only the best tokens matter, for which a pass may take less time."""
+        reads_logits = self.drafter.traits.reads_logits or self.extension.reads_logits
+        if reads_logits or self.on_checked is not None or not self.verifier.walks:
+            return False
+        return all(is_greedy_alone(item, self._answers.of(item.sequence).processor) for item in items)
 
     def _verify(self, items: Seq[StepItem]) -> None:
         processors = [self._answers.of(item.sequence).processor for item in items]

@@ -25,6 +25,9 @@ class StepExtension:
     lossy = False
     """True where an answer that requests it may not be the target's own."""
 
+    reads_logits = False
+    """True where it looks at `StepItem.logits`."""
+
     propose_s = 0.0
     """What the last `propose` took."""
 

@@ -54,6 +54,8 @@ class InFlight:
                 continue
             size = 1 + len(item.proposal)
             item.logits = rows[len(rows) - size :] if len(rows) > size else rows
+            if output.best is not None:
+                item.chosen = output.best[end - size : end]
             if choices is not None and self._verdicts is not None and choices.sizes[end - size]:
                 self._roots[item.sequence.id] = end - size
 

@@ -71,6 +71,7 @@ class _Thinker:
 class StepSpeculation(StepExtension):
     """The draft that writes steps, the judges, and the answers that are thought out with them."""
 
+    reads_logits = True
     lossy = True
 
     def __init__(self, speculation: ParsedSpeculation, context: DraftContext, max_rows: int) -> None:

@@ -32,11 +32,14 @@ class ModelRunner:
         self.cache = cache
         self.feature_layers = tuple(feature_layers)
 
-    def launch(self, items: Seq[StepItem], drafts: DraftRecord, choose: Choose | None = None) -> InFlight:
+    def launch(
+        self, items: Seq[StepItem], drafts: DraftRecord, choose: Choose | None = None, best: bool = False
+    ) -> InFlight:
         """Begin one pass over all scheduled rows and all proposals; `InFlight.finish` waits for its results.
 
         `choose` says how the tokens of an item that decodes are chosen; None where the pass cannot choose. Where the
-        executor chooses, `chosen` and `walked` are filled in.
+        executor chooses, `chosen` and `walked` are filled in. With `best` only the best token of each row matters:
+        where the executor finds these, `chosen` is filled in, and the logits have no columns.
         """
         if not self.model.executor.chooses:
             for item in items:
@@ -45,7 +48,7 @@ class ModelRunner:
         order = side_by_side(groups)
         ordered, groups = [items[i] for i in order], [groups[i] for i in order]
         choices = self._choices(ordered, groups, choose)
-        output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices)
+        output = self.model.forward(groups, self.cache.pool, self.feature_layers, choices=choices, best=best)
         if self.feature_layers and output.verdicts is None:  # else the pass has kept them
             features = torch.cat([output.hidden[layer] for layer in self.feature_layers], dim=-1)
             self.cache.keep_features(output.rows.slots_on(self.model.device), features)

@@ -78,6 +78,14 @@ def own_tokens(item: StepItem, processor: LogitsProcessor) -> OwnTokens | None:
     return OwnTokens(keys, params, earlier, tail.shift)
 
 
+def is_greedy_alone(item: StepItem, processor: LogitsProcessor) -> bool:
+    """Whether of each row of `item.logits` only the best token matters."""
+    sequence = item.sequence
+    if sequence.wants_prompt_logprobs or sequence.params.logprobs is not None:
+        return False
+    return processor.is_plain_greedy
+
+
 def _noise(item: StepItem, num_given: int) -> Noise:
     sequence = item.sequence
     greedy = sequence.params.temperature == 0

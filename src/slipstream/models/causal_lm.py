@@ -47,6 +47,8 @@ class ForwardOutput:
     verdicts: Tensor | None = None
     """As in `PassOutput`: what the pass made of the trees of `TokenChoices`; None where it was given none, or its
     executor takes none."""
+    best: Seq[int] | None = None
+    """As in `PassOutput`."""
 
 
 class CausalLM(ModelIdentity):
@@ -207,19 +209,22 @@ class CausalLM(ModelIdentity):
         layers: Seq[int] | None = None,
         added: Tensor | None = None,
         choices: TokenChoices | None = None,
+        best: bool = False,
     ) -> ForwardOutput:
         """One pass over all rows of all groups; writes their keys and values to `pool`.
 
         `layers`, ascending and none twice, are the layers that run, in their own places of the cache; None is all of
         them. Hidden states are those of whole passes only. `added` [rows, hidden] is added to the embeddings. With
-        `choices` an executor that `chooses` yields verdicts and keeps the hidden states itself. Raises as
-        `check_layers` does.
+        `choices` an executor that `chooses` yields verdicts and keeps the hidden states itself; with `best` one that
+        `finds_best` yields the best tokens and no logits. Raises as `check_layers` does.
         """
         rows = self._rows(groups, layers, hidden_layers)
         rows.added = added
-        chosen = {} if choices is None else {"choices": choices}  # others take none
-        done = self.executor.forward(rows, pool, hidden_layers, layers, **chosen)
-        return ForwardOutput(done.logits, done.hidden, rows, done.verdicts)
+        asked: dict[str, Any] = {} if choices is None else {"choices": choices}  # others take none
+        if best and self.executor.finds_best:
+            asked["best"] = True
+        done = self.executor.forward(rows, pool, hidden_layers, layers, **asked)
+        return ForwardOutput(done.logits, done.hidden, rows, done.verdicts, done.best)
 
     @torch.inference_mode()
     def draft_chain(

@@ -282,6 +282,8 @@ class ModelOutline(ModelIdentity):
         if key not in self._sizes:
             self._sizes[key] = packed_bytes(kernel, inputs, outputs)
         weights, scales, biases = self._sizes[key]
+        if is_head:
+            scales += self.executor_type.rounded_head_bytes(self.model, kernel)
         order = grouped[0].order if grouped else None
         return weights, scales + (0 if order is None else int(order.nbytes)), biases if biased else 0
 

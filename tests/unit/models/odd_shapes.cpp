@@ -226,6 +226,8 @@ struct Network {
   std::vector<std::unique_ptr<Packed>> weights;
   std::vector<std::unique_ptr<Exact<float>>> vectors;
   std::unique_ptr<Exact<uint16_t>> halves;
+  std::unique_ptr<Exact<uint8_t>> panels;  // of the rounded head
+  std::unique_ptr<Exact<float>> factors, errors, norms;
   std::vector<std::unique_ptr<Exact<Linear>>> experts;
   std::vector<Layer> layers;
   std::vector<int> sources;  // of each layer's entries
@@ -326,6 +328,41 @@ struct Network {
     return {weight, centred && between(0, 3) ? vector(model.hidden) : nullptr, centred};
   }
 
+  // The output layer in 8 bits besides.
+  void round_head() {
+    constexpr int GROUP = 32;
+    const int in = model.hidden, out = model.vocab, groups = num_groups(in, GROUP);
+    Exact<int64_t> all(out);
+    for (int i = 0; i < out; ++i) all[i] = i;
+    Exact<float> weight(size_t(out) * in), rounded(weight.size), of_groups(size_t(out) * groups);
+    Exact<uint8_t> codes(weight.size);
+    slipstream_unpack(&model.head, all.get(), out, weight.get());
+    for (int row = 0; row < out; ++row)
+      for (int g = 0; g < groups; ++g) {
+        const float *begin = &weight[size_t(row) * in + g * GROUP], *end = begin + std::min(GROUP, in - g * GROUP);
+        float largest = 1e-9f;
+        for (const float* each = begin; each != end; ++each) largest = std::max(largest, std::fabs(*each));
+        of_groups[row * groups + g] = largest / 127.0f;
+        for (const float* each = begin; each != end; ++each) codes[each - weight.get()] = uint8_t(std::lround(*each * 127.0f / largest) + 128);
+      }
+    panels = std::make_unique<Exact<uint8_t>>(slipstream_packed_bytes(EIGHT_BITS, in, out, GROUP));
+    const size_t padded = slipstream_padded_out(out);
+    for (auto* each : {&factors, &errors, &norms}) *each = std::make_unique<Exact<float>>(padded);
+    slipstream_pack_groups(EIGHT_BITS, GROUP, codes.get(), of_groups.get(), nullptr, in, out, panels->get(), factors->get(), 2);
+    model.rounded_head = {{EIGHT_BITS, in, out, GROUP, panels->get(), factors->get()}, errors->get(), norms->get()};
+    slipstream_unpack(&model.rounded_head.linear, all.get(), out, rounded.get());
+    std::fill_n(errors->get(), padded, INFINITY);
+    for (int row = 0; row < out; ++row) {
+      double error = 0.0, exact = 0.0, other = 0.0;
+      for (int k = 0; k < in; ++k) {
+        const double a = weight[size_t(row) * in + k], b = rounded[size_t(row) * in + k];
+        error += (a - b) * (a - b), exact += a * a, other += b * b;
+      }
+      (*errors)[row] = float(std::sqrt(error) * 1.00001);
+      (*norms)[row] = float(std::sqrt(std::max(exact, other)) * 1.00001);
+    }
+  }
+
   Network() {
     const int kind = between(0, 10);
     draw_grouping();
@@ -357,6 +394,7 @@ struct Network {
     const int norms = between(0, 3);  // behind attention and MLP, before and behind, or before: more often
     model.final_norm = norm(centred);
     model.head = linear(kind, model.hidden, model.vocab, false);
+    if (!has_codes(kind) && model.logit_divisor == 1.0f && !model.logit_cap) round_head();
     const bool biased = between(0, 1), normed = between(0, 1);
     model.whole_norms = normed && between(0, 1);
     const int heads = model.num_heads, inner = between(1, 90);
@@ -480,6 +518,29 @@ void check_wanted(const Model& model, Batch batch, Scratch* scratch, const Exact
       differs("a wanted row", 0, "than where all are");
 }
 
+int num_found = 0;  // best tokens that rounded logits were enough for
+
+// The same pass where only the best tokens are wanted.
+void check_best(const Model& model, Batch batch, Scratch* scratch, const Exact<float>& expected) {
+  const int vocab = model.vocab;
+  Exact<int64_t> best(batch.num_logit_rows);
+  Exact<float> logits(expected.size);
+  batch.num_taps = 0, batch.best = best.get(), batch.logits = logits.get();
+  const int threads = between(1, 3);
+  in_scarcity([&] { return slipstream_forward(&model, &batch, scratch, threads); });
+  for (int row = 0; row < batch.num_logit_rows; ++row) {
+    const float *begin = &expected[size_t(row) * vocab], *end = begin + vocab;
+    const bool is_odd = std::any_of(begin, end, [](float logit) { return logit != logit; });
+    if (best[row] < 0) {
+      if (!is_odd && !model.rounded_head.linear.panels) differs("a best token", 0, "than in the logits, as it is not known");
+      if (!same_bits(&logits[size_t(row) * vocab], begin, vocab)) differs("a row whose best token is not known", 0);
+      continue;
+    }
+    if (is_odd || best[row] != std::max_element(begin, end) - begin) differs("a best token", 0, "than in the logits");
+    num_found += model.rounded_head.linear.panels != nullptr;
+  }
+}
+
 std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratch, const std::vector<Row>& rows) {
   const Model& model = network.model;
   std::vector<int64_t> token, position, slot, run_begin, run_length, tail_begin{0}, tail_slots, tail_positions, logit_rows, fast_rows;
@@ -518,6 +579,7 @@ std::vector<float> forward(const Network& network, Cache& cache, Scratch* scratc
   });
   for (const Exact<float>* results : {&first, &last, &inputs, &logits}) take(results->get(), results->size);
   if (between(0, 2) == 0) check_wanted(model, batch, scratch, logits);
+  if (between(0, 2) == 0) check_best(model, batch, scratch, logits);
   return {logits.get(), logits.get() + logits.size};
 }
 
@@ -1149,6 +1211,7 @@ int main(int, char** arguments) {
     check_walks(i);
     check_latents(i);
   }
+  if (num_cases >= 50 && !num_found) differs("no best token", num_cases, "as rounded logits were never enough");
   std::printf("memory was short in reserve %d, divide %d, plan %d times\n", shortages.in_reserve, shortages.in_divide,
               shortages.in_plan);
   std::printf("%d cases on %s: equal in any batch, digest %016llx\n", num_cases, slipstream_instructions(),

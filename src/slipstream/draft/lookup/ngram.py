@@ -97,7 +97,7 @@ class NgramDrafter(Drafter):
     """
 
     Options = NgramOptions
-    traits = DrafterTraits(looks_up=True, observes_all=False, reads_text_only=True)
+    traits = DrafterTraits(looks_up=True, observes_all=False, reads_text_only=True, reads_logits=False)
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:

@@ -59,7 +59,7 @@ class PredictionDrafter(Drafter):
     """
 
     Options = PredictionOptions
-    traits = DrafterTraits(looks_up=True, observes_all=False)
+    traits = DrafterTraits(looks_up=True, observes_all=False, reads_logits=False)
 
     def __init__(self, options: PredictionOptions, context: DraftContext) -> None:
         super().__init__(options, context)

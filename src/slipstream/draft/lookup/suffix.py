@@ -150,7 +150,7 @@ class SuffixDrafter(Drafter):
     """
 
     Options = SuffixOptions
-    traits = DrafterTraits(looks_up=True, observes_all=False, remembers=True)
+    traits = DrafterTraits(looks_up=True, observes_all=False, remembers=True, reads_logits=False)
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:

@@ -66,7 +66,7 @@ class SlemDrafter(Drafter):
     """Drafts text with a causal language model of another vocabulary, re-encoded with the target's tokenizer."""
 
     Options = SlemOptions
-    traits = DrafterTraits(has_own_model=True)
+    traits = DrafterTraits(has_own_model=True, reads_logits=False)
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:

@@ -33,7 +33,7 @@ from slipstream.models.rows import RowGroup
 class GrowingDrafter(Drafter):
     """Begins a tree for each sequence that has room for one, and grows all of them together."""
 
-    traits = DrafterTraits(kinds=frozenset(ProposalKind), observes_all=False)
+    traits = DrafterTraits(kinds=frozenset(ProposalKind), observes_all=False, reads_logits=False)
     pends_on: torch.device | None = None
     """The device where whole drafts may be pending; None where they may not."""
 

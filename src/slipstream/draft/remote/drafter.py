@@ -113,7 +113,9 @@ class RemoteDrafter(Drafter):
     """Gets its drafts from `slipstream draft-worker` processes."""
 
     Options = RemoteOptions
-    traits = DrafterTraits(kinds=KINDS, remembers=True)  # how much has arrived depends on the load
+    traits = DrafterTraits(
+        kinds=KINDS, remembers=True, reads_logits=False
+    )  # how much has arrived depends on the load
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:

@@ -43,7 +43,7 @@ class PackedWeight:
 
         Layers that were saved in groups are of the kernel's groups, see `common_kernel`.
         """
-        self._kernel = kernel
+        self.kernel = kernel
         self._num_biases = sum(bias.numel() for bias in biases if bias is not None)
         tensors = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
         grouped = [weight for weight in weights if isinstance(weight, GroupedLinear)]
@@ -91,7 +91,7 @@ class PackedWeight:
 
     def _pack(self, part: Tensor | GroupedWeight | BlockedWeight, first: int) -> None:
         """Pack the outputs from `first` on, a multiple of what threads share out."""
-        lib, kernel = library(), self._kernel
+        lib, kernel = library(), self.kernel
         panels = self.panels[
             lib.slipstream_packed_bytes(kernel.kind, self.in_features, first, kernel.group) :
         ]
@@ -118,8 +118,8 @@ class PackedWeight:
     @property
     def least_bytes(self) -> int:
         """Bytes that a product must read: `nbytes` without the padding."""
-        weights = self.num_weights * self._kernel.bytes_per_weight
-        scales = self._num_outputs * self._kernel.bytes_per_output
+        weights = self.num_weights * self.kernel.bytes_per_weight
+        scales = self._num_outputs * self.kernel.bytes_per_output
         change = 0 if self._change is None else self._change.nbytes
         return round(weights + scales) + self._num_biases * torch.float32.itemsize + change
 
@@ -264,7 +264,7 @@ class _GroupedStack:
     """Layers that were saved in groups, one behind the other, or with alternating panels; sliced as a weight is."""
 
     def __init__(self, layers: Sequence[GroupedLinear], kernel: Kernel, interleaved: bool) -> None:
-        self._layers, self._kernel, self._interleaved = layers, kernel, interleaved
+        self._layers, self.kernel, self._interleaved = layers, kernel, interleaved
         self._panel = library().slipstream_panel()
         self.order = layers[0].order
         outputs = [layer.out_features for layer in layers]
@@ -293,7 +293,7 @@ class _GroupedStack:
     def _combined(
         self, parts: list[tuple[GroupedLinear, tuple[int, int]]], combine: Callable[[list[Tensor]], Tensor]
     ) -> GroupedWeight | BlockedWeight:
-        kernel = self._kernel
+        kernel = self.kernel
         blocks = [layer.blocks(*bounds) for layer, bounds in parts] if not kernel.group else []
         if blocks:
             return combined([block for block in blocks if block is not None], combine)

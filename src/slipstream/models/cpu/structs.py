@@ -65,6 +65,12 @@ class MixtureStruct(Structure):
     )
 
 
+class RoundedHeadStruct(Structure):
+    """`RoundedHead` of model.h."""
+
+    _fields_ = (("linear", LinearStruct), ("errors", c_void_p), ("norms", c_void_p))
+
+
 class InputsStruct(Structure):
     """`Inputs` of model.h."""
 
@@ -117,6 +123,7 @@ class ModelStruct(Structure):
         *((name, c_void_p) for name in ("inverse_frequencies", "rotary_scales", "embedding")),
         ("final_norm", NormStruct),
         ("head", LinearStruct),
+        ("rounded_head", RoundedHeadStruct),
         ("table", LinearStruct),
         ("inputs", InputsStruct),
         ("layers", POINTER(LayerStruct)),
@@ -135,7 +142,7 @@ class BatchStruct(Structure):
         *((name, c_int64) for name in ("num_slots", "entry_type")),
         *((name, c_void_p) for name in ("key_scales", "value_scales")),
         ("num_fast", c_int64),
-        *((name, c_void_p) for name in ("fast_rows", "shared_begin", "shared_length", "added")),
+        *((name, c_void_p) for name in ("fast_rows", "shared_begin", "shared_length", "added", "best")),
     )
 
 

@@ -20,6 +20,7 @@ from slipstream.kv.pool import KVPool
 from slipstream.models.attention.base import AttentionBackend, Probed
 from slipstream.models.batch import ForwardBatch
 from slipstream.models.cpu import threads
+from slipstream.models.cpu.kernel import Kernel
 from slipstream.models.cpu.layer_trial import LayerTrial
 from slipstream.models.cpu.packed_weight import packed_adapter_bytes
 from slipstream.models.encoder_decoder import EncoderDecoder
@@ -49,6 +50,9 @@ class PassOutput:
     verdicts: Tensor | None = None
     """int64 [5, wanted rows], see `PassVerdicts`; None where the pass chose no tokens. The next pass may overwrite
     them."""
+    best: Sequence[int] | None = None
+    """The token with the highest logit of each wanted row, the first of several, where they alone were asked for: then
+    the logits have no columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,8 @@ class Executor(ABC):
     """The name of the executor that `auto` takes in its place for a model that it refuses."""
     chooses: ClassVar[bool] = False
     """Whether a pass does what `TokenChoices` says where it is given some; else they are ignored."""
+    finds_best: ClassVar[bool] = False
+    """Whether `forward` takes `best`: True for `PassOutput.best` in the place of logits."""
     records: ClassVar[bool] = False
     """Whether it records passes and replays them."""
     warms_up: ClassVar[bool] = False
@@ -204,6 +210,11 @@ class Executor(ABC):
             elif isinstance(part, GroupedLinear) and id(part) not in own:
                 linears[part] = part
         return [[part] for part in linears.values()]
+
+    @classmethod
+    def rounded_head_bytes(cls, model: Any, kernel: Kernel) -> int:
+        """What it holds of an output layer besides its weights, to find best tokens with: by default nothing."""
+        return 0
 
     @classmethod
     def adapter_bytes(cls, model: Any, is_native: bool) -> int:

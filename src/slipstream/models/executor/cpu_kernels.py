@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slipstream.kv.pool import KVPool
@@ -26,12 +28,14 @@ from slipstream.models.cpu.packed_model import PackedModel
 from slipstream.models.cpu.packed_weight import PackedWeight, packed_adapter_bytes
 from slipstream.models.cpu.pages import free_numbers, trim_heap
 from slipstream.models.cpu.part_times import PartTimes, PassPart
+from slipstream.models.cpu.rounded_head import RoundedHead, rounded_head_bytes
 from slipstream.models.cpu.structs import (
     TABLE_KINDS,
     InputsStruct,
     LayerStruct,
     LinearStruct,
     ModelStruct,
+    RoundedHeadStruct,
 )
 from slipstream.models.executor.base import (
     Executor,
@@ -56,6 +60,7 @@ class CpuKernels(PackedModel, Executor):
     widens_entries: ClassVar[bool] = True
     computes_fast_rows: ClassVar[bool] = True
     is_fused: ClassVar[bool] = True
+    finds_best: ClassVar[bool] = True
     num_operator_threads = 1
     _head: PackedWeight
     _times: PartTimes | None = None
@@ -86,6 +91,7 @@ class CpuKernels(PackedModel, Executor):
         self._embedding_scale = float(sizes.fields["embedding_scale"])
         final_norm = self._norm(NormParts.of(norm, family.norm_offset))
         self._head = self._pack([head], head_kernel or kernel)
+        rounded = self._rounded_head(model)
         if not tied and isinstance(embedding, StoredEmbedding):
             self._table = self._pack([embedding.linear], kernel)
         elif not tied:
@@ -99,6 +105,7 @@ class CpuKernels(PackedModel, Executor):
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=final_norm,
             head=self._head.struct,
+            rounded_head=RoundedHeadStruct() if rounded is None else rounded.struct,
             table=LinearStruct() if self._table is None else self._table.struct,
             inputs=InputsStruct() if given_inputs is None else self._inputs(given_inputs, kernel),
             layers=layers,
@@ -139,6 +146,19 @@ class CpuKernels(PackedModel, Executor):
         return [group for group in groups if group]
 
     @classmethod
+    def rounded_head_bytes(cls, model: Any, kernel: Kernel) -> int:
+        head, family = _head_of(model), find_family(model)
+        assert family is not None
+        number = partial(family.number, model)
+        if (
+            head.bias is not None
+            or number(family.logit_divisor, 1.0) != 1
+            or number(family.logit_cap, 0.0) != 0
+        ):
+            return 0  # what is done to products may make different ones equal
+        return rounded_head_bytes(kernel, head.in_features, head.out_features)
+
+    @classmethod
     def adapter_bytes(cls, model: Any, is_native: bool) -> int:
         stacks: list[tuple[Sequence[nn.Module], bool]] = [([_head_of(model)], False)]
         stacks += [(group, False) for group in _input_projections(model)]
@@ -171,6 +191,7 @@ class CpuKernels(PackedModel, Executor):
         hidden_layers: Sequence[int] = (),
         layers: Sequence[int] | None = None,
         choices: TokenChoices | None = None,
+        best: bool = False,
     ) -> PassOutput:
         """As `Executor.forward`; a run must lie in consecutive slots. The hidden states -1 are what layers are given
         besides the states."""
@@ -181,11 +202,16 @@ class CpuKernels(PackedModel, Executor):
             for layer in hidden_layers
         }
         batch = self._batch(rows, pool, logits, hidden, layers)
+        tokens = np.zeros(rows.num_logit_rows if best else 0, dtype=np.int64)
+        if best:
+            batch.best = tokens.ctypes.data
         if self._times is None:
             self._run("slipstream_forward", self._struct, batch)
         else:
             self._run_timed(self._times, self._struct, batch)
-        return PassOutput(logits, hidden)
+        if not best:
+            return PassOutput(logits, hidden)
+        return PassOutput(logits[:, :0], hidden, best=_known(tokens, logits))
 
     @contextmanager
     def timing_parts(self) -> Iterator[PartTimes]:
@@ -255,6 +281,16 @@ class CpuKernels(PackedModel, Executor):
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
+    def _rounded_head(self, model: Any) -> RoundedHead | None:
+        """The output layer in 8 bits, where best tokens are found with it."""
+        if not self.rounded_head_bytes(model, self._head.kernel):
+            return None
+        rounded = RoundedHead(self._head)
+        if not rounded.is_finite:
+            return None
+        self._kept.append(rounded)
+        return rounded
+
     def _packed_layer(
         self, layer: nn.Module, family: Family, variant: Variant, heads: HeadSizes, kernel: Kernel
     ) -> LayerStruct:
@@ -264,6 +300,13 @@ class CpuKernels(PackedModel, Executor):
             free_numbers(layer)  # no other layer reads it
             trim_heap()
         return struct
+
+
+def _known(tokens: NDArray[np.int64], logits: Tensor) -> list[int]:
+    """The best tokens; where one is -1, its row of the logits was needed."""
+    for row in np.flatnonzero(tokens < 0):
+        tokens[row] = int(logits[row].argmax())
+    return list(tokens.tolist())
 
 
 def _shares_its_weight(head: Any, embedding: Any) -> bool:

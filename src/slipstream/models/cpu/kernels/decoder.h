@@ -63,7 +63,7 @@ class Pass : protected Mixer {
 
   static int num_operations(const Model& model, const Batch& batch, const Scratch& scratch) {
     const int of_layer = 15 + (model.num_experts ? NUM_OPERATIONS : 0) + (model.inputs.width ? 5 : 0);
-    return (of_layer + scratch.attention_operations()) * model.num_layers + 8 + batch.num_taps;
+    return (of_layer + scratch.attention_operations()) * model.num_layers + 10 + batch.num_taps;
   }
 
   // The layers of the end go on with the states and inputs that the beginning has left.
@@ -381,29 +381,91 @@ class Pass : protected Mixer {
     attention.run(rank, [&](int count, auto work) { share(ATTENTION, count, work); });
   }
 
+  // Whether the best tokens are looked for among rounded logits first.
+  bool rounds_head() const { return b.best && m.rounded_head.linear.panels; }
+
   // normed = what the output layer reads of the rows whose logits are wanted.
   void select() {
     own_rows(ROUNDING, b.num_logit_rows, [&](int i) {
       normalise(state(int(b.logit_rows[i])), m.final_norm, m.hidden, m.norm_epsilon, normed + i * row_stride(m.hidden));
       lap(NORM);
-      ready(m.head, normed, i);
+      ready(rounds_head() ? m.rounded_head.linear : m.head, normed, i);
     });
+  }
+
+  // The logits [UNIT] that products are, in `changed` where they are not the products themselves.
+  const float* logits_of(const float* products, float* changed) const {
+    if (m.logit_divisor == 1.0f && !m.logit_cap) return products;
+    for (int i = 0; i < UNIT; i += LANES) {
+      const floats divided = load(products + i) / m.logit_divisor;
+      store(changed + i, m.logit_cap ? capped(divided, m.logit_cap) : divided);
+    }
+    return changed;
+  }
+
+  void write_logits(int row, int unit, const float* tile) {
+    alignas(64) float changed[UNIT];
+    float* to = b.logits + size_t(row) * m.vocab + unit * UNIT;
+    std::memcpy(to, logits_of(tile, changed), sizeof(float) * std::min(UNIT, m.vocab - unit * UNIT));
+  }
+
+  void find_best() {
+    const bool rounds = rounds_head();
+    const RoundedHead& rounded = m.rounded_head;
+    BestToken* own = &s.best[size_t(rank) * b.num_logit_rows];
+    multiply(HEAD, rounds ? rounded.linear : m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) {
+      const int first = unit * UNIT, size = std::min(UNIT, m.vocab - first);
+      if (rounds) {
+        if (!own[row].has_begun)
+          own[row].begin_rounded(rounded.linear, normed + row * row_stride(m.hidden), quantised + row * quantised_bytes(rounded.linear));
+        own[row].bound(rounded, tile, first, size);
+      } else {
+        alignas(64) float changed[UNIT];
+        if (!own[row].has_begun) own[row].begin();
+        own[row].take(logits_of(tile, changed), first, size);
+      }
+    });
+    share(HEAD, b.num_logit_rows, [&](int row) { b.best[row] = best_of(row, rounds); });
+    if (std::all_of(b.best, b.best + b.num_logit_rows, [](int64_t token) { return token >= 0; })) return;
+    each_unit(HEAD, m.head, [&](int unit) {
+      for (int row = 0; row < b.num_logit_rows; ++row)
+        if (b.best[row] < 0)
+          multiply_run(m.head, normed, row, 1, unit, [&](int, int, const float* tile) { write_logits(row, unit, tile); });
+    });
+  }
+
+  // Of what all threads have found; -1 where it is not known.
+  int64_t best_of(int row, bool rounds) {
+    BestToken found;
+    found.begin();
+    float least = -INFINITY;
+    auto each = [&](auto act) {
+      for (int i = 0; i < team.size(); ++i) {
+        const BestToken& theirs = s.best[size_t(i) * b.num_logit_rows + row];
+        if (theirs.has_begun) act(theirs);
+      }
+    };
+    each([&](const BestToken& theirs) {
+      found.is_known = found.is_known && theirs.is_known;
+      least = std::max(least, theirs.value);
+    });
+    if (!found.is_known) return -1;
+    each([&](const BestToken& theirs) {
+      if (!rounds) return found.take(theirs.value, theirs.token);
+      for (int i = 0; i < theirs.count; ++i)
+        if (!(theirs.most[i] < least))
+          found.take(multiply_output(m.head, normed + row * row_stride(m.hidden), theirs.candidates[i]), theirs.candidates[i]);
+    });
+    return found.is_known ? found.token : -1;
   }
 
   void head() {
     select();
-    multiply(HEAD, m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) {
-      float* to = b.logits + size_t(row) * m.vocab + unit * UNIT;
-      alignas(64) float changed[UNIT];
-      if (m.logit_divisor != 1.0f || m.logit_cap) {
-        for (int i = 0; i < UNIT; i += LANES) {
-          const floats divided = load(tile + i) / m.logit_divisor;
-          store(changed + i, m.logit_cap ? capped(divided, m.logit_cap) : divided);
-        }
-        tile = changed;
-      }
-      std::memcpy(to, tile, sizeof(float) * std::min(UNIT, m.vocab - unit * UNIT));
-    });
+    if (b.best) {
+      find_best();
+    } else {
+      multiply(HEAD, m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) { write_logits(row, unit, tile); });
+    }
     for (int i = 0; i < b.num_taps; ++i)
       if (b.tap_layers[i] == m.num_layers)
         each_row(HEAD, [&](int row) {

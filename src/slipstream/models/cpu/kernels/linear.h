@@ -85,6 +85,14 @@ void multiply_floats(const float* rows, size_t stride, const typename Weights::S
     for (int c = 0; c < 2 * P; ++c) store(out + r * UNIT + c * LANES, total[r][c]);
 }
 
+// One output of a row: the same bits.
+template <typename Weights>
+float multiply_column(const float* row, const typename Weights::Stored* panel, int in, int column) {
+  floats total = {};
+  for (int k = 0; k < in; ++k) total = fused(splat(row[k]), splat(widened(panel[size_t(k) * PANEL + Weights::place(column)])), total);
+  return total[0];
+}
+
 template <typename Weights>
 void unpack_floats(const typename Weights::Stored* panel, int in, int column, float* out) {
   for (int k = 0; k < in; ++k) out[k] = widened(panel[size_t(k) * PANEL + Weights::place(column)]);
@@ -267,6 +275,20 @@ void multiply_tile(const Linear& linear, const Rows& rows, int first, int panel,
     default: floats_of(Float32Weights{});
   }
   add_bias(linear, R, panel, P, out);
+}
+
+// One output of a row, without bias, of weights of 16 or 32 bits: the same bits.
+inline float multiply_output(const Linear& linear, const float* row, int output) {
+  auto of = [&](auto weights) {
+    using Weights = decltype(weights);
+    const auto* panel = (const typename Weights::Stored*)linear.panels + size_t(output / PANEL) * PANEL * linear.in;
+    return multiply_column<Weights>(row, panel, linear.in, output % PANEL);
+  };
+  switch (linear.kind) {
+    case BFLOAT16: return of(Bfloat16Weights{});
+    case FLOAT16: return of(Float16Weights{});
+    default: return of(Float32Weights{});
+  }
 }
 
 template <int R, int P>

@@ -51,6 +51,13 @@ struct Layer {
   float scale;        // of the states behind the layer
 };
 
+// The output layer's weights in groups of 8 bits, and how far that is from them; see best_token.h.
+struct RoundedHead {
+  Linear linear;
+  const float* errors;  // [padded out]: the norm of what rounding added to an output's weights; infinite for padding
+  const float* norms;   // [padded out]: of an output's weights, or of the rounded ones where it is larger
+};
+
 struct Model {
   int32_t num_layers, hidden, num_heads, vocab;
   int32_t num_rotaries, rotary_dim;  // of the layer that rotates most of its heads
@@ -73,6 +80,7 @@ struct Model {
   const void* embedding;             // [vocab, hidden] of a kind of floating-point weight, or null: it is packed
   Norm final_norm;
   Linear head;
+  RoundedHead rounded_head;  // of an output layer in 16 or 32 bits; without panels where there is none
   Linear table;  // an embedding that is packed beside the head; without panels where there is none
   Inputs inputs;
   const Layer* layers;
@@ -97,4 +105,6 @@ struct Batch {
   const int64_t* fast_rows;  // [num_fast], ascending
   const int64_t *shared_begin, *shared_length;  // [rows], or null: see Rows in models/rows.py
   const float* added;  // [rows, hidden], or null: what is added to the embeddings
+  int64_t* best;       // [num_logit_rows], or null: the tokens with the highest logits are wanted, and no logits; -1 where
+                       // that is not known, and the row's logits are written
 };

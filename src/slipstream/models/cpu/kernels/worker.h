@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "best_token.h"
 #include "bfloat16.h"
 #include "mixture.h"
 #include "part_times.h"
@@ -22,6 +23,7 @@ inline int largest(const Model& m, Of of) {
     if (linear.panels) most = std::max(most, int(of(linear)));
   };
   look(m.head);
+  look(m.rounded_head.linear);
   look(m.inputs.projection);
   for (const Layer* layer = m.layers; layer != m.layers + m.num_layers; ++layer) {
     for (const Linear* each : {&layer->qkv, &layer->output, &layer->gate_up, &layer->down, &layer->input_gate, &layer->input_projection})
@@ -83,6 +85,7 @@ struct Scratch {
   Sight sight;
   std::vector<AttentionPlan> attention;  // one for each shape of a layer's heads
   Routing routing;
+  std::vector<BestToken> best;   // [threads, rows whose logits are wanted], where the tokens alone are
   std::vector<PartTimes> times;  // of each thread; none: nobody asks
   int copies = 1;
   struct {
@@ -116,6 +119,12 @@ struct Scratch {
     make_room(row_scales, copies * of_copy.row_scales);
     make_room(lowered, copies * of_copy.lowered);
     make_room(quantised, copies * of_copy.quantised);
+  }
+
+  // For passes of which the best tokens alone are wanted.
+  void begin_best(size_t rows, int threads) {
+    make_room(best, rows * threads);
+    for (BestToken& each : best) each.has_begun = false;
   }
 
   // Divide the rows by the arithmetic that computes them.
@@ -163,7 +172,7 @@ struct Scratch {
   }
 
   size_t num_bytes() const {
-    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + routing.num_bytes();
+    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + bytes_of(best) + routing.num_bytes();
     for (const AttentionPlan& plan : attention) total += plan.num_bytes();
     for (const auto& room : arranged) total += bytes_of(room);
     for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered, &beside,

@@ -1,0 +1,125 @@
+"""Where the best token alone is wanted it is that of the first highest logit, whatever holds the output layer."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from slipstream.models import CausalLM, RowGroup, adapt
+from slipstream.models.attention.base import ATTENTION_NAME
+from slipstream.models.cpu import rounded_head
+from slipstream.models.executor import cpu_kernels
+from tests.kit.marks import needs_kernels
+from tests.kit.small_llama import logits, sizes
+
+pytestmark = needs_kernels
+
+HIDDEN, VOCAB = 72, 700
+"""Neither whole groups of inputs nor whole units of outputs."""
+TEXT = [(7 * i * i + 3) % VOCAB for i in range(30)]
+HEADS = ["random", "nearly equal", "many nearly equal", "equal", "many equal", "zero"]
+
+
+def weights(kind: str) -> Tensor:
+    """[vocab, hidden] of an output layer."""
+    torch.manual_seed(3)
+    weight = torch.randn(VOCAB, HIDDEN) * 0.1
+    some = torch.randperm(VOCAB)[: 300 if "many" in kind else 40]
+    if "equal" in kind:  # the best or the worst of all, by the row
+        weight[some] = torch.randn(HIDDEN)
+    if "nearly" in kind:
+        weight[some] *= 1 + torch.randn(len(some), HIDDEN) * 2e-3
+    return weight * 0 if kind == "zero" else weight
+
+
+def model(head: Tensor, **options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    shape = sizes(HIDDEN, 2, 4, 2, inner=48, vocab=VOCAB, spread=0.3, tied=False)
+    made = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=ATTENTION_NAME)).eval()
+    with torch.no_grad():
+        made.lm_head.weight.copy_(head)
+    return adapt(made, **{"canary": False, **options})
+
+
+def best(lm: CausalLM, token_ids: list[int]) -> list[int]:
+    pool, slots = lm.trial_cache(len(token_ids))
+    found = lm.forward([RowGroup(slots, 0, token_ids, range(len(token_ids)))], pool, best=True)
+    assert found.logits.shape == (len(token_ids), 0)
+    assert found.best is not None
+    return list(found.best)
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of each pass needed their logits, with output layers of any size rounded."""
+    monkeypatch.setattr(rounded_head, "LEAST_WEIGHTS", 1)
+    counts: list[int] = []
+    known = cpu_kernels._known
+
+    def counting(tokens: Any, logits: Tensor) -> list[int]:
+        counts.append(int((tokens < 0).sum()))
+        return known(tokens, logits)
+
+    monkeypatch.setattr(cpu_kernels, "_known", counting)
+    return counts
+
+
+@pytest.mark.parametrize("quantization", [None, "bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_best_tokens_are_those_of_the_logits(
+    kind: str, quantization: str | None, unknown: list[int]
+) -> None:
+    lm = model(weights(kind), quantization=quantization)
+    rounds = quantization not in ("int8", "int4")
+    assert (lm.executor.struct.rounded_head.linear.panels is not None) == rounds
+    expected = logits(lm, token_ids=TEXT).argmax(-1).tolist()
+    assert len(set(expected)) > 1 or kind == "zero"
+    for count in (1, 2, 7, len(TEXT)):
+        assert best(lm, TEXT[:count]) == expected[:count]
+    most = len(TEXT) + 10
+    few = sum(unknown) == 0
+    assert few if not rounds or ("many" not in kind and kind != "zero") else 0 < sum(unknown) <= most
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_rows_that_are_not_finite_are_told_from_others(
+    rounds: bool, unknown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rounds:
+        monkeypatch.setattr(rounded_head, "LEAST_WEIGHTS", 2**22)
+    text = [*TEXT, next(token for token in range(VOCAB) if token not in TEXT)]
+    lm = model(weights("random"))
+    expected = best(lm, TEXT)
+    numbers = (ctypes.c_float * (VOCAB * HIDDEN)).from_address(lm.executor.struct.embedding)
+    numbers[text[-1] * HIDDEN] = math.nan
+    assert logits(lm, token_ids=text)[-1].isnan().all()
+    assert best(lm, text) == [*expected, 0]  # as PyTorch says of numbers that are none
+    assert unknown == [0, 1]
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_an_output_layer_that_is_not_finite_is_not_rounded(number: float, unknown: list[int]) -> None:
+    head = weights("random")
+    head[5, 7] = number
+    lm = model(head)
+    assert lm.executor.struct.rounded_head.linear.panels is None
+    assert best(lm, TEXT) == logits(lm, token_ids=TEXT).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_an_output_layer_whose_products_are_divided_is_not_rounded(scale: float, unknown: list[int]) -> None:
+    torch.manual_seed(0)
+    shape = sizes(HIDDEN, 2, 4, 2, inner=48, vocab=VOCAB, spread=0.3)
+    config = GraniteConfig(**shape, logits_scaling=scale, attn_implementation=ATTENTION_NAME)
+    lm = adapt(GraniteForCausalLM(config).eval(), canary=False)
+    assert (lm.executor.struct.rounded_head.linear.panels is not None) == (scale == 1.0)
+    assert best(lm, TEXT) == logits(lm, token_ids=TEXT).argmax(-1).tolist()
+    rounded = [kept.nbytes for kept in lm.executor._kept if isinstance(kept, rounded_head.RoundedHead)]
+    planned = lm.executor.rounded_head_bytes(lm.model, lm.executor.head.kernel)
+    assert sum(rounded) == planned
