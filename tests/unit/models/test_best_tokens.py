@@ -38,10 +38,14 @@ def weights(kind: str) -> Tensor:
     return weight * 0 if kind == "zero" else weight
 
 
-def model(head: Tensor, **options: Any) -> CausalLM:
+def small(hidden: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = sizes(HIDDEN, 2, 4, 2, inner=48, vocab=VOCAB, spread=0.3, tied=False)
-    made = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=ATTENTION_NAME)).eval()
+    shape = sizes(hidden, 2, 4, 2, inner=48, vocab=VOCAB, spread=0.3, tied=False)
+    return LlamaForCausalLM(LlamaConfig(**shape, attn_implementation=ATTENTION_NAME)).eval()
+
+
+def model(head: Tensor, **options: Any) -> CausalLM:
+    made = small(HIDDEN)
     with torch.no_grad():
         made.lm_head.weight.copy_(head)
     return adapt(made, **{"canary": False, **options})
@@ -85,6 +89,53 @@ def test_the_best_tokens_are_those_of_the_logits(
     most = len(TEXT) + 10
     few = sum(unknown) == 0
     assert few if not rounds or ("many" not in kind and kind != "zero") else 0 < sum(unknown) <= most
+
+
+def near_misses(rounds_weights: bool) -> tuple[Tensor, Tensor]:
+    """A row [64], and weights [vocab, 64] whose rounding, or else the row's, makes output 8 the best in place of 9.
+
+    Codes and integers are from -127 to 127, so that scales are 1 / 64 and 1.
+    """
+    torch.manual_seed(4)
+    inputs, large = torch.arange(64), torch.arange(64) % 4 == 0  # so many that none stands apart
+    sign = torch.randint(0, 2, [64]) * 2.0 - 1
+    weight = torch.randint(-3, 4, [VOCAB, 64]).float()
+    weight[:, 0::32] = 127.0
+    if rounds_weights:
+        row = torch.where(large, 127.0, 100.0) * sign
+        weight[8] = weight[9] = torch.where(large, 127.0, 20.0) * sign
+        small = ~large
+        weight[9, small] += 0.45 * sign[small]  # is rounded off
+        weight[8, small] -= 0.45 * sign[small]
+        weight[8, 1] += 20 * sign[1]
+    else:
+        low = inputs % 4 == 1
+        row = torch.where(large, 127.0, torch.where(low, -0.55, 0.45) * sign)  # becomes -1 and 0
+        weight[8] = weight[9] = torch.where(large, 127.0, 0.0)
+        weight[9, ~large] += 30 * sign[~large]
+        weight[8, ~large] -= 30 * sign[~large]
+    return row, weight / 64
+
+
+@pytest.mark.parametrize("rounds_weights", [True, False])
+def test_what_rounding_takes_off_a_weight_and_a_row_is_counted(
+    rounds_weights: bool, unknown: list[int]
+) -> None:
+    row, weight = near_misses(rounds_weights)
+    nearest, groups = (row.round() if not rounds_weights else row), weight.view(VOCAB, 2, 32)
+    scales = groups.abs().amax(2, keepdim=True) / 127
+    rounded = ((groups / scales).round() * scales).view_as(weight)
+    assert int((weight @ row).argmax()) == 9
+    assert int((rounded @ nearest).argmax()) == 8
+    made = small(64)
+    with torch.no_grad():
+        made.lm_head.weight.copy_(weight)
+        made.model.embed_tokens.weight[:] = row
+        for layer in made.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    assert best(adapt(made, canary=False), TEXT[:3]) == [9] * 3
+    assert unknown == [0]
 
 
 @pytest.mark.parametrize("rounds", [False, True])
