@@ -2,9 +2,9 @@
 
     python -m benchmarks.best_tokens [--models smollm2,gemma3] [--weights auto,bfloat16] [--rows 1,5,8]
 
-Passes of SmolLM2 and Gemma 3 behind 16 tokens, in the weights of the file and in bfloat16, where the output layer is held
-in 8 bits besides. Both kinds of pass take turns, on texts that change; each pair gives a ratio. The tokens are compared.
-Writes docs/benchmarks/best_tokens.json.
+Passes of SmolLM2 and Gemma 3 behind 16 tokens, in the weights of the file and in bfloat16, where the output layer is
+held in 8 bits besides. Both kinds of pass take turns, on texts that change; each pair gives a ratio. The tokens are
+compared. Writes docs/benchmarks/best_tokens.json.
 """
 
 from __future__ import annotations
