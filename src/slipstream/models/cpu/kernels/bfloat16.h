@@ -168,8 +168,7 @@ inline bool has_bfloat16_tiles() {
 }
 
 // As multiply_unit, for n rounded rows and weights of 16 bits. `arranged` is room for arranged_lines(linear.in).
-template <typename Take>
-void multiply_unit_in_bfloat16(const Linear& linear, const TileLine* rows, int n, int unit, TileLine* arranged, Take take) {
+inline void multiply_unit_in_bfloat16(const Linear& linear, const TileLine* rows, int n, int unit, TileLine* arranged, Taker take) {
   if (linear.kind == BFLOAT16) {
     arrange_unit<Bfloat16Weights>(linear, unit, arranged);
   } else {

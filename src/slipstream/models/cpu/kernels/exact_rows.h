@@ -55,16 +55,10 @@ template <typename Layout, typename Take>
 void multiply_unit_exactly(const Layout& layout, const float* rows, size_t stride, const int32_t* order, int in, int n,
                            const uint8_t* panels, const float* factors, int unit, Take take) {
   const uint8_t* panel = panels + 2 * unit * layout.stride;
-  alignas(64) float tile[GROUPED_TILE * UNIT];
-  for (int first = 0; first < n; first += GROUPED_TILE) {
-    const int count = std::min(GROUPED_TILE, n - first);
-    const float* some = rows + first * stride;
-    if (count <= GROUPED_FEW) {
-      multiply_exactly_upto<GROUPED_FEW, 4>(count, layout, some, stride, order, in, panel, tile);
-    } else {
-      for (int p = 0; p < 2; ++p)
-        multiply_exactly_upto<GROUPED_TILE, 2>(count, layout, some, stride, order, in, panel + p * layout.stride, tile + p * PANEL);
-    }
+  alignas(64) float tile[GROUPED_FEW * UNIT];
+  for (int first = 0; first < n; first += GROUPED_FEW) {
+    const int count = std::min(GROUPED_FEW, n - first);
+    multiply_exactly_upto<GROUPED_FEW, 4>(count, layout, rows + first * stride, stride, order, in, panel, tile);
     apply_factors(factors + unit * UNIT, count, tile);
     take(first, count, tile);
   }

@@ -297,8 +297,25 @@ void multiply_upto(int n, const Linear& linear, const Rows& rows, int first, int
   if constexpr (R > 1) multiply_upto<R - 1, P>(n, linear, rows, first, panel, out);
 }
 
-template <typename Take>
-void multiply_unit_by_vectors(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+// What gets the results of a unit of outputs: tiles [count, UNIT] of the rows from `first` on. It knows the caller's function
+// by its address alone, so that products are compiled once and not for each caller.
+class Taker {
+ public:
+  template <typename Take>
+    requires(!std::is_same_v<std::remove_cvref_t<Take>, Taker>)
+  Taker(Take&& take)
+      : object(&take), call([](const void* object, int first, int count, const float* tile) {
+          (*(std::remove_reference_t<Take>*)object)(first, count, tile);
+        }) {}
+
+  void operator()(int first, int count, const float* tile) const { call(object, first, count, tile); }
+
+ private:
+  const void* object;
+  void (*call)(const void*, int, int, const float*);
+};
+
+inline void multiply_unit_by_vectors(const Linear& linear, const Rows& rows, int n, int unit, Taker take) {
   alignas(64) float tile[MAX_TILE * UNIT];
   for (int first = 0; first < n; first += MAX_TILE) {
     int count = std::min(MAX_TILE, n - first);
@@ -315,8 +332,7 @@ void multiply_unit_by_vectors(const Linear& linear, const Rows& rows, int n, int
 #if defined(SLIPSTREAM_TILES)
 
 // int8 alone.
-template <typename Take>
-void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+inline void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n, int unit, Taker take) {
   alignas(64) float tile[TILE_ROWS * UNIT];
   const size_t depth = padded_depth(INT8, linear.in), begin = size_t(unit) * UNIT;
   const int8_t* panels = (const int8_t*)linear.panels + begin * depth;
@@ -337,8 +353,7 @@ void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n, int u
 #endif
 
 // Weights in groups, and int8 ones whose rows are as they are.
-template <typename Take>
-void multiply_unit_by_codes(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+inline void multiply_unit_by_codes(const Linear& linear, const Rows& rows, int n, int unit, Taker take) {
   const auto* panels = (const uint8_t*)linear.panels;
   auto take_with_bias = [&](int first, int count, float* tile) {
     if (linear.change)
@@ -364,10 +379,8 @@ void multiply_unit_by_codes(const Linear& linear, const Rows& rows, int n, int u
   });
 }
 
-// Multiply n rows by one unit of the outputs; `take(first row, number of rows, tile)` gets the results in tiles
-// [number of rows, UNIT].
-template <typename Take>
-void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Take take) {
+// Multiply n rows by one unit of the outputs.
+inline void multiply_unit(const Linear& linear, const Rows& rows, int n, int unit, Taker take) {
   if (has_codes(linear.kind) && (linear.kind != INT8 || linear.exact_rows)) return multiply_unit_by_codes(linear, rows, n, unit, take);
 #if defined(SLIPSTREAM_TILES)
   if (linear.kind == INT8 && tiles_permitted()) return multiply_unit_by_tiles(linear, rows, n, unit, take);
