@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(model: str, weights: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    lm = load_model(str(fetch(MODELS[model])), dtype=weights)
+    lm = load_model(str(fetch(MODELS[model])), dtype=weights, rounds_head=True)
     with operators(1):  # as the engine does: threads of PyTorch's stay awake on the cores that the pass wants
         return [
             {"model": model, "weights": weights, **compare(lm, rows, options.pairs)} for rows in options.rows

@@ -122,7 +122,7 @@ class Drafter(ABC):
     called `num_speculative_tokens`; see `configured_depth`."""
     spec: ClassVar[MethodSpec | None] = None
     """What is known of the method of a package; a built-in one's is in `slipstream.draft.methods`."""
-    traits: DrafterTraits = DrafterTraits()
+    traits: DrafterTraits = DrafterTraits(reads_logits=False)
     """On the class: what holds whatever the options are; `kinds`, `reads_text_only` and `has_own_model` are read before
     a drafter is made. On a drafter, from its constructor on: what holds with its configuration."""
 
@@ -158,6 +158,10 @@ class Drafter(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raises `TypeError` for a class that declares a trait, or what it holds, in a way that nothing reads."""
         super().__init_subclass__(**kwargs)
+        if "observe" in vars(cls) and "traits" not in vars(cls):
+            cls.traits = replace(
+                cls.traits, reads_logits=True
+            )  # it may, whatever the one did that it overrides
         if retired := [name for name in vars(cls) if name in _TRAITS]:
             raise TypeError(
                 f"drafter {cls.__name__} declares {', '.join(retired)}, which nothing reads. What a drafter is, and "

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from slipstream.core.proposal import EMPTY_PROPOSAL, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.draft.base import Drafter
-from slipstream.draft.traits import DrafterTraits
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class OffDrafter(Drafter):
     """Speculation off: the empty proposal in every step of the same loop."""
 
     Options = OffOptions
-    traits = DrafterTraits(reads_logits=False)
 
     def propose(self, sequences: Seq[Sequence], budgets: Seq[int]) -> list[Proposal]:
         """The empty proposal for each sequence."""

@@ -78,6 +78,7 @@ class CausalLM(ModelIdentity):
         self.fast_prompts = False
         """Where true, `RowGroup.num_fast` says of each pass for which rows."""
         self.exact_rows = are_exact()
+        self.rounds_head = given.rounds_head
         self.device: torch.device = given.model.device
         quantised = quantised_layers(self.model)
         self.kept = KeptWeights.of(quantised)

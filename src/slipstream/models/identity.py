@@ -56,6 +56,8 @@ class ModelIdentity(ABC):
     """Whether prompts are computed in bfloat16."""
     exact_rows: bool
     """Whether no rows are rounded to 8 bits."""
+    rounds_head: bool
+    """Whether its output layer may be held in 8 bits besides, to find best tokens with."""
 
     @property
     @abstractmethod

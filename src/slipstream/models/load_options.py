@@ -26,11 +26,21 @@ class LoadOptions:
     fast_prompts: bool = False
     exact_rows: bool = False
     reproducible: bool = True
+    rounds_head: bool = False
+    """Whether an output layer of 16 or 32 bits may be held in 8 bits besides, to find best tokens with."""
 
     @classmethod
     def of(cls, config: EngineConfig, **others: Any) -> LoadOptions:
         """Those of an engine's target, with `others` in their place."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)} | others)
+        own = {
+            field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)
+        }
+        return cls(**{**own, "rounds_head": True} | others)
+
+    @classmethod
+    def of_draft(cls, config: EngineConfig, **others: Any) -> LoadOptions:
+        """Those of a draft model, with `others` in their place: what only a target's text gains by is off."""
+        return cls.of(config, **{"fast_prompts": False, "exact_rows": False, "rounds_head": False} | others)
 
     @property
     def fuses(self) -> bool:

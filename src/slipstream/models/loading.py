@@ -101,7 +101,7 @@ def load_model(
         choice = _choose(path, options, pack)
         verdict = _verdict(choice, options, pack) if canary else None
         compares = canary and not (verdict is not None and verdict.is_kept())
-        copy = None if verdict is None or not choice.native else PackedCopy(verdict.name)
+        copy = None if verdict is None or not choice.native else PackedCopy(_copy_name(verdict, options))
         model, stored_as, name = _read(choice, options, pack)
         lm = adapt(
             model.to(choice.device).eval(),
@@ -113,7 +113,10 @@ def load_model(
             stored_as=stored_as,
             quantization=name,
             copy=copy,
-            **{key: getattr(options, key) for key in ("max_model_len", "attention_backend", "executor")},
+            **{
+                key: getattr(options, key)
+                for key in ("max_model_len", "attention_backend", "executor", "rounds_head")
+            },
         )
         lm.unused_tensors = choice.source.unused_tensors()
         requested, widens = options.kv_cache_dtype, lm.executor.widens_entries
@@ -257,6 +260,13 @@ def _verdict(choice: _Choice, options: LoadOptions, pack: bool) -> LoadVerdict |
     return verdict_of(source.path, source.revision, source.adapter, settings, kernels, classes)
 
 
+def _copy_name(verdict: LoadVerdict, options: LoadOptions) -> str:
+    """Of packed weights: by what of the verdict they depend on, and what is packed besides."""
+    return verdict.digest(
+        ("dtype", "device", "pack", "quantization", "cpu_kernels"), rounds_head=options.rounds_head
+    )
+
+
 def kernels_of(device: torch.device, native: bool) -> str:
     """What computes: kernels for a GPU are compiled for the one that is here."""
     if native:
@@ -336,7 +346,15 @@ def adapt(
         probed = probe_layers(model, backend, mixers)
     backend = fitting_backend(backend, name, traits, model, probed.variants, fmt)
     tried = ProbedModel(
-        model, backend, probed, fmt, dtype, native, options.reproducible, mixers if probed.states else None
+        model,
+        backend,
+        probed,
+        fmt,
+        dtype,
+        native,
+        options.reproducible,
+        mixers if probed.states else None,
+        options.rounds_head,
     )
     executor = choose_executor(options.executor, tried)
     lm = CausalLM(tried, EagerExecutor(tried, packs=False), path, length, stored_as)

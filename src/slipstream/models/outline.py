@@ -102,6 +102,7 @@ class ModelOutline(ModelIdentity):
     states: tuple[StateShape, ...] = ()
     fast_prompts: bool = False
     exact_rows: bool = False
+    rounds_head: bool = False
     executor: str = AUTO
     """The name under which what computes it was requested."""
     encoded_shapes: tuple[LayerShape, ...] = ()
@@ -282,7 +283,7 @@ class ModelOutline(ModelIdentity):
         if key not in self._sizes:
             self._sizes[key] = packed_bytes(kernel, inputs, outputs)
         weights, scales, biases = self._sizes[key]
-        if is_head:
+        if is_head and self.rounds_head:
             scales += self.executor_type.rounded_head_bytes(self.model, kernel)
         order = grouped[0].order if grouped else None
         return weights, scales + (0 if order is None else int(order.nbytes)), biases if biased else 0
@@ -337,6 +338,7 @@ def outline_model(path: str, options: LoadOptions | None = None, **given: Any) -
         stored_as=seen.stored_as,
         fast_prompts=options.fast_prompts,
         exact_rows=options.exact_rows,
+        rounds_head=options.rounds_head,
         executor=options.executor,
         states=tuple(seen.probed.states),
     )

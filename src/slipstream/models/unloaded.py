@@ -111,6 +111,7 @@ def unloaded_model(path: str, options: LoadOptions) -> UnloadedModel:
             kv_cache_dtype="auto",
             fast_prompts=False,
             exact_rows=False,
+            rounds_head=False,
         ),
     )
     known = _shared.get()

@@ -45,15 +45,14 @@ class LoadVerdict:
     """Plain JSON values."""
 
     @property
-    def name(self) -> str:
-        """A digest of its fields."""
-        text = json.dumps(self.fields, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    @property
     def path(self) -> Path:
         """Return its file, whether there is one or not."""
-        return cache_folder() / "verdicts" / f"{self.name}.json"
+        return cache_folder() / "verdicts" / f"{_digest(self.fields)}.json"
+
+    def digest(self, settings: Sequence[str], **others: Any) -> str:
+        """A name for what depends on these settings alone, and on `others`, plain JSON values too."""
+        of_all = self.fields["settings"]
+        return _digest({**self.fields, "settings": {name: of_all[name] for name in settings} | others})
 
     def is_kept(self) -> bool:
         """Whether the model has passed before. A file that cannot be read, or says something else, is none."""
@@ -72,6 +71,10 @@ class LoadVerdict:
             write_whole(self.path, text.encode())
         except OSError as error:
             log.info("that the model passed its checks cannot be kept in %s (%s)", folder, error.strerror)
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def verdict_of(

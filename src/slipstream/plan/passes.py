@@ -30,6 +30,9 @@ _DIVIDED_BYTES = 4 + 8
 _VISIT_NUMBERS = 4
 """Numbers that are kept of a row at one of its experts: see `Routing` in kernels/mixture.h."""
 
+_BEST_TOKEN_BYTES = 1060
+"""What a thread knows of a row's best token: see kernels/best_token.h."""
+
 # Rows rounded to bfloat16 and arranged weights: see kernels/bfloat16.h.
 _LINE_INPUTS, _LINE_BYTES, _MOST_OUTPUTS = 32, 64, 64
 
@@ -59,6 +62,8 @@ class PassSizes:
     """Whether the CPU kernels' decoder computes the whole pass."""
     quantised: bool
     """Whether it rounds its rows to 8 bits."""
+    rounds_head: bool = False
+    """Whether its output layer is held in 8 bits besides, for rows that are rounded."""
     fast: bool = False
     """Whether it may round them to bfloat16 (`fast_prompts`)."""
     num_rotaries: int = 1
@@ -101,6 +106,7 @@ class PassSizes:
             itemsize=model.dtype.itemsize,
             fused=model.is_fused,
             quantised=model.rounds_rows,
+            rounds_head=model.rounds_head,
             fast=model.fast_prompts,
             num_rotaries=_num_rotaries(config),
             num_experts=num_experts if is_mixture else 0,
@@ -154,6 +160,13 @@ class PassSizes:
         rounded = _quantised_bytes(self._widest) + 4 if self.quantised else 0
         normed = 4 * _stride(self.hidden)
         return num_threads * normed + (num_threads - 1) * (4 * angles + rounded)
+
+    def best_bytes(self, num_rows: int, num_threads: int) -> int:
+        """Return what best tokens of so many rows are found with: see `begin_best` in kernels/worker.h."""
+        if not self.fused:
+            return 0
+        of_head = _quantised_bytes(self.hidden) * (num_rows + num_threads) if self.rounds_head else 0
+        return num_rows * num_threads * _BEST_TOKEN_BYTES + of_head
 
     @property
     def _query_width(self) -> int:
@@ -261,7 +274,8 @@ def activation_bytes(sizes: PassSizes, limits: PassLimits) -> int:
     """Rows between operations, and scores of attention."""
     scores = sizes.score_bytes(limits.num_rows, limits.context, limits.num_threads)
     of_one = sizes.row_bytes() + sizes.copied_bytes(limits.num_threads)
-    return max(limits.num_rows * sizes.row_bytes(), of_one) + scores
+    best = sizes.best_bytes(limits.num_logit_rows, limits.num_threads)
+    return max(limits.num_rows * sizes.row_bytes(), of_one) + scores + best
 
 
 def recorded_bytes(model: ModelIdentity, limits: PassLimits, tap_bytes: int = 0) -> int:

@@ -520,23 +520,25 @@ void check_wanted(const Model& model, Batch batch, Scratch* scratch, const Exact
 
 int num_found = 0;  // best tokens that rounded logits were enough for
 
-// The same pass where only the best tokens are wanted.
+// The same pass where only the best tokens of some rows are wanted, some twice.
 void check_best(const Model& model, Batch batch, Scratch* scratch, const Exact<float>& expected) {
   const int vocab = model.vocab;
-  Exact<int64_t> best(batch.num_logit_rows);
-  Exact<float> logits(expected.size);
-  batch.num_taps = 0, batch.best = best.get(), batch.logits = logits.get();
+  Exact<int64_t> wanted(between(0, batch.num_rows + 3)), best(wanted.size);
+  for (size_t i = 0; i < wanted.size; ++i) wanted[i] = between(0, batch.num_rows - 1);
+  Exact<float> logits(wanted.size * vocab);
+  batch.num_taps = 0, batch.num_logit_rows = int(wanted.size);
+  batch.logit_rows = wanted.get(), batch.best = best.get(), batch.logits = logits.get();
   const int threads = between(1, 3);
   in_scarcity([&] { return slipstream_forward(&model, &batch, scratch, threads); });
-  for (int row = 0; row < batch.num_logit_rows; ++row) {
-    const float *begin = &expected[size_t(row) * vocab], *end = begin + vocab;
+  for (size_t i = 0; i < wanted.size; ++i) {
+    const float *begin = &expected[wanted[i] * vocab], *end = begin + vocab;
     const bool is_odd = std::any_of(begin, end, [](float logit) { return logit != logit; });
-    if (best[row] < 0) {
+    if (best[i] < 0) {
       if (!is_odd && !model.rounded_head.linear.panels) differs("a best token", 0, "than in the logits, as it is not known");
-      if (!same_bits(&logits[size_t(row) * vocab], begin, vocab)) differs("a row whose best token is not known", 0);
+      if (!same_bits(&logits[i * vocab], begin, vocab)) differs("a row whose best token is not known", 0);
       continue;
     }
-    if (is_odd || best[row] != std::max_element(begin, end) - begin) differs("a best token", 0, "than in the logits");
+    if (is_odd || best[i] != std::max_element(begin, end) - begin) differs("a best token", 0, "than in the logits");
     num_found += model.rounded_head.linear.panels != nullptr;
   }
 }

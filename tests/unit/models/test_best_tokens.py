@@ -14,6 +14,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaFo
 from slipstream.models import CausalLM, RowGroup, adapt
 from slipstream.models.attention.base import ATTENTION_NAME
 from slipstream.models.cpu import rounded_head
+from slipstream.models.cpu.exact_rows import multiplying_exactly
 from slipstream.models.executor import cpu_kernels
 from tests.kit.marks import needs_kernels
 from tests.kit.small_llama import logits, sizes
@@ -48,7 +49,7 @@ def model(head: Tensor, **options: Any) -> CausalLM:
     made = small(HIDDEN)
     with torch.no_grad():
         made.lm_head.weight.copy_(head)
-    return adapt(made, **{"canary": False, **options})
+    return adapt(made, **{"canary": False, "rounds_head": True, **options})
 
 
 def best(lm: CausalLM, token_ids: list[int]) -> list[int]:
@@ -134,7 +135,7 @@ def test_what_rounding_takes_off_a_weight_and_a_row_is_counted(
         for layer in made.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    assert best(adapt(made, canary=False), TEXT[:3]) == [9] * 3
+    assert best(adapt(made, canary=False, rounds_head=True), TEXT[:3]) == [9] * 3
     assert unknown == [0]
 
 
@@ -154,8 +155,41 @@ def test_rows_that_are_not_finite_are_told_from_others(
     assert unknown == [0, 1]
 
 
-@pytest.mark.parametrize("number", [torch.inf, torch.nan])
-def test_an_output_layer_that_is_not_finite_is_not_rounded(number: float, unknown: list[int]) -> None:
+def test_a_model_whose_logits_are_too_close_goes_on_without(
+    unknown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "LEAST_UNKNOWN", 20)
+    lm = model(weights("zero"))
+    held = lm.executor.footprint()
+    expected = logits(lm, token_ids=TEXT).argmax(-1).tolist()
+    assert [best(lm, TEXT) == expected for _ in range(3)] == [True] * 3
+    assert unknown == [len(TEXT), 0, 0]
+    assert lm.executor.struct.rounded_head.linear.panels is None
+    assert lm.executor.footprint() < held
+
+
+def test_rows_that_are_multiplied_as_they_are_have_a_rounded_output_layer_too(unknown: list[int]) -> None:
+    with multiplying_exactly(True):
+        lm = model(weights("random"))
+    assert lm.exact_rows
+    assert best(lm, TEXT) == logits(lm, token_ids=TEXT).argmax(-1).tolist()
+    assert unknown == [0]
+
+
+def test_a_pass_without_wanted_rows_finds_nothing(unknown: list[int]) -> None:
+    lm = model(weights("random"))
+    pool, slots = lm.trial_cache(4)
+    found = lm.forward([RowGroup(slots, 0, TEXT[:4], [])], pool, best=True)
+    assert list(found.best or ()) == []
+
+
+def test_a_pass_reads_the_output_layer_or_the_rounded_one() -> None:
+    rounded, plain = model(weights("random")), model(weights("random"), rounds_head=False)
+    assert rounded.executor.reads == plain.executor.reads
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan, 1e20])
+def test_an_output_layer_that_is_not_bounded_is_not_rounded(number: float, unknown: list[int]) -> None:
     head = weights("random")
     head[5, 7] = number
     lm = model(head)
@@ -168,7 +202,7 @@ def test_an_output_layer_whose_products_are_divided_is_not_rounded(scale: float,
     torch.manual_seed(0)
     shape = sizes(HIDDEN, 2, 4, 2, inner=48, vocab=VOCAB, spread=0.3)
     config = GraniteConfig(**shape, logits_scaling=scale, attn_implementation=ATTENTION_NAME)
-    lm = adapt(GraniteForCausalLM(config).eval(), canary=False)
+    lm = adapt(GraniteForCausalLM(config).eval(), canary=False, rounds_head=True)
     assert (lm.executor.struct.rounded_head.linear.panels is not None) == (scale == 1.0)
     assert best(lm, TEXT) == logits(lm, token_ids=TEXT).argmax(-1).tolist()
     rounded = [kept.nbytes for kept in lm.executor._kept if isinstance(kept, rounded_head.RoundedHead)]

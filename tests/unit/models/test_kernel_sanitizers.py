@@ -83,6 +83,13 @@ FAULTS = (
         "has other bits in a batch",
     ),
     Fault(
+        "numbers-tokens-by-unit",
+        "decoder.h",
+        "own[row].take(logits_of(tile, changed), first, size);",
+        "own[row].take(logits_of(tile, changed), faulty ? 0 : first, size);",
+        "a best token",
+    ),
+    Fault(
         "widens-wrong",
         "widen.h",
         "(floats)(both << 16)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from slipstream.assets import EMBEDDED_TARGET
 from slipstream.errors import ConfigError
 from slipstream.kv.pool import KVPool
 from slipstream.models import RowGroup, load_model
-from slipstream.models.cpu import packed_copy
+from slipstream.models.cpu import packed_copy, rounded_head
 from slipstream.models.cpu.packed_weight import PackedWeight
 from tests.kit.gguf_files import write_model
 from tests.kit.marks import needs_kernels
@@ -58,6 +59,28 @@ def logits(path: str, **options: Any) -> Tensor:
     return lm.forward([RowGroup(range(len(TEXT)), 0, TEXT, range(len(TEXT)))], pool).logits
 
 
+@pytest.mark.parametrize("damage", [False, True])
+def test_an_output_layer_in_8_bits_is_read_too(
+    damage: bool, cache: Path, packed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded_head, "LEAST_WEIGHTS", 1)
+    first = load_model(EMBEDDED_TARGET, rounds_head=True)
+    (file,) = copies(cache)
+    if damage:  # the last entries are the norms of what was rounded off, and those of the weights
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-30_000] + bytes(30_000))
+    packed.clear()
+    second = load_model(EMBEDDED_TARGET, rounds_head=True)
+    assert len(packed) == len(second.executor.linears)  # those of 16 bits, and not the rounded one
+    numbers = [
+        torch.cat([kept._errors, kept._norms])
+        for lm in (first, second)
+        for kept in lm.executor._kept
+        if isinstance(kept, rounded_head.RoundedHead)
+    ]
+    assert torch.equal(*numbers)
+
+
 def copies(cache: Path) -> list[Path]:
     return sorted(cache.iterdir()) if cache.exists() else []
 
@@ -80,10 +103,12 @@ def test_the_second_start_reads_what_the_first_packed(
     packed.clear()
     assert torch.equal(logits(path, **options), first)
     assert not packed
-    other = logits(path, **options, exact_rows=True)
-    assert packed
-    assert not torch.equal(other, first)
-    assert len(copies(cache)) == 2
+    assert not torch.equal(logits(path, **options, exact_rows=True), first)
+    for others in ({"kv_cache_dtype": "float32"}, {"max_model_len": 64}):
+        logits(path, **options, **others)
+    assert len(copies(cache)) == 1, "options that change no packed weight have copies of their own"
+    logits(path, **{**options, "dtype": "float32"})
+    assert len(copies(cache)) == 2 or not options
 
 
 @pytest.mark.parametrize("damage", ["a byte", "the end", "all", "a size"])
@@ -123,12 +148,31 @@ def test_the_copies_are_bounded_and_the_oldest_goes_first(
     assert file.stat().st_mtime > 1  # it was used
     os.utime(file, (1, 1))
     monkeypatch.setenv(packed_copy.BOUND, str(1.5 * size / 1e9))
-    logits(gguf, kv_cache_dtype="float32")
+    logits(EMBEDDED_TARGET, quantization="int4")
+    assert copies(cache) == [file]  # the other one is larger
+    logits(gguf, rounds_head=True)
     (other,) = copies(cache)
     assert other != file
     monkeypatch.setenv(packed_copy.BOUND, str(0.5 * size / 1e9))
     logits(gguf)
-    assert copies(cache) == [other]
+    assert copies(cache) == []
+
+
+def test_what_killed_writers_left_is_removed(gguf: str, cache: Path) -> None:
+    cache.mkdir(parents=True)
+    old, new = cache / ".a.weights.x.tmp", cache / ".b.weights.x.tmp"
+    for file in (old, new):
+        file.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    logits(gguf)
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_full_disk_has_no_copy(gguf: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_copy.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    logits(gguf)
+    assert copies(cache) == []
 
 
 def test_none_is_written_or_read_where_they_may_take_nothing(
@@ -139,9 +183,6 @@ def test_none_is_written_or_read_where_they_may_take_nothing(
     packed.clear()
     logits(gguf)
     assert packed
-    for file in copies(cache):
-        file.unlink()
-    logits(gguf)
     assert copies(cache) == []
 
 

@@ -258,15 +258,13 @@ def _inherited_format(engine: EngineConfig, device: str) -> str | None:
 def _load_options(options: DraftModelOptions, context: DraftContext) -> LoadOptions:
     """How the draft is loaded; what its own options do not say is as for the target."""
     device = str(context.device) if options.device == "auto" else options.device
-    return LoadOptions.of(
+    return LoadOptions.of_draft(
         context.engine_config,
         dtype=options.dtype,
         device=device,
         revision=options.revision,
         quantization=options.quantization or _inherited_format(context.engine_config, device),
         lora=options.lora,
-        fast_prompts=False,
-        exact_rows=False,
     )
 
 

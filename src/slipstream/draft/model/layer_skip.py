@@ -68,6 +68,8 @@ class LayerSkipDrafter(SharedKVDrafter):
 
     Options = LayerSkipOptions
 
+    traits = SharedKVDrafter.traits  # `observe` reads no logits
+
     @classmethod
     def footprint(cls, options: Any, context: DraftContext) -> Footprint:
         own = cls.configured(options, context)

@@ -99,9 +99,7 @@ def check_copy(what: str, quantization: str, context: DraftContext) -> None:
 def copy_options(quantization: str, config: EngineConfig, computes: torch.dtype) -> LoadOptions:
     """How the target of `config`, which computes in this type, is loaded in another weight format."""
     dtype = "auto" if computes == torch.float32 else config.dtype
-    return LoadOptions.of(
-        config, dtype=dtype, quantization=quantization, fast_prompts=False, exact_rows=False
-    )
+    return LoadOptions.of_draft(config, dtype=dtype, quantization=quantization)
 
 
 def target_copy(quantization: str, config: EngineConfig, computes: torch.dtype) -> ModelOutline:

@@ -30,6 +30,8 @@ class CachedDrafter(EntriesDrafter):
     keeps_accepted = True
     """False where a draft token's entry is an estimate, so that accepted tokens are computed again."""
 
+    traits = EntriesDrafter.traits  # `observe` reads no logits
+
     def __init__(
         self,
         options: ShapeOptions,

@@ -131,6 +131,8 @@ class StateDrafter(GrowingDrafter):
 class HeadDrafter(StateDrafter):
     """A set of heads, one for each level."""
 
+    traits = StateDrafter.traits  # `observe` reads no logits
+
     def __init__(self, options: HeadOptions, context: DraftContext) -> None:
         """Moves the heads to the target's device and dtype, and packs them for its kernels."""
         target = target_of(options, context)

@@ -113,9 +113,8 @@ class RemoteDrafter(Drafter):
     """Gets its drafts from `slipstream draft-worker` processes."""
 
     Options = RemoteOptions
-    traits = DrafterTraits(
-        kinds=KINDS, remembers=True, reads_logits=False
-    )  # how much has arrived depends on the load
+    # It remembers, as how much has arrived depends on the load.
+    traits = DrafterTraits(kinds=KINDS, remembers=True, reads_logits=False)
 
     @classmethod
     def configured(cls, options: Any, context: DraftContext) -> DrafterTraits:

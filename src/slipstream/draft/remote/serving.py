@@ -62,9 +62,7 @@ def serve_drafter(
             f"drafter {speculative.method!r} needs more of its target than the text (its hidden states, logits or "
             f"cache), so it runs in the engine's process; draft_model, self, tli and ngram can run elsewhere"
         )
-    outline = outline_model(
-        config.model, LoadOptions.of(config, lora=None, fast_prompts=False, exact_rows=False)
-    )
+    outline = outline_model(config.model, LoadOptions.of_draft(config, lora=None))
     tokenizer = load_tokenizer(
         config.tokenizer or config.model,
         revision=config.revision,

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import struct
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 BOUND = "SLIPSTREAM_PACKED_GB"
 LEAST_BYTES = 2**25
 """Smaller models are packed in less than a fifth of a second and not kept."""
+_LONGEST_WRITE_S = 3600.0
 _ENTRY = struct.Struct("<QI")
 """In front of a tensor's numbers: how many bytes they are, and their CRC-32."""
 _copy: ContextVar[PackedCopy | None] = ContextVar("packed_copy", default=None)
@@ -89,21 +92,25 @@ class PackedCopy:
         return True
 
     def keep(self) -> None:
-        """Write what was packed, unless it was all read or is outside the bounds; then remove the oldest copies."""
-        num_bytes = sum(tensor.nbytes for tensor in self._weights)
-        if not LEAST_BYTES <= num_bytes <= self._bound:
-            return
+        """Write what was packed in the place of the oldest copies, unless all was read or there is no room for it."""
+        folder, size = self._file.parent, sum(_ENTRY.size + tensor.nbytes for tensor in self._weights)
         try:
             if self._stream is not None:
                 os.utime(self._file)
-                return
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with writing_whole(self._file) as stream:
-                for tensor in self._weights:
-                    _write(stream, tensor)
-            _remove_oldest(self._file.parent, self._bound)
+            elif LEAST_BYTES <= size <= self._bound:
+                folder.mkdir(parents=True, exist_ok=True)
+                _remove_oldest(folder, self._bound - size)
+                if shutil.disk_usage(folder).free < 2 * size:
+                    log.info(
+                        "packed weights are not kept in %s, where little more than they take is free", folder
+                    )
+                    return
+                with writing_whole(self._file) as stream:
+                    for tensor in self._weights:
+                        _write(stream, tensor)
+            _remove_oldest(folder, self._bound)
         except OSError as error:
-            log.info("packed weights cannot be kept in %s (%s)", self._file.parent, error.strerror)
+            log.info("packed weights cannot be kept in %s (%s)", folder, error.strerror)
 
 
 def _numbers(tensor: Tensor) -> memoryview:
@@ -131,11 +138,14 @@ def _write(stream: BinaryIO, tensor: Tensor) -> None:
 
 
 def _remove_oldest(folder: Path, most: int) -> None:
-    """Remove copies, the one that was not used for the longest time first, until all take at most so many bytes."""
-    copies = sorted(
-        ((each.stat(), each) for each in folder.glob("*.weights")), key=lambda found: -found[0].st_mtime
-    )
-    for state, copy in copies:
+    """Remove copies, the one that was not used for the longest time first, until all take at most so many bytes; and
+    what writers left that were killed."""
+    now = time.time()
+    for left in folder.glob(".*.tmp"):
+        if now - left.stat().st_mtime > _LONGEST_WRITE_S:
+            left.unlink(missing_ok=True)
+    found = [(each.stat(), each) for each in folder.glob("*.weights")]
+    for state, copy in sorted(found, key=lambda pair: -pair[0].st_mtime):
         most -= state.st_size
         if most < 0:
             copy.unlink(missing_ok=True)

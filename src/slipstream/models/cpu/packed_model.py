@@ -23,6 +23,7 @@ from slipstream.models.cpu.model_sizes import HeadSizes
 from slipstream.models.cpu.packed_weight import PackedWeight
 from slipstream.models.cpu.pages import moved, release
 from slipstream.models.cpu.part_times import PartTimes
+from slipstream.models.cpu.rounded_head import RoundedHead
 from slipstream.models.cpu.structs import (
     ENTRY_TYPES,
     SIXTEEN_BIT_KINDS,
@@ -52,6 +53,8 @@ class PackedModel:
     """One whose rows are what layers are given besides the states."""
     _head: PackedWeight | None = None
     """The output layer, where it is this model's own."""
+    _rounded: RoundedHead | None = None
+    """The same in 8 bits, which passes read in its stead where only best tokens are wanted."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []  # what the structs point into
@@ -79,7 +82,7 @@ class PackedModel:
         return sum(
             kept.least_bytes if isinstance(kept, PackedWeight | PackedExperts) else int(kept.nbytes)
             for kept in self._kept
-            if not self._is_table(kept)
+            if kept is not self._rounded and not self._is_table(kept)
         )
 
     def _is_table(self, kept: Any) -> bool:

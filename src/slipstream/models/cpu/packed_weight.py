@@ -264,7 +264,7 @@ class _GroupedStack:
     """Layers that were saved in groups, one behind the other, or with alternating panels; sliced as a weight is."""
 
     def __init__(self, layers: Sequence[GroupedLinear], kernel: Kernel, interleaved: bool) -> None:
-        self._layers, self.kernel, self._interleaved = layers, kernel, interleaved
+        self._layers, self._kernel, self._interleaved = layers, kernel, interleaved
         self._panel = library().slipstream_panel()
         self.order = layers[0].order
         outputs = [layer.out_features for layer in layers]
@@ -293,7 +293,7 @@ class _GroupedStack:
     def _combined(
         self, parts: list[tuple[GroupedLinear, tuple[int, int]]], combine: Callable[[list[Tensor]], Tensor]
     ) -> GroupedWeight | BlockedWeight:
-        kernel = self.kernel
+        kernel = self._kernel
         blocks = [layer.blocks(*bounds) for layer, bounds in parts] if not kernel.group else []
         if blocks:
             return combined([block for block in blocks if block is not None], combine)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from slipstream.models.cpu.exact_rows import multiplying_exactly
 from slipstream.models.cpu.kernel import Kernel, grouped_kernel
 from slipstream.models.cpu.packed_copy import current_copy
 from slipstream.models.cpu.packed_weight import PackedWeight, packed_bytes
@@ -28,9 +29,10 @@ class RoundedHead:
 
     def __init__(self, head: PackedWeight) -> None:
         """The `head` has neither biases nor an adapter's change, and its kind is one of `TABLE_KINDS`."""
-        self._weight = PackedWeight([_Rounded(head)], [None], _KERNEL)
+        with multiplying_exactly(False):  # rounded rows are what the bounds are for
+            self._weight = PackedWeight([_Rounded(head)], [None], _KERNEL)
         padded = self._weight.scales.numel()
-        self._errors, self._norms = torch.full([padded], math.inf), torch.zeros(padded)
+        self._errors, self._norms = torch.empty(padded), torch.empty(padded)
         copy = current_copy()
         if copy is None or not copy.fill([self._errors, self._norms]):
             self._measure(head)
@@ -42,11 +44,13 @@ class RoundedHead:
         return self._weight.nbytes + self._errors.nbytes + self._norms.nbytes
 
     @property
-    def is_finite(self) -> bool:
-        """Whether the weights are numbers, without which nothing is known of their products."""
-        return bool(self._norms.isfinite().all())
+    def is_bounded(self) -> bool:
+        """Whether the weights are numbers whose products do not overflow, without which nothing is known of these."""
+        return bool((self._norms < 1e15).all())
 
     def _measure(self, head: PackedWeight) -> None:
+        self._errors.fill_(math.inf)  # of padding, which a damaged copy may have filled
+        self._norms.zero_()
         for outputs in _slices(0, head.out_features, head.in_features):
             exact, rounded = head.unpack(outputs).double(), self._weight.unpack(outputs).double()
             self._errors[outputs] = ((exact - rounded).norm(dim=1) * _MARGIN).float()

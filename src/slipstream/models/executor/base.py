@@ -113,6 +113,8 @@ class ProbedModel:
     """See `EngineConfig.reproducible`."""
     mixers: Mixers | None = None
     """Its recurrent layers."""
+    rounds_head: bool = False
+    """See `LoadOptions`."""
 
     @property
     def widens(self) -> bool:

@@ -7,6 +7,7 @@ other, bit for bit, so neither drafts nor neighbours can change a row's result.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,11 @@ from slipstream.models.families.registry import find_family
 from slipstream.models.files.stored import StoredEmbedding
 from slipstream.models.linear.grouped import GroupedLinear
 
+log = logging.getLogger(__name__)
+
+LEAST_UNKNOWN = 64
+"""So many rows are computed twice before rounded logits are given up."""
+
 
 class CpuKernels(PackedModel, Executor):
     """A model in the kernels' layout: takes over a CPU model that computes in float32 and is no `misfit`."""
@@ -65,6 +71,8 @@ class CpuKernels(PackedModel, Executor):
     _head: PackedWeight
     _times: PartTimes | None = None
     """Where the parts of passes are timed."""
+    _num_found = _num_unknown = 0
+    """Best tokens that were asked for, and those that took their logits."""
 
     def __init__(self, given: ProbedModel) -> None:
         PackedModel.__init__(self)
@@ -91,7 +99,7 @@ class CpuKernels(PackedModel, Executor):
         self._embedding_scale = float(sizes.fields["embedding_scale"])
         final_norm = self._norm(NormParts.of(norm, family.norm_offset))
         self._head = self._pack([head], head_kernel or kernel)
-        rounded = self._rounded_head(model)
+        rounded_head = self._round_head(model) if given.rounds_head else RoundedHeadStruct()
         if not tied and isinstance(embedding, StoredEmbedding):
             self._table = self._pack([embedding.linear], kernel)
         elif not tied:
@@ -105,7 +113,7 @@ class CpuKernels(PackedModel, Executor):
             embedding=None if self._embedding is None else self._embedding.data_ptr(),
             final_norm=final_norm,
             head=self._head.struct,
-            rounded_head=RoundedHeadStruct() if rounded is None else rounded.struct,
+            rounded_head=rounded_head,
             table=LinearStruct() if self._table is None else self._table.struct,
             inputs=InputsStruct() if given_inputs is None else self._inputs(given_inputs, kernel),
             layers=layers,
@@ -211,7 +219,21 @@ class CpuKernels(PackedModel, Executor):
             self._run_timed(self._times, self._struct, batch)
         if not best:
             return PassOutput(logits, hidden)
+        self._count_unknown(tokens)
         return PassOutput(logits[:, :0], hidden, best=_known(tokens, logits))
+
+    def _count_unknown(self, tokens: NDArray[np.int64]) -> None:
+        """Give up rounded logits that say too little of this model's rows: each that they leave unknown costs more."""
+        self._num_found += len(tokens)
+        self._num_unknown += int((tokens < 0).sum())
+        if self._num_unknown > max(LEAST_UNKNOWN, self._num_found // 4) and self._rounded is not None:
+            log.info(
+                "best tokens are found among exact logits from here on: rounded ones are too close to each other"
+            )
+            with self._lock:
+                self._struct.rounded_head = RoundedHeadStruct()
+            self._kept = [kept for kept in self._kept if kept is not self._rounded]
+            self._rounded = None
 
     @contextmanager
     def timing_parts(self) -> Iterator[PartTimes]:
@@ -281,15 +303,16 @@ class CpuKernels(PackedModel, Executor):
         logits = self._head.multiply(hidden.reshape(-1, self.hidden_size))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
-    def _rounded_head(self, model: Any) -> RoundedHead | None:
-        """The output layer in 8 bits, where best tokens are found with it."""
+    def _round_head(self, model: Any) -> RoundedHeadStruct:
+        """Hold the output layer in 8 bits besides, where best tokens are found with it."""
         if not self.rounded_head_bytes(model, self._head.kernel):
-            return None
+            return RoundedHeadStruct()
         rounded = RoundedHead(self._head)
-        if not rounded.is_finite:
-            return None
+        if not rounded.is_bounded:
+            return RoundedHeadStruct()
+        self._rounded = rounded
         self._kept.append(rounded)
-        return rounded
+        return rounded.struct
 
     def _packed_layer(
         self, layer: nn.Module, family: Family, variant: Variant, heads: HeadSizes, kernel: Kernel

@@ -19,15 +19,16 @@ struct BestToken {
   static constexpr int MOST = 128;  // candidates
 
   bool has_begun;  // false while its thread has computed no logits of the row
-  bool is_known;   // false where a logit is no number, or there are too many candidates
+  bool is_known;   // false where a logit is no number
   float value;     // the highest logit so far, or of rounded ones what the highest one at least is
   int token;       // whose it is, the first of several; INT_MAX before the first
   float of_errors, of_norms;  // by which the norms of the errors and of the weights count in how far a rounded logit is off
+  float dropped;  // what the logits of candidates that found no room are at most
   int count;
   int candidates[MOST];  // tokens whose logits may be the highest
   float most[MOST];      // what these logits are at most
 
-  void begin() { has_begun = is_known = true, value = -INFINITY, token = INT_MAX, count = 0; }
+  void begin() { has_begun = is_known = true, value = dropped = -INFINITY, token = INT_MAX, count = 0; }
 
   // A token's logit.
   void take(float logit, int number) {
@@ -91,9 +92,11 @@ struct BestToken {
         if (!(most[i] < value)) candidates[count] = candidates[i], most[count++] = most[i];
     }
     if (count == MOST) {
-      is_known = false;
-      return;
+      dropped = std::max(dropped, at_most);
+    } else {
+      candidates[count] = number, most[count++] = at_most;
     }
-    candidates[count] = number, most[count++] = at_most;
   }
 };
+
+static_assert(sizeof(BestToken) <= 1060);  // the memory plan counts as much

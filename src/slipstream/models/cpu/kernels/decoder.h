@@ -384,12 +384,22 @@ class Pass : protected Mixer {
   // Whether the best tokens are looked for among rounded logits first.
   bool rounds_head() const { return b.best && m.rounded_head.linear.panels; }
 
+  size_t head_row_bytes() const { return quantised_bytes(m.rounded_head.linear); }
+
+  // This thread's copy of the rows that the rounded head multiplies.
+  uint8_t* head_rows() { return s.head_rows.data() + (s.copies > 1 ? rank * b.num_logit_rows * head_row_bytes() : 0); }
+
   // normed = what the output layer reads of the rows whose logits are wanted.
   void select() {
     own_rows(ROUNDING, b.num_logit_rows, [&](int i) {
       normalise(state(int(b.logit_rows[i])), m.final_norm, m.hidden, m.norm_epsilon, normed + i * row_stride(m.hidden));
       lap(NORM);
-      ready(rounds_head() ? m.rounded_head.linear : m.head, normed, i);
+      float unused;  // int8's
+      if (rounds_head()) {
+        quantise(m.rounded_head.linear, normed + i * row_stride(m.hidden), head_rows() + i * head_row_bytes(), unused);
+      } else {
+        ready(m.head, normed, i);
+      }
     });
   }
 
@@ -410,22 +420,19 @@ class Pass : protected Mixer {
   }
 
   void find_best() {
-    const bool rounds = rounds_head();
-    const RoundedHead& rounded = m.rounded_head;
+    if (!b.num_logit_rows) return;
     BestToken* own = &s.best[size_t(rank) * b.num_logit_rows];
-    multiply(HEAD, rounds ? rounded.linear : m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) {
-      const int first = unit * UNIT, size = std::min(UNIT, m.vocab - first);
-      if (rounds) {
-        if (!own[row].has_begun)
-          own[row].begin_rounded(rounded.linear, normed + row * row_stride(m.hidden), quantised + row * quantised_bytes(rounded.linear));
-        own[row].bound(rounded, tile, first, size);
-      } else {
+    if (rounds_head()) {
+      bound_logits(own);
+    } else {
+      multiply(HEAD, m.head, normed, b.num_logit_rows, [&](int row, int unit, const float* tile) {
         alignas(64) float changed[UNIT];
+        const int first = unit * UNIT, size = std::min(UNIT, m.vocab - first);
         if (!own[row].has_begun) own[row].begin();
         own[row].take(logits_of(tile, changed), first, size);
-      }
-    });
-    share(HEAD, b.num_logit_rows, [&](int row) { b.best[row] = best_of(row, rounds); });
+      });
+    }
+    share(HEAD, b.num_logit_rows, [&](int row) { b.best[row] = best_of(row); });
     if (std::all_of(b.best, b.best + b.num_logit_rows, [](int64_t token) { return token >= 0; })) return;
     each_unit(HEAD, m.head, [&](int unit) {
       for (int row = 0; row < b.num_logit_rows; ++row)
@@ -434,11 +441,27 @@ class Pass : protected Mixer {
     });
   }
 
+  // What the logits are at least and at most, by the rounded head.
+  void bound_logits(BestToken* own) {
+    const RoundedHead& head = m.rounded_head;
+    const Rows rows{normed, row_stride(m.hidden), head_rows(), nullptr, nullptr};
+    each_unit(HEAD, head.linear, [&](int unit) {
+      multiply_unit(head.linear, rows, b.num_logit_rows, unit, [&](int first, int count, const float* tile) {
+        for (int r = 0; r < count; ++r) {
+          const int row = first + r, token = unit * UNIT;
+          if (!own[row].has_begun)
+            own[row].begin_rounded(head.linear, normed + row * row_stride(m.hidden), head_rows() + row * head_row_bytes());
+          own[row].bound(head, tile + r * UNIT, token, std::min(UNIT, m.vocab - token));
+        }
+      });
+    });
+  }
+
   // Of what all threads have found; -1 where it is not known.
-  int64_t best_of(int row, bool rounds) {
+  int64_t best_of(int row) {
     BestToken found;
     found.begin();
-    float least = -INFINITY;
+    float least = -INFINITY, dropped = -INFINITY;
     auto each = [&](auto act) {
       for (int i = 0; i < team.size(); ++i) {
         const BestToken& theirs = s.best[size_t(i) * b.num_logit_rows + row];
@@ -447,16 +470,16 @@ class Pass : protected Mixer {
     };
     each([&](const BestToken& theirs) {
       found.is_known = found.is_known && theirs.is_known;
-      least = std::max(least, theirs.value);
+      least = std::max(least, theirs.value), dropped = std::max(dropped, theirs.dropped);
     });
-    if (!found.is_known) return -1;
+    if (!found.is_known || (rounds_head() && !(dropped < least && least < INFINITY))) return -1;
     each([&](const BestToken& theirs) {
-      if (!rounds) return found.take(theirs.value, theirs.token);
+      if (!rounds_head()) return found.take(theirs.value, theirs.token);
       for (int i = 0; i < theirs.count; ++i)
         if (!(theirs.most[i] < least))
           found.take(multiply_output(m.head, normed + row * row_stride(m.hidden), theirs.candidates[i]), theirs.candidates[i]);
     });
-    return found.is_known ? found.token : -1;
+    return found.is_known && found.token != INT_MAX ? found.token : -1;
   }
 
   void head() {

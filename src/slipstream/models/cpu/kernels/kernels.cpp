@@ -42,7 +42,7 @@ void run_pass(const Model& model, const Batch& batch, Scratch& scratch, int thre
   Team& team = team_of(threads);
   const int copies = Pass::num_copies(model, batch, team.size()), num_common = num_common_layers(model, batch);
   scratch.reserve(model, most_rows(batch), quantises(model), 0, copies);
-  if (batch.best) scratch.begin_best(batch.num_logit_rows, team.size());
+  if (batch.best) scratch.begin_best(model, batch.num_logit_rows, team.size());
   if (num_common == batch.num_layers || batch.num_logit_rows == batch.num_rows)
     return run_part(model, batch, scratch, team, Pass::WHOLE);
   Batch common = batch;

@@ -23,7 +23,6 @@ inline int largest(const Model& m, Of of) {
     if (linear.panels) most = std::max(most, int(of(linear)));
   };
   look(m.head);
-  look(m.rounded_head.linear);
   look(m.inputs.projection);
   for (const Layer* layer = m.layers; layer != m.layers + m.num_layers; ++layer) {
     for (const Linear* each : {&layer->qkv, &layer->output, &layer->gate_up, &layer->down, &layer->input_gate, &layer->input_projection})
@@ -86,6 +85,7 @@ struct Scratch {
   std::vector<AttentionPlan> attention;  // one for each shape of a layer's heads
   Routing routing;
   std::vector<BestToken> best;   // [threads, rows whose logits are wanted], where the tokens alone are
+  std::vector<uint8_t> head_rows;  // those rows, as a rounded head multiplies them; [copies, ...]
   std::vector<PartTimes> times;  // of each thread; none: nobody asks
   int copies = 1;
   struct {
@@ -121,10 +121,11 @@ struct Scratch {
     make_room(quantised, copies * of_copy.quantised);
   }
 
-  // For passes of which the best tokens alone are wanted.
-  void begin_best(size_t rows, int threads) {
+  // For passes of which the best tokens alone are wanted; behind `reserve`.
+  void begin_best(const Model& m, size_t rows, int threads) {
     make_room(best, rows * threads);
     for (BestToken& each : best) each.has_begun = false;
+    make_room(head_rows, copies * rows * quantised_bytes(m.rounded_head.linear));
   }
 
   // Divide the rows by the arithmetic that computes them.
@@ -172,7 +173,7 @@ struct Scratch {
   }
 
   size_t num_bytes() const {
-    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + bytes_of(best) + routing.num_bytes();
+    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + bytes_of(best) + bytes_of(head_rows) + routing.num_bytes();
     for (const AttentionPlan& plan : attention) total += plan.num_bytes();
     for (const auto& room : arranged) total += bytes_of(room);
     for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered, &beside,
