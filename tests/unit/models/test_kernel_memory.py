@@ -20,7 +20,7 @@ from transformers import (
 
 from slipstream.kv.pool import KVPool
 from slipstream.models import CausalLM, RowGroup, load_model
-from slipstream.models.cpu import native
+from slipstream.models.cpu import native, rounded_head
 from slipstream.models.executor.cpu_kernels import CpuKernels
 from slipstream.models.outline import outline_model
 from slipstream.plan.passes import ROW_ARRAYS_BYTES, PassSizes
@@ -105,6 +105,26 @@ def test_passes_take_what_is_planned(
         assert lm.executor.scratch_bytes < planned
     outline = outline_model(lm.path, quantization=None if quantization == "gptq" else quantization)
     assert outline.rounds_rows == lm.rounds_rows
+
+
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+@pytest.mark.parametrize(("threads", "num_rows"), [(1, 1), (2, 1), (2, 40)])
+def test_best_tokens_take_what_is_planned(
+    folder: Path, quantization: str, threads: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded_head, "LEAST_WEIGHTS", 1)
+    options: dict[str, Any] = {"quantization": quantization, "rounds_head": True}
+    lm, outline = load_model(str(folder), canary=False, **options), outline_model(str(folder), **options)
+    assert lm.executor.footprint() == outline.held.total_bytes
+    assert isinstance(lm.executor, CpuKernels)
+    lm.executor.num_threads = threads
+    group = RowGroup(range(num_rows), 0, [(5 * i + 3) % 96 for i in range(num_rows)], range(num_rows))
+    pool = KVPool(lm.shapes, num_rows, lm.dtype, lm.device)
+    lm.forward([group], pool)
+    before = lm.executor.scratch_bytes
+    lm.forward([group], pool, best=True)
+    taken, planned = lm.executor.scratch_bytes - before, PassSizes.of(outline).best_bytes(num_rows, threads)
+    assert 0 < taken <= planned < 2 * taken + 16 * 1024
 
 
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
