@@ -81,7 +81,7 @@ def ask(
 def test_rows_are_what_the_target_thinks_there(llm: LLM, plain: LLM, make: MakeCapture) -> None:
     capture = make()
     seen: list[torch.Tensor] = []
-    plain.engine.on_observe = lambda items: seen.append(items[0].logits[0].clone())
+    plain.engine.on_checked = lambda items: seen.append(items[0].logits[0].clone())
     for params in (GREEDY, SEEDED):
         *_, record = ask(llm, capture, "Write a query that counts users by city.", params=params, task="sql")
         rows, answer = record.rows, record.token_ids.tolist()
@@ -103,7 +103,7 @@ def test_rows_are_what_the_target_thinks_there(llm: LLM, plain: LLM, make: MakeC
                 assert answer[rows.positions[row]] == rows.top_ids[row, 0]
         assert (record.task, record.temperature) == ("sql", params.temperature)
         assert record.model_hash == identity_of(llm.engine).model_hash
-    plain.engine.on_observe = None
+    plain.engine.on_checked = None
 
 
 def test_several_answers_at_once_and_one_that_ends_by_itself(llm: LLM, make: MakeCapture) -> None:

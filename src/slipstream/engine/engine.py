@@ -70,7 +70,8 @@ class Engine:
         self.on_step: Callable[[StepReport], None] | None = None
         """Called at the end of every step with what it did and cost, for those who measure."""
         self.on_observe: Callable[[list[StepItem]], None] | None = None
-        """Called in every step with the items of the sequences that decoded; see `StepItem`."""
+        """Called in every step with the items of the sequences that decoded; see `StepItem`. Their logits may have no
+        columns, unless `on_checked` is set too."""
         self.on_checked: Callable[[list[StepItem]], None] | None = None
         """The same for those who keep what the target thought, so that statistics and records come and go apart. The
         logits are this step's own: they are not written to later."""

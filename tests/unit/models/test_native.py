@@ -334,6 +334,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Linear": structs.LinearStruct,
     "Norm": structs.NormStruct,
     "Mixture": structs.MixtureStruct,
+    "RoundedHead": structs.RoundedHeadStruct,
     "Inputs": structs.InputsStruct,
     "Layer": structs.LayerStruct,
     "Model": structs.ModelStruct,
