@@ -75,7 +75,7 @@ def kept() -> Counter[type]:
     types = Counter(map(type, gc.get_objects()))
     rooms = tuple(f"slipstream.{room}." for room in ("core", "draft", "engine", "sampling", "text", "verify"))
     return Counter(
-        {one: n for one, n in types.items() if one is torch.Tensor or one.__module__.startswith(rooms)}
+        {one: n for one, n in types.items() if one is torch.Tensor or str(one.__module__).startswith(rooms)}
     )
 
 

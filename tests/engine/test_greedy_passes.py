@@ -18,7 +18,7 @@ pytestmark = needs_kernels
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 DRAFT_MODEL = {"method": "draft_model", "model": EMBEDDED_DRAFT}
-DTYPE: dict[str, Any] = {"dtype": "float32"}
+DTYPE: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "float16", "reproducible": False}
 """Of no other test's engines, which would share their target, whose output layer is too small to be rounded."""
 
 

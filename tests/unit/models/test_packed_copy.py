@@ -43,13 +43,13 @@ def gguf(tmp_path: Path) -> str:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What was packed, since it was last cleared."""
     calls: list[int] = []
-    pack = PackedWeight._pack
+    pack = PackedWeight.pack
 
     def counted(weight: PackedWeight, part: Any, first: int) -> None:
         calls.append(first)
         pack(weight, part, first)
 
-    monkeypatch.setattr(PackedWeight, "_pack", counted)
+    monkeypatch.setattr(PackedWeight, "pack", counted)
     return calls
 
 
@@ -72,12 +72,7 @@ def test_an_output_layer_in_8_bits_is_read_too(
     packed.clear()
     second = load_model(EMBEDDED_TARGET, rounds_head=True)
     assert len(packed) == len(second.executor.linears)  # those of 16 bits, and not the rounded one
-    numbers = [
-        torch.cat([kept._errors, kept._norms])
-        for lm in (first, second)
-        for kept in lm.executor._kept
-        if isinstance(kept, rounded_head.RoundedHead)
-    ]
+    numbers = [torch.cat([lm.executor.rounded.errors, lm.executor.rounded.norms]) for lm in (first, second)]
     assert torch.equal(*numbers)
 
 

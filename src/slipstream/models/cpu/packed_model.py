@@ -53,7 +53,7 @@ class PackedModel:
     """One whose rows are what layers are given besides the states."""
     _head: PackedWeight | None = None
     """The output layer, where it is this model's own."""
-    _rounded: RoundedHead | None = None
+    rounded: RoundedHead | None = None
     """The same in 8 bits, which passes read in its stead where only best tokens are wanted."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class PackedModel:
         return sum(
             kept.least_bytes if isinstance(kept, PackedWeight | PackedExperts) else int(kept.nbytes)
             for kept in self._kept
-            if kept is not self._rounded and not self._is_table(kept)
+            if kept is not self.rounded and not self._is_table(kept)
         )
 
     def _is_table(self, kept: Any) -> bool:

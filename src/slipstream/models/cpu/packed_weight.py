@@ -72,7 +72,7 @@ class PackedWeight:
         if copy is None or not copy.fill([self.panels, self.scales, self.sums]):
             length = _slice_length(self.in_features)
             for begin in range(0, self.out_features, length):
-                self._pack(stack[begin : begin + length], begin)
+                self.pack(stack[begin : begin + length], begin)
                 for part in stack.parts(begin, begin + length) if give_back else ():
                     release(part)
         self.struct = LinearStruct(
@@ -89,7 +89,7 @@ class PackedWeight:
             are_exact(),
         )
 
-    def _pack(self, part: Tensor | GroupedWeight | BlockedWeight, first: int) -> None:
+    def pack(self, part: Tensor | GroupedWeight | BlockedWeight, first: int) -> None:
         """Pack the outputs from `first` on, a multiple of what threads share out."""
         lib, kernel = library(), self.kernel
         panels = self.panels[

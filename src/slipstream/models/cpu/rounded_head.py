@@ -32,29 +32,29 @@ class RoundedHead:
         with multiplying_exactly(False):  # rounded rows are what the bounds are for
             self._weight = PackedWeight([_Rounded(head)], [None], _KERNEL)
         padded = self._weight.scales.numel()
-        self._errors, self._norms = torch.empty(padded), torch.empty(padded)
+        self.errors, self.norms = torch.empty(padded), torch.empty(padded)
         copy = current_copy()
-        if copy is None or not copy.fill([self._errors, self._norms]):
+        if copy is None or not copy.fill([self.errors, self.norms]):
             self._measure(head)
-        self.struct = RoundedHeadStruct(self._weight.struct, self._errors.data_ptr(), self._norms.data_ptr())
+        self.struct = RoundedHeadStruct(self._weight.struct, self.errors.data_ptr(), self.norms.data_ptr())
 
     @property
     def nbytes(self) -> int:
         """Bytes held, padding included."""
-        return self._weight.nbytes + self._errors.nbytes + self._norms.nbytes
+        return self._weight.nbytes + self.errors.nbytes + self.norms.nbytes
 
     @property
     def is_bounded(self) -> bool:
         """Whether the weights are numbers whose products do not overflow, without which nothing is known of these."""
-        return bool((self._norms < 1e15).all())
+        return bool((self.norms < 1e15).all())
 
     def _measure(self, head: PackedWeight) -> None:
-        self._errors.fill_(math.inf)  # of padding, which a damaged copy may have filled
-        self._norms.zero_()
+        self.errors.fill_(math.inf)  # of padding, which a damaged copy may have filled
+        self.norms.zero_()
         for outputs in _slices(0, head.out_features, head.in_features):
             exact, rounded = head.unpack(outputs).double(), self._weight.unpack(outputs).double()
-            self._errors[outputs] = ((exact - rounded).norm(dim=1) * _MARGIN).float()
-            self._norms[outputs] = (torch.maximum(exact.norm(dim=1), rounded.norm(dim=1)) * _MARGIN).float()
+            self.errors[outputs] = ((exact - rounded).norm(dim=1) * _MARGIN).float()
+            self.norms[outputs] = (torch.maximum(exact.norm(dim=1), rounded.norm(dim=1)) * _MARGIN).float()
 
 
 def rounded_head_bytes(kernel: Kernel, in_features: int, out_features: int) -> int:

@@ -220,20 +220,20 @@ class CpuKernels(PackedModel, Executor):
         if not best:
             return PassOutput(logits, hidden)
         self._count_unknown(tokens)
-        return PassOutput(logits[:, :0], hidden, best=_known(tokens, logits))
+        return PassOutput(logits[:, :0], hidden, best=known(tokens, logits))
 
     def _count_unknown(self, tokens: NDArray[np.int64]) -> None:
         """Give up rounded logits that say too little of this model's rows: each that they leave unknown costs more."""
         self._num_found += len(tokens)
         self._num_unknown += int((tokens < 0).sum())
-        if self._num_unknown > max(LEAST_UNKNOWN, self._num_found // 4) and self._rounded is not None:
+        if self._num_unknown > max(LEAST_UNKNOWN, self._num_found // 4) and self.rounded is not None:
             log.info(
                 "best tokens are found among exact logits from here on: rounded ones are too close to each other"
             )
             with self._lock:
                 self._struct.rounded_head = RoundedHeadStruct()
-            self._kept = [kept for kept in self._kept if kept is not self._rounded]
-            self._rounded = None
+            self._kept = [kept for kept in self._kept if kept is not self.rounded]
+            self.rounded = None
 
     @contextmanager
     def timing_parts(self) -> Iterator[PartTimes]:
@@ -310,7 +310,7 @@ class CpuKernels(PackedModel, Executor):
         rounded = RoundedHead(self._head)
         if not rounded.is_bounded:
             return RoundedHeadStruct()
-        self._rounded = rounded
+        self.rounded = rounded
         self._kept.append(rounded)
         return rounded.struct
 
@@ -325,7 +325,7 @@ class CpuKernels(PackedModel, Executor):
         return struct
 
 
-def _known(tokens: NDArray[np.int64], logits: Tensor) -> list[int]:
+def known(tokens: NDArray[np.int64], logits: Tensor) -> list[int]:
     """The best tokens; where one is -1, its row of the logits was needed."""
     for row in np.flatnonzero(tokens < 0):
         tokens[row] = int(logits[row].argmax())
