@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import SamplingParams
+from slipstream import LLM, SamplingParams
 from slipstream.assets import EMBEDDED_DRAFT
 from slipstream.models import CausalLM
 from slipstream.models.cpu import rounded_head
@@ -20,6 +20,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 DRAFT_MODEL = {"method": "draft_model", "model": EMBEDDED_DRAFT}
 DTYPE: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "float16", "reproducible": False}
 """Of no other test's engines, which would share their target, whose output layer is too small to be rounded."""
+
+
+def texts(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy answers to five prompts at once."""
+    return [found.outputs[0].token_ids for found in llm.generate(prompts[:5], GREEDY)]
 
 
 @pytest.fixture
@@ -44,11 +49,11 @@ def expected(make_llm: MakeLLM, prompts: list[list[int]], passes: list[bool]) ->
     """Texts of passes that compute logits."""
     llm = make_llm(**DTYPE)
     llm.engine.on_checked = lambda items: None
-    texts = [found.outputs[0].token_ids for found in llm.generate(prompts[:5], GREEDY)]
+    found = texts(llm, prompts)
     assert passes
     assert not any(passes)
     passes.clear()
-    return texts
+    return found
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ def test_greedy_texts_are_those_of_logits(
 ) -> None:
     llm = make_llm(speculative, **DTYPE)
     assert llm.engine.model.executor.struct.rounded_head.linear.panels is not None
-    assert [found.outputs[0].token_ids for found in llm.generate(prompts[:5], GREEDY)] == expected
+    assert texts(llm, prompts) == expected
     assert all(passes)
     assert passes
 
@@ -104,7 +109,7 @@ def test_drafters_that_read_logits_get_them(
     expected: list[list[int]],
 ) -> None:
     llm = make_llm({"method": method}, **DTYPE)
-    assert [found.outputs[0].token_ids for found in llm.generate(prompts[:5], GREEDY)] == expected
+    assert texts(llm, prompts) == expected
     assert not any(passes)
 
 
@@ -112,5 +117,5 @@ def test_classical_verifiers_get_logits(
     make_llm: MakeLLM, prompts: list[list[int]], passes: list[bool], expected: list[list[int]]
 ) -> None:
     llm = make_llm({**DRAFT_MODEL, "verifier": "rejection"}, **DTYPE)
-    assert [found.outputs[0].token_ids for found in llm.generate(prompts[:5], GREEDY)] == expected
+    assert texts(llm, prompts) == expected
     assert not any(passes)

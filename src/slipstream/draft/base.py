@@ -159,9 +159,8 @@ class Drafter(ABC):
         """Raises `TypeError` for a class that declares a trait, or what it holds, in a way that nothing reads."""
         super().__init_subclass__(**kwargs)
         if "observe" in vars(cls) and "traits" not in vars(cls):
-            cls.traits = replace(
-                cls.traits, reads_logits=True
-            )  # it may, whatever the one did that it overrides
+            # It may read them, whatever the `observe` does that it overrides.
+            cls.traits = replace(cls.traits, reads_logits=True)
         if retired := [name for name in vars(cls) if name in _TRAITS]:
             raise TypeError(
                 f"drafter {cls.__name__} declares {', '.join(retired)}, which nothing reads. What a drafter is, and "

@@ -1,10 +1,10 @@
 """Packed weights that are kept from one start to the next, so that they are read instead of packed.
 
-A copy is one file in the cache folder, named as the verdict on the model is (`models/verdicts.py`): by the
-checkpoint's files, how they are loaded, the kernels and Slipstream's own sources. It has the numbers of each
-`PackedWeight` with codes of 4 or 8 bits, in the order in which they are packed, each behind its size and a checksum.
-What is missing or damaged is packed again. All copies together take at most `bound()` bytes: those that were not used
-for the longest time go first. They can be removed at any time.
+A copy is one file in the cache folder, named by what the verdict on the model has of its weights
+(`models/verdicts.py`): the checkpoint's files, the format, the kernels and Slipstream's own sources. It has the
+numbers of each `PackedWeight` with codes of 4 or 8 bits, in the order in which they are packed, each behind its size
+and a checksum. What is missing or damaged is packed again. All copies together take at most `bound()` bytes: those
+that were not used for the longest time go first. They can be removed at any time.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ class PackedCopy:
         token = _copy.set(self)
         try:
             with contextlib.ExitStack() as opened:
-                with contextlib.suppress(OSError):
-                    self._stream = (
-                        opened.enter_context(self._file.open("rb", buffering=0)) if self._bound else None
-                    )
+                if self._bound:
+                    with contextlib.suppress(OSError):
+                        self._stream = opened.enter_context(self._file.open("rb", buffering=0))
                 yield
         finally:
             _copy.reset(token)
@@ -101,9 +100,7 @@ class PackedCopy:
                 folder.mkdir(parents=True, exist_ok=True)
                 _remove_oldest(folder, self._bound - size)
                 if shutil.disk_usage(folder).free < 2 * size:
-                    log.info(
-                        "packed weights are not kept in %s, where little more than they take is free", folder
-                    )
+                    log.info("packed weights are not kept in %s, which is nearly full", folder)
                     return
                 with writing_whole(self._file) as stream:
                     for tensor in self._weights:
@@ -119,15 +116,20 @@ def _numbers(tensor: Tensor) -> memoryview:
 
 
 def _read(stream: FileIO, tensor: Tensor) -> bool:
-    head, numbers = stream.read(_ENTRY.size), _numbers(tensor)
-    if len(head) != _ENTRY.size or _ENTRY.unpack(head)[0] != len(numbers):
-        return False
-    done = 0
-    while done < len(numbers):  # the system reads at most 2 GiB at a time
-        count = stream.readinto(numbers[done:])
-        if not count:
+    """Fill a tensor; False where the file has another one, a damaged one or none."""
+    numbers = _numbers(tensor)
+    try:
+        head = stream.read(_ENTRY.size)
+        if len(head) != _ENTRY.size or _ENTRY.unpack(head)[0] != len(numbers):
             return False
-        done += count
+        done = 0
+        while done < len(numbers):  # the system reads at most 2 GiB at a time
+            count = stream.readinto(numbers[done:])
+            if not count:
+                return False
+            done += count
+    except OSError:
+        return False
     return bool(_ENTRY.unpack(head)[1] == zlib.crc32(numbers))
 
 

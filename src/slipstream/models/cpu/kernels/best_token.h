@@ -17,6 +17,7 @@
 // What a thread knows of the highest logit of a row.
 struct BestToken {
   static constexpr int MOST = 128;  // candidates
+  static constexpr float LEAST_OFF = 1e-30f;
 
   bool has_begun;  // false while its thread has computed no logits of the row
   bool is_known;   // false where a logit is no number
@@ -57,7 +58,8 @@ struct BestToken {
       }
     }
     // Sums of n float32 products lose at most n 2^-24 of the sum of their magnitudes, which is at most |w||x|. The rounded
-    // sums have fewer; the rest of the 2 n + 64 is for the bounds' own arithmetic.
+    // sums have fewer; the rest of the 2 n + 64 is for the bounds' own arithmetic. What is lost below the least normal number
+    // is LEAST_OFF's.
     const double norm = std::sqrt(all), error = std::sqrt(lost), sums = (2.0 * linear.in + 64.0) * 0x1p-24;
     of_errors = float(norm * 1.0001);
     of_norms = float((error + sums * (norm + error)) * 1.0001);
@@ -71,7 +73,7 @@ struct BestToken {
     for (floats& part : least.parts) part = splat(value);
     for (int i = 0; i < UNIT; i += LANES) {
       const floats logit = load(logits + i);
-      const floats off = load(head.errors + first + i) * of_errors + load(head.norms + first + i) * of_norms;
+      const floats off = load(head.errors + first + i) * of_errors + load(head.norms + first + i) * of_norms + LEAST_OFF;
       floats& highest = least.parts[i / LANES % (WIDE / LANES)];
       highest = larger(logit - off, highest);
       store(most + i, logit + off);

@@ -149,11 +149,12 @@ template <typename Take>
 void multiply_arranged_by_tiles(const Linear& linear, const TileLine* rows, int n, int unit, const TileLine* arranged,
                                 Take take) {
   const size_t stride = line_stride(linear.in) * sizeof(TileLine), depth = num_lines(linear.in) * sizeof(TileLine);
-  each_tile<Bfloat16Products>((const uint8_t*)rows, stride, depth, n, (const int8_t*)arranged,
-                              [&](int first, int count, float* tile) {
-                                add_bias(linear, count, 2 * unit, 2, tile);
-                                take(first, count, tile);
-                              });
+  UnitTiles tiles;
+  tiles.each<Bfloat16Products>((const uint8_t*)rows, stride, depth, n, (const int8_t*)arranged,
+                               [&](int first, int count, float* tile) {
+                                 add_bias(linear, count, 2 * unit, 2, tile);
+                                 take(first, count, tile);
+                               });
 }
 
 #endif

@@ -336,7 +336,8 @@ inline void multiply_unit_by_tiles(const Linear& linear, const Rows& rows, int n
   alignas(64) float tile[TILE_ROWS * UNIT];
   const size_t depth = padded_depth(INT8, linear.in), begin = size_t(unit) * UNIT;
   const int8_t* panels = (const int8_t*)linear.panels + begin * depth;
-  each_tile<ByteProducts>(rows.quantised, depth, depth, n, panels, [&](int first, int count, const int32_t* sums) {
+  UnitTiles tiles;
+  tiles.each<ByteProducts>(rows.quantised, depth, depth, n, panels, [&](int first, int count, const int32_t* sums) {
     for (int r = 0; r < count; ++r)
       for (int c = 0; c < UNIT; c += LANES) {
         ints total;

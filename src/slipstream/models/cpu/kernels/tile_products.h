@@ -26,28 +26,41 @@ void multiply_by_tiles(const uint8_t* rows, size_t stride, size_t depth, size_t 
   (store_tile<column>(sums + column * TILE_ROWS, UNIT * sizeof *sums), ...);
 }
 
-// As multiply_by_tiles, for n rows, a tile of rows at a time: `take(first row, number of rows, sums)` gets the results. A
-// tile of 16 rows takes the time of one row.
-template <typename Products, typename Take>
-void each_tile(const uint8_t* rows, size_t stride, size_t depth, int n, const int8_t* panels, Take take,
-               int step = TILE_BYTES) {
-  static_assert(PANEL % TILE_ROWS == 0 && UNIT / TILE_ROWS + 3 <= 8);
-  constexpr auto COLUMNS = std::make_integer_sequence<int, UNIT / TILE_ROWS>();
-  alignas(64) typename Products::Sum sums[TILE_ROWS * UNIT];
-  for (int first = 0, shaped = 0; first < n; first += TILE_ROWS) {
-    const int count = std::min(TILE_ROWS, n - first);
-    if (count != shaped) {
-      TileShapes shapes;
-      for (int i = 0; i < UNIT / TILE_ROWS; ++i) shapes.set(i, count);
-      shapes.set(UNIT / TILE_ROWS, count, step);
-      for (int i = 1; i <= 2; ++i) shapes.set(UNIT / TILE_ROWS + i, step / 4);
-      shape_tiles(shapes);
-      shaped = count;
+// The tiles of a unit, `step` bytes of a row each. They are shaped as rows need it and given back at the end: shaping them
+// takes as long as the products of a group.
+class UnitTiles {
+ public:
+  explicit UnitTiles(int step = TILE_BYTES) : step(step) {}
+  UnitTiles(const UnitTiles&) = delete;
+  ~UnitTiles() { release_tiles(); }
+
+  // As multiply_by_tiles, for n rows, a tile of rows at a time: `take(first row, number of rows, sums)` gets the results. A
+  // tile of 16 rows takes the time of one row.
+  template <typename Products, typename Take>
+  void each(const uint8_t* rows, size_t stride, size_t depth, int n, const int8_t* panels, Take take) {
+    static_assert(PANEL % TILE_ROWS == 0 && COLUMNS + 3 <= 8);
+    alignas(64) typename Products::Sum sums[TILE_ROWS * UNIT];
+    for (int first = 0; first < n; first += TILE_ROWS) {
+      const int count = std::min(TILE_ROWS, n - first);
+      if (count != shaped) shape(count);
+      multiply_by_tiles<Products>(rows + first * stride, stride, depth, step, panels, sums, std::make_integer_sequence<int, COLUMNS>());
+      take(first, count, sums);
     }
-    multiply_by_tiles<Products>(rows + first * stride, stride, depth, step, panels, sums, COLUMNS);
-    take(first, count, sums);
   }
-  release_tiles();
-}
+
+ private:
+  static constexpr int COLUMNS = UNIT / TILE_ROWS;
+  const int step;
+  int shaped = 0;  // rows of a tile
+
+  void shape(int count) {
+    TileShapes shapes;
+    for (int i = 0; i < COLUMNS; ++i) shapes.set(i, count);
+    shapes.set(COLUMNS, count, step);
+    for (int i = 1; i <= 2; ++i) shapes.set(COLUMNS + i, step / 4);
+    shape_tiles(shapes);
+    shaped = count;
+  }
+};
 
 #endif

@@ -21,6 +21,7 @@ void multiply_groups_by_tiles(const Layout& layout, const uint8_t* rows, int n, 
   alignas(64) float tile[TILED_ROWS * UNIT];
   const uint8_t* panel = panels + 2 * unit * layout.stride;
   const size_t row_bytes = layout.count * row_group_bytes(layout.size);
+  UnitTiles tiles(layout.size % TILE_BYTES ? TILE_INPUTS : TILE_BYTES);
   for (int first = 0; first < n; first += TILED_ROWS) {
     const int count = std::min(TILED_ROWS, n - first);
     std::memset(tile, 0, sizeof(float) * count * UNIT);
@@ -34,7 +35,7 @@ void multiply_groups_by_tiles(const Layout& layout, const uint8_t* rows, int n, 
         }
       }
       const uint8_t* of_rows = rows + first * row_bytes + g * row_group_bytes(layout.size);
-      each_tile<Products>(
+      tiles.template each<Products>(
           of_rows + sizeof(RowGroup), row_bytes, layout.size, count, codes,
           [&](int begin, int number, const int32_t* sums) {
             for (int r = 0; r < number; ++r) {
@@ -48,8 +49,7 @@ void multiply_groups_by_tiles(const Layout& layout, const uint8_t* rows, int n, 
               finish_group<1, VECTORS>(layout, of_rows + (begin + r) * row_bytes, row_bytes, panel, g, of_row, total);
               for (int c = 0; c < VECTORS; ++c) store(to + c * LANES, total[0][c]);
             }
-          },
-          layout.size % TILE_BYTES ? TILE_INPUTS : TILE_BYTES);
+          });
     }
     apply_factors(factors + unit * UNIT, count, tile);
     take(first, count, tile);

@@ -173,7 +173,8 @@ struct Scratch {
   }
 
   size_t num_bytes() const {
-    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + bytes_of(best) + bytes_of(head_rows) + routing.num_bytes();
+    size_t total = bytes_of(quantised) + bytes_of(rounded) + bytes_of(fast_of) + bytes_of(exact_runs) + bytes_of(best) +
+                   bytes_of(head_rows) + routing.num_bytes();
     for (const AttentionPlan& plan : attention) total += plan.num_bytes();
     for (const auto& room : arranged) total += bytes_of(room);
     for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered, &beside,
