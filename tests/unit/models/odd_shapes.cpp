@@ -85,18 +85,23 @@ bool same_bits(const float* a, const float* b, size_t size) { return std::memcmp
   std::exit(1);
 }
 
-// Call a kernel, first where one of the blocks that it asks for cannot be had. A failure must be told, and leave
+// Call a kernel where only so many of the blocks that it asks for can be had: as many as is drawn and then all, or by half
+// of the calls none and then one more each time, which no part of a pass gets by. A failure must be told, and leave
 // everything so that the next call computes what it should; a thread of the kernels' own that asks ends the program.
 template <typename Call>
 void in_scarcity(Call call) {
   static std::mt19937_64 own(61);  // the cases' own draws stay as they are
-  if (is_scarce) blocks_left = own() % (own() % 2 ? 8 : 61);  // most calls ask for a few blocks, a pass for dozens
-  const Status status = call();
-  const bool failed = is_scarce && blocks_left < 0;
-  blocks_left = -1;
-  if (failed != (status == OUT_OF_MEMORY) || (failed && call() != DONE)) {
-    std::printf("status %d where memory was %s\n", int(status), failed ? "short" : "enough");
-    std::exit(1);
+  const bool one_more = own() % 2;
+  int to_have = !is_scarce ? -1 : one_more ? 0 : own() % (own() % 2 ? 8 : 61);  // most calls ask for few, a pass for dozens
+  for (bool was_short = true; was_short; to_have = one_more ? to_have + 1 : -1) {
+    blocks_left = to_have;
+    const Status status = call();
+    was_short = to_have >= 0 && blocks_left < 0;
+    blocks_left = -1;
+    if (status != (was_short ? OUT_OF_MEMORY : DONE)) {
+      std::printf("status %d where memory was %s\n", int(status), was_short ? "short" : "enough");
+      std::exit(1);
+    }
   }
 }
 
