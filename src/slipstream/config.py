@@ -231,10 +231,10 @@ class EngineConfig:
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
-    """Weight format of the linear layers, on a CPU and in `cuda_kernels`. `int8`: one scale an output, and on a CPU one
-    a row of activations. `int4`, `int4_g64`, `int4_g128`: 4-bit codes with a scale and a zero for 32, 64 or 128 inputs,
-    on a CPU activations of 8 bits, the output layer in int8. Each changes the model, more with fewer bits and larger
-    groups, not the exactness of speculation. `float32`, `bfloat16`, `float16`: as `dtype` says."""
+    """Weight format of the linear layers, on a CPU and in `cuda_kernels`. `int8`: 8-bit integers with a scale for 32
+    inputs. `int4`, `int4_g64`, `int4_g128`: 4-bit codes with a scale and a zero for 32, 64 or 128 inputs, the output
+    layer in int8. On a CPU activations are rounded to 8 bits too. Each changes the model, more with fewer bits and
+    larger groups, not the exactness of speculation. `float32`, `bfloat16`, `float16`: as `dtype` says."""
     kv_cache_dtype: str = "auto"
     """How keys and values of the target and of drafters are held; rounded once, when they are written. Where the
     native kernels run whole passes the text is the same with and without speculation with any type; elsewhere

@@ -70,7 +70,6 @@ ALIGNED = ("query_row", "query_head", "num_in", "num_out")
 LINEARS = (
     (HeldAs.NUMBERS, 0, False, torch.bfloat16),
     (HeldAs.NUMBERS, 0, False, torch.float32),
-    (HeldAs.INTEGERS, 0, False, torch.bfloat16),
     (HeldAs.FP8, 0, False, torch.bfloat16),
     (HeldAs.FP8, 128, False, torch.bfloat16),
     (HeldAs.CODES8, 16, True, torch.bfloat16),
@@ -131,7 +130,7 @@ def products() -> Iterator[tuple[Any, ...]]:
     for kind, group, has_zeros, dtype in LINEARS:
         cut = ProductCut.of(kind, group, dtype, 4096, 4096)
         numbers = "*fp32" if dtype == torch.float32 else "*bf16"
-        codes = {HeldAs.NUMBERS: numbers, HeldAs.INTEGERS: "*i8"}.get(kind, "*u8")
+        codes = numbers if kind == HeldAs.NUMBERS else "*u8"
         constants = {"KIND": int(kind), "GROUP": group, "BLOCK": cut.block, "SPLITS": MOST_SPLITS}
         constants |= {"HAS_ZEROS": has_zeros, "HAS_BIAS": True, "HAS_SCALES": kind != HeldAs.NUMBERS}
         types = {"rows": numbers, "output": numbers, "codes": codes}

@@ -146,7 +146,7 @@ class PassSizes:
         else:
             floats += of_mlp
         widest = self._widest
-        rounded = visits * (_quantised_bytes(widest) + 4) if self.quantised else 0
+        rounded = visits * _quantised_bytes(widest) if self.quantised else 0
         if self.fast:
             rounded += _LINE_BYTES * (-(-widest // _LINE_INPUTS) | 1)
         floats += self.num_rotaries * max(dim for _, dim in self.heads)
@@ -157,7 +157,7 @@ class PassSizes:
         if not self.fused or self.fast or self.num_experts or self.num_inputs or num_threads == 1:
             return 0
         angles = self.num_rotaries * max(dim for _, dim in self.heads)
-        rounded = _quantised_bytes(self._widest) + 4 if self.quantised else 0
+        rounded = _quantised_bytes(self._widest) if self.quantised else 0
         normed = 4 * _stride(self.hidden)
         return num_threads * normed + (num_threads - 1) * (4 * angles + rounded)
 

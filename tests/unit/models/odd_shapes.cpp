@@ -130,7 +130,6 @@ struct Packed {
   const int group;
   Exact<uint8_t> panels;
   Exact<float> scales;
-  Exact<int32_t> sums;
   Exact<float> bias;
   Exact<int32_t> order;
   Linear linear;
@@ -138,10 +137,9 @@ struct Packed {
   Packed(int kind, const std::vector<float>& weight, int in, int out, bool biased, int threads)
       : group(!has_groups(kind) ? 0 : grouping.steps * (kind < EIGHT_BITS ? Sums::INPUTS : WIDE)),
         panels(slipstream_packed_bytes(kind, in, out, group)),
-        scales(kind == INT8 || group || kind == FOUR_BITS_BLOCKS ? slipstream_padded_out(out) : 0),
-        sums(kind == INT8 ? slipstream_padded_out(out) : 0),
+        scales(has_codes(kind) ? slipstream_padded_out(out) : 0),
         bias(biased ? slipstream_padded_out(out) : 0),
-        order((group || kind == FOUR_BITS_BLOCKS) && grouping.ordered ? in : 0) {
+        order(has_codes(kind) && grouping.ordered ? in : 0) {
     Exact<float> exact(weight);
     Exact<uint16_t> upper = upper_halves(weight);
     if (group)
@@ -150,8 +148,6 @@ struct Packed {
       in_scarcity([&] {
         switch (kind) {
           case FOUR_BITS_BLOCKS: return slipstream_fit_blocks(exact.get(), in, out, panels.get(), scales.get(), threads);
-          case INT8:
-            return slipstream_pack_int8(exact.get(), in, out, (int8_t*)panels.get(), scales.get(), sums.get(), threads);
           case BFLOAT16:
             return slipstream_pack_bfloat16((const bfloat16*)upper.get(), in, out, (bfloat16*)panels.get(), threads);
           case FLOAT16: return slipstream_pack_float16((const float16*)upper.get(), in, out, (float16*)panels.get(), threads);
@@ -160,7 +156,7 @@ struct Packed {
       });
     for (int i = 0; biased && i < out; ++i) bias[i] = number();
     for (int i = 0; i < int(order.size); ++i) order[i] = in - 1 - i;
-    linear = {kind,       in, out, group, panels.get(), scales.get(), sums.get(), biased ? bias.get() : nullptr,
+    linear = {kind,       in, out, group, panels.get(), scales.get(), biased ? bias.get() : nullptr,
               order.size ? order.get() : nullptr, nullptr, TABLE, has_codes(kind) && grouping.exact};
   }
 
@@ -170,9 +166,10 @@ struct Packed {
     Exact<uint8_t> codes(weight.size);
     Exact<float> of_groups(size_t(out) * groups), zeros_of(of_groups.size);
     in_scarcity([&] {
+      if (kind == EIGHT_BITS) return slipstream_round_groups(weight.get(), in, out, group, codes.get(), of_groups.get(), threads);
       return slipstream_fit_groups(weight.get(), in, out, group, zeros, codes.get(), of_groups.get(), zeros_of.get(), threads);
     });
-    if (kind == EIGHT_BITS || kind == EIGHT_BITS_ZEROS)
+    if (kind == EIGHT_BITS_ZEROS)
       for (size_t i = 0; i < codes.size; ++i) codes[i] = uint8_t(int(weight[i] * 4096.0f));  // padding differs by build
     in_scarcity([&] {
       return slipstream_pack_groups(kind, group, codes.get(), of_groups.get(), zeros ? zeros_of.get() : nullptr, in, out,
@@ -203,7 +200,7 @@ void check_widened(const Packed& packed, const Exact<float>& rows, int n, const 
 }
 
 void check_products(int number_of_case) {
-  const int kind = between(0, 10), in = between(1, kind == FOUR_BITS_BLOCKS ? 600 : 150), out = between(1, 200);
+  const int kind = between(0, 9), in = between(1, kind == FOUR_BITS_BLOCKS ? 600 : 150), out = between(1, 200);
   const int n = between(1, 40), threads = between(1, 3);
   draw_grouping();
   auto packed = random_linear(kind, in, out, between(0, 1), threads);
@@ -369,7 +366,7 @@ struct Network {
   }
 
   Network() {
-    const int kind = between(0, 10);
+    const int kind = between(0, 9);
     draw_grouping();
     model.num_layers = between(1, 3);
     model.hidden = between(1, 70);

@@ -14,7 +14,8 @@ from slipstream.models.cpu.packed_weight import PackedWeight, fitted
 from slipstream.models.linear.code_tables import FP4, IQ4, CodeTable
 from slipstream.models.linear.formats import weight_format
 from slipstream.models.linear.grouped import BlockedWeight, GroupedLinear, GroupedWeight, combined
-from slipstream.models.linear.int4 import fitted as fitted_by_torch
+from slipstream.models.linear.int4 import Int4, Int4Groups128
+from slipstream.models.linear.int8 import Int8
 
 FLOAT32 = weight_format("float32").kernel
 KINDS = [(4, 16), (4, 32), (4, 48), (4, 64), (4, 128), (8, 16), (8, 32), (8, 128)]
@@ -217,7 +218,8 @@ def test_fitted_codes_leave_less_error_than_the_ends_of_the_range(group: int, ha
     ours = (found.dequantised() - weight).square().sum()
     assert ours < (0.96 if group == 32 else 0.9) * plain
     if has_zeros:
-        by_torch = (fitted_by_torch(weight, group).dequantised() - weight).square().sum()
+        fmt = Int4() if group == 32 else Int4Groups128()
+        by_torch = (fmt.rounded(weight).dequantised() - weight).square().sum()
         assert float(by_torch) == pytest.approx(float(ours), rel=0.02)
 
 
@@ -230,7 +232,31 @@ def test_groups_without_a_spread_are_what_they_are() -> None:
         assert torch.allclose(found[2], weight[2], rtol=1e-3, atol=0)
         assert found[4, :32].isnan().any()
         assert not found[4, 32:].isnan().any()
-    assert torch.allclose(fitted_by_torch(weight[:4], 32).dequantised(), weight[:4], rtol=1e-3, atol=1e-30)
+    assert torch.allclose(Int4().rounded(weight[:4]).dequantised(), weight[:4], rtol=1e-3, atol=1e-30)
+
+
+def test_eight_bits_are_the_nearest_and_odd_groups_are_told() -> None:
+    weight = torch.randn(5, 70, generator=torch.Generator().manual_seed(8))
+    weight[0], weight[1, :32], weight[2], weight[3, 40], weight[4, 69] = (
+        0.0,
+        1e-33,
+        1e-6 * weight[2],
+        torch.inf,
+        1e4,
+    )
+    kernel = grouped_kernel(8, 32, has_zeros=False)
+    for found in (fitted(weight, kernel, 2).dequantised(), Int8().rounded(weight).dequantised()):
+        assert torch.equal(found[0], weight[0])
+        assert found[3, 32:64].isnan().any()
+        for row, part in (
+            (1, slice(0, 70)),
+            (2, slice(0, 70)),
+            (3, slice(0, 32)),
+            (4, slice(0, 64)),
+            (4, slice(64, 70)),
+        ):
+            wanted = weight[row, part]
+            assert (found[row, part] - wanted).abs().max() <= 0.51 * wanted.abs().max() / 127 + 1e-30
 
 
 @pytest.mark.parametrize("num_in", [256, 1024, 33, 320])

@@ -13,9 +13,9 @@ from slipstream.errors import ConfigError
 from slipstream.models import load_model
 from slipstream.models.linear.float32 import Float32, OneDnnLinear
 from slipstream.models.linear.formats import checked_format, weight_format
-from slipstream.models.linear.int8 import Int8Linear
 from slipstream.models.linear.layers import NativeLinear, PackedLinear
 from slipstream.models.linear.packing import pack_linears
+from slipstream.models.linear.rounded import RoundedLinear
 from slipstream.models.weight_check import WeightCheck
 
 FLOAT32: dict[str, Callable[[nn.Linear], PackedLinear]] = {
@@ -65,40 +65,39 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, shape: tuple[int, int])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", INT8)
-def test_int8_is_integers_with_one_scale_an_output_and_one_a_row(kind: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", [*INT8, *INT4])
+def test_integers_are_what_they_unpack_times_rows_of_8_bits_a_group(
+    kind: str, shape: tuple[int, int]
+) -> None:
+    """Within 1 % of the outputs' spread, and the weights within 10 % or 1 % of theirs."""
     torch.manual_seed(3)
     plain = nn.Linear(*shape)
     x = torch.randn(9, shape[0])
     x[4] = 0.0
-    weight, bias = plain.weight.detach().double(), plain.bias.detach().double()
-    weight_scale = weight.abs().amax(1) / 127
-    row_scale = x.double().abs().amax(1).clamp_min(1e-30) / 127
-    integers = (x.double() / row_scale[:, None]).round() @ (weight / weight_scale[:, None]).round().T
-    expected = integers * row_scale[:, None] * weight_scale + bias
+    x[5, 0] = 1e4  # beside it the others are not rounded coarsely
     with torch.inference_mode():
-        ours = INT8[kind](plain)(x)
-    # A float32 quotient may round to the other side of a half: one step of one product.
-    assert torch.allclose(ours.double(), expected, atol=float(row_scale.max() * weight.abs().max()) * 1.01)
-    assert (ours.double() - expected).abs().median() < 1e-5
+        packed = (INT8 | INT4)[kind](plain)
+        weight = packed.unpack(torch.arange(shape[1]))
+        ours, expected = packed(x), nn.functional.linear(x, weight, plain.bias)
+    assert (ours - expected).square().mean().sqrt() < 0.01 * expected[:4].std()
+    assert (weight - plain.weight).square().mean().sqrt() < (
+        0.01 if kind in INT8 else 0.1
+    ) * plain.weight.std()
     assert torch.equal(ours[4], plain.bias.detach()), "an empty row is no division by zero"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", INT4)
-def test_int4_is_what_it_unpacks_times_rows_of_8_bits_a_group(kind: str, shape: tuple[int, int]) -> None:
-    """Within 1 % of the outputs' spread, and the weights within 10 % of theirs."""
-    torch.manual_seed(3)
-    plain = nn.Linear(*shape)
-    x = torch.randn(9, shape[0])
-    x[4] = 0.0
-    with torch.inference_mode():
-        packed = INT4[kind](plain)
-        weight = packed.unpack(torch.arange(shape[1]))
-        ours, expected = packed(x), nn.functional.linear(x, weight, plain.bias)
-    assert (ours - expected).square().mean().sqrt() < 0.01 * expected.std()
-    assert (weight - plain.weight).square().mean().sqrt() < 0.1 * plain.weight.std()
-    assert torch.equal(ours[4], plain.bias.detach()), "an empty row is no division by zero"
+def test_int8_is_rounded_alike_by_pytorch_and_the_kernels(shape: tuple[int, int]) -> None:
+    torch.manual_seed(4)
+    plain = nn.Linear(*shape, bias=False)
+    plain.weight.data[0] = 0.0
+    every = torch.arange(shape[1])
+    native, torch_form = (pack(plain).unpack(every) for pack in INT8.values())
+    step = plain.weight.detach().abs().max() / 127
+    assert torch.equal(native[0], torch.zeros(shape[0]))
+    # The scale is a half float, which the kernels know when they round: a code may differ by one.
+    assert ((native - torch_form).abs() <= 1.01 * step).all()
+    assert (native - torch_form).abs().mean() <= 0.1 * step
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -110,7 +109,9 @@ def test_weights_are_read_back_as_they_are_multiplied(kind: str, shape: tuple[in
     outputs = torch.arange(shape[1] - 1, -1, -2)
     weight = plain.weight.detach()
     rounding = weight.abs().amax(1, keepdim=True) / 127 / 2 if kind in INT8 else torch.zeros(len(weight), 1)
-    assert ((packed.unpack(outputs) - weight[outputs]).abs() <= 1.0001 * rounding[outputs]).all()
+    assert (
+        (packed.unpack(outputs) - weight[outputs]).abs() <= 1.2 * rounding[outputs]
+    ).all()  # of half floats
     with torch.inference_mode():
         ones = packed(127 * torch.eye(shape[0]))  # exact as 8-bit integers too
         assert torch.allclose(ones.T / 127, packed.unpack(torch.arange(shape[1])), atol=1e-6)
@@ -120,12 +121,11 @@ def test_weights_are_read_back_as_they_are_multiplied(kind: str, shape: tuple[in
     ("quantization", "expected"),
     [
         (None, [4, 4]),
-        ("int8", [1 + 8 / 64, 1 + 4 / 64]),
+        ("int8", 2 * [1 + 2 / 32 + 4 / 64]),
         ("int4_g64", 2 * [0.5 + 4 / 64 + 4 / 64]),
     ],
 )
 def test_a_format_says_its_bytes(quantization: str | None, expected: list[float]) -> None:
-    """The integer product of PyTorch needs no sums beside the scales."""
     fmt = weight_format(quantization)
     forms = fmt.forms(nn.Linear(64, 128, bias=False))  # whole panels
     assert [form.nbytes / (64 * 128) for form in forms] == expected
@@ -144,7 +144,7 @@ def test_a_row_is_not_changed_by_padding_or_tiling() -> None:
         assert torch.equal(packed(x[:11]), packed(torch.cat([x[:11], torch.zeros(1, 48)]))[:11])
 
 
-@pytest.mark.parametrize(("quantization", "kind"), [(None, OneDnnLinear), ("int8", Int8Linear)])
+@pytest.mark.parametrize(("quantization", "kind"), [(None, OneDnnLinear), ("int8", RoundedLinear)])
 def test_every_plain_linear_of_a_model_is_replaced_and_freed(
     quantization: str | None, kind: type[nn.Module]
 ) -> None:
@@ -155,7 +155,7 @@ def test_every_plain_linear_of_a_model_is_replaced_and_freed(
     embedding = lm.model.get_input_embeddings().weight.numel()
     norms = 13 * 320
     packed = lm.weight_bytes - 4 * (embedding + norms)
-    exact = (4 if quantization is None else 1) * (lm.num_parameters - norms)
+    exact = (4 if quantization is None else 1 + 2 / 32) * (lm.num_parameters - norms)
     assert exact <= packed < exact * 1.05, "the tied embedding is held twice, nothing else"
     left = sum(parameter.numel() for parameter in lm.model.parameters())
     assert left == embedding + norms, "what is left unpacked"

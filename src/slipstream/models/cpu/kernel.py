@@ -21,12 +21,11 @@ class Kernel:
     """Its number in `WeightKind`."""
     pack: str
     """The function that packs a weight: (weight, in, out, panels, threads), and where there are scales (weight, in,
-    out, panels, scales, sums, threads)."""
+    out, panels, scales, threads)."""
     bytes_per_weight: float
     """Scales of groups included."""
     bytes_per_output: float = 0.0
-    """Bytes of a float32 scale and an int32 sum an output, or of the factor of its groups' scales; 0 where the format
-    has none."""
+    """Bytes of the factor of an output's scales; 0 where the format has none."""
     dtype: torch.dtype = torch.float32
     """Type of the weights that `pack` reads; others are converted."""
     group: int = 0
@@ -42,10 +41,6 @@ class Kernel:
     def has_scales(self) -> bool:
         return self.bytes_per_output > 0
 
-    @property
-    def has_sums(self) -> bool:
-        return self.bytes_per_output > 4
-
 
 def grouped_kernel(bits: int, group: int, has_zeros: bool, table: CodeTable | None = None) -> Kernel:
     """How codes of 4 or 8 bits in groups of so many inputs are held, each with a scale and perhaps a zero.
@@ -55,7 +50,7 @@ def grouped_kernel(bits: int, group: int, has_zeros: bool, table: CodeTable | No
     if bits == 4 and group % 32 and table is None:
         table = RISING if has_zeros else CENTRED
     return Kernel(
-        kind=(9 if table is not None else 4 if bits == 4 else 6) + has_zeros,
+        kind=(8 if table is not None else 4 if bits == 4 else 6) + has_zeros,
         pack="slipstream_pack_groups",
         bytes_per_weight=bits / 8 + (4 if has_zeros else 2) / group,
         bytes_per_output=4,
@@ -69,7 +64,7 @@ def grouped_kernel(bits: int, group: int, has_zeros: bool, table: CodeTable | No
 def blocked_kernel() -> Kernel:
     """How codes of 4 bits in groups of 32 inputs are held whose scales and minimums are integers, eight to a block."""
     return Kernel(
-        kind=8,
+        kind=3,
         pack="slipstream_fit_blocks",
         bytes_per_weight=(4 + 8 + 8 + 128) / 256,
         bytes_per_output=4,

@@ -46,7 +46,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         f"slipstream_pack_{name}": (Status, (c_void_p, c_int, c_int, c_void_p, c_int))
         for name in ("float32", "bfloat16", "float16")
     },
-    "slipstream_pack_int8": (Status, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int)),
     "slipstream_pack_groups": (
         Status,
         (c_int, c_int, *[c_void_p] * 3, c_int, c_int, c_void_p, c_void_p, c_int),
@@ -54,6 +53,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "slipstream_pack_blocks": (Status, (*[c_void_p] * 5, c_int, c_int, c_void_p, c_void_p, c_int)),
     "slipstream_fit_blocks": (Status, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_int)),
     "slipstream_fit_groups": (Status, (c_void_p, *[c_int] * 4, *[c_void_p] * 3, c_int)),
+    "slipstream_round_groups": (Status, (c_void_p, *[c_int] * 3, *[c_void_p] * 2, c_int)),
     "slipstream_multiply": (Status, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
     "slipstream_unpack": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "slipstream_new_scratch": (c_void_p, ()),

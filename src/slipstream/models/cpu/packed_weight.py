@@ -61,7 +61,6 @@ class PackedWeight:
         if len(self.panels) != num_bytes:
             raise ValueError(f"the weights take {num_bytes} bytes, and there are {len(self.panels)}")
         self.scales = empty_rows(padded if kernel.has_scales else 0)
-        self.sums = torch.empty(padded if kernel.has_sums else 0, dtype=torch.int32, device="cpu")
         self.bias = (
             None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded - self.out_features))
         )
@@ -69,7 +68,7 @@ class PackedWeight:
         self._change = _packed_change(grouped, interleaved, padded)
         self.num_threads = threads.available()
         copy = current_copy() if kernel.bytes_per_weight < 2 else None
-        if copy is None or not copy.fill([self.panels, self.scales, self.sums]):
+        if copy is None or not copy.fill([self.panels, self.scales]):
             length = _slice_length(self.in_features)
             for begin in range(0, self.out_features, length):
                 self.pack(stack[begin : begin + length], begin)
@@ -81,7 +80,6 @@ class PackedWeight:
             kernel.group,
             self.panels.data_ptr(),
             self.scales.data_ptr(),
-            self.sums.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             None if self.order is None else self.order.data_ptr(),
             None if self._change is None else ctypes.addressof(self._change.struct),
@@ -105,8 +103,6 @@ class PackedWeight:
         written = [panels]
         if kernel.has_scales:
             written.append(self.scales[first:])
-        if kernel.has_sums:
-            written.append(self.sums[first:])
         getattr(lib, kernel.pack)(
             c_void_p(part.data_ptr()),
             c_int(self.in_features),
@@ -126,7 +122,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes held, padding included."""
-        tensors = (self.panels, self.scales, self.sums, self.bias, self.order, self._change)
+        tensors = (self.panels, self.scales, self.bias, self.order, self._change)
         return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -166,7 +162,7 @@ def _slice_length(in_features: int) -> int:
 
 
 def packed_bytes(kernel: Kernel, in_features: int, out_features: int) -> tuple[int, int, int]:
-    """What `PackedWeight` holds of a weight, padding included: (panels, scales and sums, a bias if it has one)."""
+    """What `PackedWeight` holds of a weight, padding included: (panels, scales, a bias if it has one)."""
     lib = library()
     padded = lib.slipstream_padded_out(out_features)
     panels = lib.slipstream_packed_bytes(kernel.kind, in_features, out_features, kernel.group)
@@ -309,10 +305,16 @@ class _GroupedStack:
 
 
 def fitted(weight: Tensor, kernel: Kernel, num_threads: int) -> GroupedWeight:
-    """4-bit codes for a weight, float32 [out, in], with the scales and zeros that leave the least error."""
+    """Codes for a weight, float32 [out, in]: of 8 bits the nearest ones, of 4 bits with the scales and zeros that leave
+    the least error."""
     num_out, num_in = weight.shape
     codes = torch.empty(num_out, num_in, dtype=torch.uint8, device="cpu")
     scales, zeros = (empty_rows(num_out, -(-num_in // kernel.group)) for _ in range(2))
+    if kernel.bits == 8:
+        library().slipstream_round_groups(
+            weight.data_ptr(), num_in, num_out, kernel.group, codes.data_ptr(), scales.data_ptr(), num_threads
+        )
+        return GroupedWeight(codes, scales, None, kernel.group, 8)
     library().slipstream_fit_groups(
         weight.data_ptr(),
         num_in,

@@ -11,15 +11,13 @@ from torch import Tensor
 from slipstream.models.cpu.exact_rows import multiplying_exactly
 from slipstream.models.cpu.kernel import Kernel, grouped_kernel
 from slipstream.models.cpu.packed_copy import current_copy
-from slipstream.models.cpu.packed_weight import PackedWeight, packed_bytes
+from slipstream.models.cpu.packed_weight import PackedWeight, fitted, packed_bytes
 from slipstream.models.cpu.structs import TABLE_KINDS, RoundedHeadStruct
 from slipstream.models.linear.grouped import GroupedLinear, GroupedWeight
 
 LEAST_WEIGHTS = 2**22
 """A smaller output layer takes too little of a pass."""
 _KERNEL = grouped_kernel(8, 32, False)
-_MIDDLE = 128
-"""The code of 0."""
 _MARGIN = 1 + 1e-5
 """For what the sums of squares lose, which make the norms."""
 
@@ -79,17 +77,5 @@ class _Rounded(GroupedLinear):
         self._head = head
 
     def part(self, begin: int, end: int) -> GroupedWeight:
-        slices = _slices(begin, end, self.in_features)
-        parts = [_rounded(self._head.unpack(outputs), self.group) for outputs in slices]
-        codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-        return GroupedWeight(codes, scales, None, self.group, 8)
-
-
-def _rounded(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [n, in] and scales [n, groups] of weights [n, in]."""
-    count, width = weights.shape
-    groups = torch.nn.functional.pad(weights, (0, -width % group)).view(count, -1, group)
-    scales = groups.abs().amax(2) / 127
-    steps = torch.where(scales > 0, scales, 1.0)
-    codes = (groups / steps[..., None]).round() + _MIDDLE
-    return codes.view(count, -1)[:, :width].to(torch.uint8), scales
+        weights = self._head.unpack(torch.arange(begin, end))
+        return fitted(weights, _KERNEL, self._head.num_threads)

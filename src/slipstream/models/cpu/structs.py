@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 
 import torch
 
-TABLE_KINDS = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
+TABLE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SIXTEEN_BIT_KINDS = (TABLE_KINDS[torch.bfloat16], TABLE_KINDS[torch.float16])
 """`WeightKind` of a table that is no format's: an embedding, row by row."""
 ENTRY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -38,7 +38,6 @@ class LinearStruct(Structure):
         ("group", c_int32),
         ("panels", c_void_p),
         ("scales", c_void_p),
-        ("sums", c_void_p),
         ("bias", c_void_p),
         ("order", c_void_p),
         ("change", c_void_p),

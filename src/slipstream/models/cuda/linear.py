@@ -19,9 +19,8 @@ from slipstream.models.cuda.triton_use import runs_triton
 from slipstream.models.linear.formats import OF_DTYPE, WeightFormat
 from slipstream.models.linear.fp8 import Fp8Linear
 from slipstream.models.linear.grouped import GroupedLinear
-from slipstream.models.linear.int4 import Int4
-from slipstream.models.linear.int8 import Int8
 from slipstream.models.linear.low_rank import LowRankChange
+from slipstream.models.linear.rounded import RoundedFormat
 
 TILE_ROWS = 16
 """Rows of a tile, as the kernel cuts them."""
@@ -164,7 +163,7 @@ class DeviceWeight:
             return _misfit_of_groups([layer for layer in layers if isinstance(layer, GroupedLinear)])
         if kinds != {nn.Linear}:
             return f"layers of different kinds: {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        if fmt is None or fmt.name in OF_DTYPE.values() or isinstance(fmt, Int8 | Int4):
+        if fmt is None or fmt.name in OF_DTYPE.values() or isinstance(fmt, RoundedFormat):
             return None
         return f"the weight format {fmt.name!r} has no kernel for a GPU"
 
@@ -188,10 +187,8 @@ class DeviceWeight:
             codes = linear_codes.kept_in_fp8(narrow, dtype)
         elif grouped:
             codes = linear_codes.kept_in_groups(grouped, dtype, device or torch.device("cpu"))
-        elif isinstance(fmt, Int4):
-            codes = linear_codes.rounded_to_int4(plain, fmt.group, dtype)
-        elif isinstance(fmt, Int8):
-            codes = linear_codes.rounded_to_int8(plain)
+        elif isinstance(fmt, RoundedFormat):
+            codes = linear_codes.rounded_in_groups(plain, fmt, dtype)
         else:
             codes = linear_codes.plain(plain, dtype)
         made = cls(

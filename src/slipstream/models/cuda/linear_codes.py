@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from slipstream.errors import ModelError
 from slipstream.models.linear.fp8 import Fp8Linear
 from slipstream.models.linear.grouped import GroupedLinear, GroupedWeight, plain_bits
-from slipstream.models.linear.int4 import fitted
+from slipstream.models.linear.rounded import RoundedFormat
 
 TILE_OUTPUTS = 64
 """Outputs of a tile, as the kernel cuts them."""
@@ -28,13 +28,11 @@ class HeldAs(IntEnum):
 
     NUMBERS = 0
     """Floating-point numbers."""
-    INTEGERS = 1
-    """int8 with a scale for each output."""
-    FP8 = 2
+    FP8 = 1
     """e4m3, as bytes, with a scale for each output or for each group of inputs of each output."""
-    CODES8 = 3
+    CODES8 = 2
     """uint8 with a scale for each group of inputs of each output, and perhaps a zero."""
-    CODES4 = 4
+    CODES4 = 3
     """The same, two a byte: a group's first half in the low halves of its bytes."""
 
 
@@ -103,34 +101,21 @@ def plain(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Codes:
     return Codes(HeldAs.NUMBERS, codes, shape)
 
 
-def rounded_to_int8(layers: Sequence[nn.Linear]) -> Codes:
-    """As `Int8Linear` rounds them: the largest number of each output is 127."""
+def rounded_in_groups(layers: Sequence[nn.Linear], fmt: RoundedFormat, dtype: torch.dtype) -> Codes:
+    """As the format rounds them: scales and zeros are half floats, and each output has a factor, a power of two."""
     weights = [layer.weight.detach() for layer in layers]
     shape = (sum(map(len, weights)), weights[0].shape[1])
-    device = weights[0].device
-    codes, scales = torch.empty(shape, dtype=torch.int8, device=device), torch.empty(shape[0], device=device)
-    for first, part in _parts(weights):
-        numbers = part.float()
-        own = numbers.abs().amax(1).clamp_min(_TINY) / 127
-        codes[first : first + len(part)] = (numbers / own[:, None]).round()
-        scales[first : first + len(part)] = own
-    return Codes(HeldAs.INTEGERS, codes, shape, scales)
-
-
-def rounded_to_int4(layers: Sequence[nn.Linear], group: int, dtype: torch.dtype) -> Codes:
-    """As `Int4Linear` rounds them: scales and zeros are half floats, and each output has a factor, a power of two."""
-    weights = [layer.weight.detach() for layer in layers]
-    shape = (sum(map(len, weights)), weights[0].shape[1])
-    held = largest_group(group, dtype)
-    made = _Groups(shape, 4, held, True, weights[0].device)
+    held = largest_group(fmt.group, dtype)
+    made = _Groups(shape, fmt.bits, held, fmt.has_zeros, weights[0].device)
     factors = torch.empty(shape[0], device=made.device)
     for first, part in _parts(weights):
-        found = fitted(part, group)
+        found = fmt.rounded(part)
         own = torch.exp2(found.scales.abs().amax(1, keepdim=True).clamp_min(_TINY).log2().floor() - 14)
-        made.put(first, replace(found, scales=(found.scales / own).half()).converted(4, held, True))
+        halves = replace(found, scales=(found.scales / own).half())
+        made.put(first, halves.converted(fmt.bits, held, fmt.has_zeros))
         factors[first : first + len(part)] = own[:, 0]
-    assert made.zeros is not None
-    made.zeros = made.zeros.half()
+    if made.zeros is not None:
+        made.zeros = made.zeros.half()
     return replace(made.finished(), scales=factors)
 
 

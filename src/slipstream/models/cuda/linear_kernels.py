@@ -14,8 +14,8 @@ TILE_OUTPUTS = tl.constexpr(64)
 """Outputs of a tile."""
 TILE_ROWS = tl.constexpr(16)
 """Rows of a tile."""
-NUMBERS, INTEGERS, FP8, CODES8, CODES4 = (tl.constexpr(kind) for kind in range(5))
-"""What is held: floating-point numbers; int8 from -127 on; e4m3; codes of 8 and of 4 bits from 0 on."""
+NUMBERS, FP8, CODES8, CODES4 = (tl.constexpr(kind) for kind in range(4))
+"""What is held: floating-point numbers; e4m3; codes of 8 and of 4 bits from 0 on."""
 
 
 @triton.jit

@@ -61,7 +61,7 @@ class Bfloat16(SixteenBits):
 
     summary = "bfloat16, widened to float32 for each product"
     kernel: ClassVar[Kernel] = Kernel(
-        kind=2, pack="slipstream_pack_bfloat16", bytes_per_weight=2, dtype=torch.bfloat16
+        kind=1, pack="slipstream_pack_bfloat16", bytes_per_weight=2, dtype=torch.bfloat16
     )
     bytes_per_weight = kernel.bytes_per_weight
     stored_dtype = kernel.dtype
@@ -72,7 +72,7 @@ class Float16(SixteenBits):
 
     summary = "float16, widened to float32 for each product"
     kernel: ClassVar[Kernel] = Kernel(
-        kind=3, pack="slipstream_pack_float16", bytes_per_weight=2, dtype=torch.float16
+        kind=2, pack="slipstream_pack_float16", bytes_per_weight=2, dtype=torch.float16
     )
     bytes_per_weight = kernel.bytes_per_weight
     stored_dtype = kernel.dtype

@@ -394,9 +394,8 @@ class Pass : protected Mixer {
     own_rows(ROUNDING, b.num_logit_rows, [&](int i) {
       normalise(state(int(b.logit_rows[i])), m.final_norm, m.hidden, m.norm_epsilon, normed + i * row_stride(m.hidden));
       lap(NORM);
-      float unused;  // int8's
       if (rounds_head()) {
-        quantise(m.rounded_head.linear, normed + i * row_stride(m.hidden), head_rows() + i * head_row_bytes(), unused);
+        quantise(m.rounded_head.linear, normed + i * row_stride(m.hidden), head_rows() + i * head_row_bytes());
       } else {
         ready(m.head, normed, i);
       }
@@ -444,7 +443,7 @@ class Pass : protected Mixer {
   // What the logits are at least and at most, by the rounded head.
   void bound_logits(BestToken* own) {
     const RoundedHead& head = m.rounded_head;
-    const Rows rows{normed, row_stride(m.hidden), head_rows(), nullptr, nullptr};
+    const Rows rows{normed, row_stride(m.hidden), head_rows(), nullptr};
     each_unit(HEAD, head.linear, [&](int unit) {
       multiply_unit(head.linear, rows, b.num_logit_rows, unit, [&](int first, int count, const float* tile) {
         for (int r = 0; r < count; ++r) {

@@ -4,21 +4,6 @@
 
 #include "blocks.h"
 
-// Codes of int8 weights, which stand for themselves: an output's scale is its factor. As GroupLayout.
-struct Int8Layout {
-  struct Numbers {
-    floats of(floats code) const { return code; }
-  };
-  EightBits kind;
-  int size, count = 1;
-  size_t stride;
-
-  explicit Int8Layout(int depth) : size(depth), stride(size_t(depth) * PANEL) {}
-
-  const uint8_t* codes(const uint8_t* panel, int) const { return panel; }
-  Numbers numbers(const uint8_t*, int, int) const { return {}; }
-};
-
 // out [R, C * LANES] (stride UNIT) = rows [R, in] (stride `stride`) times C vectors of outputs, two vectors a panel; `order`
 // as in Linear.
 template <int R, int C, typename Layout>

@@ -50,7 +50,7 @@ class Mixer : protected Worker {
       const float* from = &normed[r.row_of[visit] * wide];
       const Linear& next = mixture.gate_up[0];
       if (quantises(next)) {
-        quantise(next, from, quantised + visit * quantised_bytes(next), row_scales[visit]);
+        quantise(next, from, quantised + visit * quantised_bytes(next));
       } else {
         std::memcpy(&s.visiting[visit * wide], from, sizeof(float) * m.hidden);
       }

@@ -1,6 +1,7 @@
-// Codes of 4 bits for groups of float weights: to the nearest, with the scale and the zero that are searched for.
+// Codes for groups of float weights: of 4 bits to the nearest, with the scale and the zero that are searched for, and of 8 bits
+// to the nearest of 254 steps between the largest magnitude and its negative.
 //
-// The ends of a group's range are tried at several distances. For each the codes are chosen, and then the scale and the
+// Of 4 bits: the ends of a group's range are tried at several distances. For each the codes are chosen, and then the scale and the
 // zero that are best for these codes, by least squares. The trial with the least squared error wins. All sums are taken in
 // one order, so every processor finds the same codes.
 #pragma once
@@ -115,6 +116,24 @@ inline void fit_group(const float* weight, int count, bool zeros, uint8_t* codes
 inline void fit_output(const float* weight, int in, int size, bool has_zeros, uint8_t* codes, float* scales, float* zeros) {
   for (int g = 0; g < num_groups(in, size); ++g)
     fit_group(weight + g * size, std::min(size, in - g * size), has_zeros, codes + g * size, scales[g], zeros[g]);
+}
+
+// codes [count] of 8 bits, whose zero is 128, and the scale of a group.
+inline void round_group(const float* weight, int count, uint8_t* codes, float& scale) {
+  scale = as_half(largest_magnitude(weight, count) / 127.0f);
+  const float inverse = quantum(scale * 127.0f);
+  if (inverse == 0.0f) {  // zeros, or NaN: then the scale says so
+    if (scale == scale) scale = 0.0f;
+    std::memset(codes, 128, count);
+    return;
+  }
+  for (int k = 0; k < count; ++k) codes[k] = uint8_t(128 + rounded(weight[k] * inverse));
+}
+
+// One output: weight [in] -> codes [in], scales [groups].
+inline void round_output(const float* weight, int in, int size, uint8_t* codes, float* scales) {
+  for (int g = 0; g < num_groups(in, size); ++g)
+    round_group(weight + g * size, std::min(size, in - g * size), codes + g * size, scales[g]);
 }
 
 // A block of up to BLOCK_INPUTS numbers of an output.

@@ -205,16 +205,6 @@ Status slipstream_pack_float16(const float16* weight, int in, int out, float16* 
   return pack<Float16Weights>(weight, in, out, panels, threads);
 }
 
-Status slipstream_pack_int8(const float* weight, int in, int out, int8_t* panels, float* scales, int32_t* sums,
-                            int threads) {
-  return status_of([&] {
-    Team& team = team_of(threads);
-    team.run(1, [&](int) {
-      team.share(0, num_panels(out), [&](int panel) { pack_int8(weight, in, out, panel, panels, scales, sums); });
-    });
-  });
-}
-
 // Codes [out, in] of `kind`, which has groups, scales and, where the kind has them, zeros [out, groups].
 Status slipstream_pack_groups(int kind, int group, const uint8_t* codes, const float* scales, const float* zeros, int in, int out,
                               uint8_t* panels, float* factors, int threads) {
@@ -240,6 +230,19 @@ Status slipstream_fit_groups(const float* weight, int in, int out, int group, in
       team.share(0, out, [&](int row) {
         fit_output(weight + size_t(row) * in, in, group, has_zeros, codes + size_t(row) * in, scales + row * groups,
                    zeros + row * groups);
+      });
+    });
+  });
+}
+
+// weight [out, in] -> codes from 1 to 255 [out, in], whose zeros are 128, and scales [out, groups].
+Status slipstream_round_groups(const float* weight, int in, int out, int group, uint8_t* codes, float* scales, int threads) {
+  return status_of([&] {
+    Team& team = team_of(threads);
+    const size_t groups = num_groups(in, group);
+    team.run(1, [&](int) {
+      team.share(0, out, [&](int row) {
+        round_output(weight + size_t(row) * in, in, group, codes + size_t(row) * in, scales + row * groups);
       });
     });
   });
@@ -289,15 +292,14 @@ Status slipstream_multiply(const Linear* linear, const float* rows, int n, float
     const int units = num_units(linear->out);
     const size_t row_bytes = quantised_bytes(*linear);
     std::vector<uint8_t> quantised(n * row_bytes);
-    std::vector<float> scales(linear->kind == INT8 ? n : 1);
     const LowRank* change = linear->change;
     std::vector<float> lowered(change ? size_t(n) * change->rank : 0);
-    Rows ready{rows, size_t(linear->in), quantised.data(), scales.data(), lowered.data()};
+    Rows ready{rows, size_t(linear->in), quantised.data(), lowered.data()};
     team.run(2, [&](int) {
       if (quantises(*linear) || change) {
         team.share(0, n, [&](int row) {
           const float* from = rows + size_t(row) * linear->in;
-          if (quantises(*linear)) quantise(*linear, from, &quantised[row * row_bytes], scales[linear->kind == INT8 ? row : 0]);
+          if (quantises(*linear)) quantise(*linear, from, &quantised[row * row_bytes]);
           if (change) lower(*change, from, &lowered[size_t(row) * change->rank]);
         });
       }

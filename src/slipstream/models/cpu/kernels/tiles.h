@@ -64,18 +64,7 @@ inline void store_tile(void* to, size_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
 }
 
-// sums [rows, 16] += rows [rows, 64] of unsigned bytes times weights [64 / 4, 16, 4] of signed ones: 32-bit integers,
-// exact.
-struct ByteProducts {
-  typedef int32_t Sum;
-
-  template <int sums, int rows, int weights>
-  static void add() {
-    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(rows), "i"(weights) : "memory");
-  }
-};
-
-// As ByteProducts, of signed rows and unsigned weights.
+// sums [rows, 16] += rows [rows, 64] of signed bytes times weights [64 / 4, 16, 4] of unsigned ones: 32-bit integers, exact.
 struct SignedByteProducts {
   typedef int32_t Sum;
 
@@ -85,7 +74,7 @@ struct SignedByteProducts {
   }
 };
 
-// As ByteProducts, of signed rows and signed weights.
+// As SignedByteProducts, of signed weights.
 struct SignedProducts {
   typedef int32_t Sum;
 

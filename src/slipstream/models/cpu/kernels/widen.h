@@ -6,18 +6,17 @@
 
 enum WeightKind : int32_t {
   FLOAT32 = 0,
-  INT8 = 1,
-  BFLOAT16 = 2,
-  FLOAT16 = 3,
+  BFLOAT16 = 1,
+  FLOAT16 = 2,
+  FOUR_BITS_BLOCKS = 3,  // groups in blocks, see blocks.h
   // In groups, see groups.h: without zeros of their own, and with them.
   FOUR_BITS = 4,
   FOUR_BITS_ZEROS = 5,
   EIGHT_BITS = 6,
   EIGHT_BITS_ZEROS = 7,
-  FOUR_BITS_BLOCKS = 8,  // groups in blocks, see blocks.h
   // In groups, of codes that stand for the numbers of a table.
-  FOUR_BITS_TABLE = 9,
-  FOUR_BITS_TABLE_ZEROS = 10,
+  FOUR_BITS_TABLE = 8,
+  FOUR_BITS_TABLE_ZEROS = 9,
 };
 
 struct bfloat16 {

@@ -70,7 +70,7 @@ struct Widths {
 // have heard of it. A thread that comes late finds no products left to compute, so it does no harm that it reads what
 // others already write.
 struct Scratch {
-  std::vector<float> normed, cosines, sines, row_scales;  // [copies, rows, ...]; of `normed` one more, that all share
+  std::vector<float> normed, cosines, sines;  // [copies, rows, ...]; of `normed` one more, that all share
   std::vector<float> lowered;                             // likewise: by changes of low rank
   std::vector<uint8_t> quantised;                         // likewise
   std::vector<float> states, qkv, attended, gated;
@@ -89,7 +89,7 @@ struct Scratch {
   std::vector<PartTimes> times;  // of each thread; none: nobody asks
   int copies = 1;
   struct {
-    size_t normed, angles, row_scales, lowered, quantised;
+    size_t normed, angles, lowered, quantised;
   } of_copy;  // how much each holds
 
   // `rounds`: whether rows are rounded to 8 bits. `input` is the width of the widest rows that `normed` must hold, where
@@ -109,14 +109,12 @@ struct Scratch {
     routing.reserve(m, rows);
     of_copy = {rows * row_stride(std::max(m.hidden, input)),
                rows * m.num_rotaries * m.rotary_dim / 2,
-               rounds ? visits : 0,
                rows * largest_rank(m),
                rounds ? visits * most_quantised_bytes(widest) : 0};
     make_room(states, rows * m.hidden);
     make_room(normed, (copies > 1 ? copies + 1 : 1) * of_copy.normed);
     make_room(cosines, copies * of_copy.angles);
     make_room(sines, copies * of_copy.angles);
-    make_room(row_scales, copies * of_copy.row_scales);
     make_room(lowered, copies * of_copy.lowered);
     make_room(quantised, copies * of_copy.quantised);
   }
@@ -177,7 +175,7 @@ struct Scratch {
                    bytes_of(head_rows) + routing.num_bytes();
     for (const AttentionPlan& plan : attention) total += plan.num_bytes();
     for (const auto& room : arranged) total += bytes_of(room);
-    for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &row_scales, &visiting, &lowered, &beside,
+    for (auto* rows : {&states, &normed, &qkv, &attended, &gated, &cosines, &sines, &visiting, &lowered, &beside,
                        &inputs, &projected})
       total += bytes_of(*rows);
     return total;
@@ -193,7 +191,7 @@ class Worker {
   int operation = 0;
   float* const given;  // the rows of `normed` that all threads share
   // This thread's copies.
-  float *const normed, *const cosines, *const sines, *const row_scales, *const lowered;
+  float *const normed, *const cosines, *const sines, *const lowered;
   uint8_t* const quantised;
   PartTimes* const times;
   int current = 0;  // the layer that `times` is told of
@@ -206,7 +204,6 @@ class Worker {
         normed(own(s.normed, s.of_copy.normed)),
         cosines(own(s.cosines, s.of_copy.angles)),
         sines(own(s.sines, s.of_copy.angles)),
-        row_scales(own(s.row_scales, s.of_copy.row_scales)),
         lowered(own(s.lowered, s.of_copy.lowered)),
         quantised(own(s.quantised, s.of_copy.quantised)),
         times(s.times.empty() ? nullptr : &s.times[rank]) {
@@ -265,7 +262,7 @@ class Worker {
     const size_t stride = row_stride(linear.in);
     const bool rounds = quantises(linear);  // else there is no room for such rows
     Rows rows{values + begin * stride, stride, rounds ? quantised + begin * quantised_bytes(linear) : nullptr,
-              rounds ? row_scales + begin : nullptr, linear.change ? lowered + size_t(begin) * linear.change->rank : nullptr};
+              linear.change ? lowered + size_t(begin) * linear.change->rank : nullptr};
     multiply_unit(linear, rows, n, unit, [&](int first, int count, const float* tile) {
       for (int r = 0; r < count; ++r) take(begin + first + r, unit, tile + r * UNIT);
     });
@@ -275,7 +272,7 @@ class Worker {
   // something is added to their products.
   void ready(const Linear& next, const float* values, int row) {
     const float* from = values + row * row_stride(next.in);
-    if (quantises(next)) quantise(next, from, quantised + row * quantised_bytes(next), row_scales[row]);
+    if (quantises(next)) quantise(next, from, quantised + row * quantised_bytes(next));
     if (next.change) lower(*next.change, from, &lowered[size_t(row) * next.change->rank]);
   }
 
