@@ -345,7 +345,7 @@ def test_no_prompt_is_computed_twice(middle: str, monkeypatch: pytest.MonkeyPatc
     plain = LLM()
     llm = LLM(
         speculative_config=spec,
-        kv_cache_bytes=300 * plain.engine.model.kv_bytes_per_token,
+        kv_cache_bytes=240 * plain.engine.model.kv_bytes_per_token,
         max_model_len=192,
         max_num_batched_tokens=48,
     )
