@@ -340,12 +340,12 @@ def test_no_prompt_is_computed_twice(middle: str, monkeypatch: pytest.MonkeyPatc
     and where memory runs out."""
     text = "The quick brown fox jumps over the lazy dog. " * 4
     prompts = [text + end for end in ("Again:", "And then", "SELECT name FROM", "def add(a, b):")]
-    params = [SamplingParams(temperature=t, max_tokens=60, seed=1, ignore_eos=True) for t in (0.0, 0.8) * 2]
+    params = [SamplingParams(temperature=t, max_tokens=100, seed=1, ignore_eos=True) for t in (0.0, 0.8) * 2]
     spec = {"method": "cascade", "num_speculative_tokens": 5, "draft": NGRAM, **MIDDLES[middle]}
     plain = LLM()
     llm = LLM(
         speculative_config=spec,
-        kv_cache_bytes=240 * plain.engine.model.kv_bytes_per_token,
+        kv_cache_bytes=280 * plain.engine.model.kv_bytes_per_token,
         max_model_len=192,
         max_num_batched_tokens=48,
     )
