@@ -34,7 +34,8 @@ class Int8(RoundedFormat):
         num_out, num_in = weight.shape
         padded = nn.functional.pad(weight.detach().float(), (0, -num_in % self.group))
         numbers = padded.view(num_out, -1, self.group)
-        scales = numbers.abs().amax(-1, keepdim=True) / 127
+        fractions, exponents = torch.frexp(numbers.abs().amax(-1, keepdim=True) / 127)
+        scales = torch.ldexp(fractions.half().float(), exponents)  # as they are held: times a power of two
         codes = (numbers / scales.clamp_min(TINY)).round().nan_to_num(0.0) + _MIDDLE
         held = codes.to(torch.uint8).view(num_out, -1)[:, :num_in]
         return GroupedWeight(held, scales[..., 0], None, self.group, self.bits)
