@@ -82,6 +82,12 @@ inline void score(const float* queries, int width, const Number* keys, size_t st
       for (int k = 0; k < K; ++k) totals[q][k] = fused(query, key[k], totals[q][k]);
     }
   }
+  if constexpr (LANES == 16 && Q * K == 16) {
+    alignas(64) float sums[16];
+    store(sums, sum_lanes_of_each(&totals[0][0]));
+    for (int q = 0; q < Q; ++q) std::memcpy(scores + q * PARTITION, sums + q * K, sizeof(float) * K);
+    return;
+  }
   for (int q = 0; q < Q; ++q) {
     if constexpr (K == 4) {
       sum_each(totals[q], scores + q * PARTITION);
@@ -95,6 +101,8 @@ template <int Q, typename Number>
 inline void score_run(const float* queries, int width, const Number* keys, size_t stride, int begin, int end, float* scores) {
   constexpr int K = 4;
   int i = begin;
+  if constexpr (LANES == 16 && Q == 1)
+    for (; i + 16 <= end; i += 16) score<1, 16>(queries, width, keys + i * stride, stride, scores + i);
   if constexpr (LANES == 16 || Q == 1)
     for (; i + K <= end; i += K) score<Q, K>(queries, width, keys + i * stride, stride, scores + i);
   for (; LANES < 16 && i + 2 <= end; i += 2) score<Q, 2>(queries, width, keys + i * stride, stride, scores + i);

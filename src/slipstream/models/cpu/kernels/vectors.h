@@ -203,6 +203,27 @@ inline void sum_each(const wide* values, float* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = all[LANES / 4 * i];
 }
 
+// As plus_partner, of `a` in the lanes whose number has `distance` not in it, and of `b` in the others.
+template <int distance, int... lane>
+inline floats plus_partner_of_each(floats a, floats b, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(a, b, (lane & distance ? LANES + lane : lane)...) +
+         __builtin_shufflevector(a, b, (lane & distance ? LANES + lane - distance : lane + distance)...);
+}
+
+// sum() of LANES wides, with its bits, for LANES of 16: half of the steps that sum_each takes.
+ALWAYS_INLINE floats sum_lanes_of_each(const wide* values) {
+  floats sums[LANES];
+  for (int i = 0; i < LANES; ++i) sums[i] = sum_of_parts(values[i]);
+  auto step = [&]<int distance>() {
+    for (int i = 0; i < distance; ++i) sums[i] = plus_partner_of_each<distance>(sums[i], sums[i + distance], Lanes());
+  };
+  if constexpr (LANES > 8) step.template operator()<8>();
+  if constexpr (LANES > 4) step.template operator()<4>();
+  step.template operator()<2>();
+  step.template operator()<1>();
+  return sums[0];
+}
+
 // The sum of `size` floats, in the order of dot().
 inline float total(const float* values, int size) {
   wide sums = {};
