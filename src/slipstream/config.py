@@ -231,8 +231,8 @@ class EngineConfig:
     device: str = "auto"
     """`auto` is `cuda` where there is one, else `cpu`."""
     quantization: str | None = None
-    """Weight format of the linear layers, on a CPU and in `cuda_kernels`. `int8`: 8-bit integers with a scale for 32
-    inputs. `int4`, `int4_g64`, `int4_g128`: 4-bit codes with a scale and a zero for 32, 64 or 128 inputs, the output
+    """Weight format of the linear layers, on a CPU and in `cuda_kernels`. `int8`: 8-bit integers, one scale for 32
+    inputs of an output. `int4`, `int4_g64`, `int4_g128`: 4-bit codes, a scale and a zero for 32, 64 or 128, the output
     layer in int8. On a CPU activations are rounded to 8 bits too. Each changes the model, more with fewer bits and
     larger groups, not the exactness of speculation. `float32`, `bfloat16`, `float16`: as `dtype` says."""
     kv_cache_dtype: str = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -43,8 +44,8 @@ def product_rates(part: Part, n: int, k: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     counts = (1, 5) if part.is_tiny else ROWS
     for kind in ("cuBLAS", *KINDS):
-        bits = {"int8": 8, "4 bits": 4}.get(kind, 16)
-        copies = 1 if part.is_tiny else max(-(-CACHED_BYTES * 8 // (n * k * bits)), 1)
+        bits = {"int8": 8.5, "4 bits": 4}.get(kind, 16)
+        copies = 1 if part.is_tiny else math.ceil(CACHED_BYTES * 8 / (n * k * bits))
         made: Any = cublas if kind == "cuBLAS" else partial(weight_of, kind=kind)
         products = [made(part.device, n, k) for _ in range(copies)]
         us = {}

@@ -85,14 +85,17 @@ bool same_bits(const float* a, const float* b, size_t size) { return std::memcmp
   std::exit(1);
 }
 
-// Call a kernel where only so many of the blocks that it asks for can be had: as many as is drawn and then all, or by half
-// of the calls none and then one more each time, which no part of a pass gets by. A failure must be told, and leave
-// everything so that the next call computes what it should; a thread of the kernels' own that asks ends the program.
+// Call a kernel where memory is short. Half of the calls get so many of the blocks that they ask for as is drawn, and in a
+// second try all. The others get none at first and one more in each try, so that every part of a pass fails once. A failure
+// must be told, and leave everything so that the next try computes what it should. A thread of the kernels' own that asks
+// for memory ends the program.
 template <typename Call>
 void in_scarcity(Call call) {
   static std::mt19937_64 own(61);  // the cases' own draws stay as they are
   const bool one_more = own() % 2;
-  int to_have = !is_scarce ? -1 : one_more ? 0 : own() % (own() % 2 ? 8 : 61);  // most calls ask for few, a pass for dozens
+  const int most = own() % 2 ? 8 : 61;  // most calls ask for few, a pass for dozens
+  int to_have = one_more ? 0 : int(own() % most);
+  if (!is_scarce) to_have = -1;
   for (bool was_short = true; was_short; to_have = one_more ? to_have + 1 : -1) {
     blocks_left = to_have;
     const Status status = call();

@@ -248,15 +248,12 @@ def test_eight_bits_are_the_nearest_and_odd_groups_are_told() -> None:
     for found in (fitted(weight, kernel, 2).dequantised(), Int8().rounded(weight).dequantised()):
         assert torch.equal(found[0], weight[0])
         assert found[3, 32:64].isnan().any()
-        for row, part in (
-            (1, slice(0, 70)),
-            (2, slice(0, 70)),
-            (3, slice(0, 32)),
-            (4, slice(0, 64)),
-            (4, slice(64, 70)),
-        ):
-            wanted = weight[row, part]
-            assert (found[row, part] - wanted).abs().max() <= 0.51 * wanted.abs().max() / 127 + 1e-30
+        off = (found - weight).abs()
+        for row in range(5):
+            for first in range(0, 70, 32):
+                part = slice(first, first + 32)
+                if (row, first) != (3, 32):
+                    assert off[row, part].max() <= 0.54 * weight[row, part].abs().max() / 127 + 1e-30
 
 
 @pytest.mark.parametrize("num_in", [256, 1024, 33, 320])

@@ -1,5 +1,5 @@
-// int8, 4-bit and bfloat16 products by AMX's tiles and by vectors: the same bits over odd shapes and 1 to 64 rows. Weights and rows end where
-// memory does, so that reading on ends the program.
+// Products of integers and of bfloat16 numbers by AMX's tiles and by vectors: the same bits over odd shapes. Weights and rows
+// end where memory does, so that reading on ends the program.
 //
 // usage: tiles SEED NUM_CASES; prints how many products of tiles there were, and exits 1 at the first that differs.
 #include <sys/mman.h>

@@ -311,6 +311,8 @@ def fitted(weight: Tensor, kernel: Kernel, num_threads: int) -> GroupedWeight:
     codes = torch.empty(num_out, num_in, dtype=torch.uint8, device="cpu")
     scales, zeros = (empty_rows(num_out, -(-num_in // kernel.group)) for _ in range(2))
     if kernel.bits == 8:
+        if kernel.has_zeros:
+            raise ValueError("weights are rounded to 8 bits without zeros")
         library().slipstream_round_groups(
             weight.data_ptr(), num_in, num_out, kernel.group, codes.data_ptr(), scales.data_ptr(), num_threads
         )

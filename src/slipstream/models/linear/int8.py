@@ -1,8 +1,8 @@
 """8-bit weights in groups of inputs, with a scale each; rows are rounded to 8 bits, group by group too, but for an
 input that is far larger than the rest of its group.
 
-With one scale a row, what is far larger than the rest takes the bits of all others: on SmolLM2 that cost 2.4 % of the
-perplexity, and in groups 0.2 %.
+With one scale for a whole row, its largest input takes the bits of all others. On SmolLM2 the first choice was then
+another one at 12 % of all positions; in groups it is at 1.5 %.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Int8(RoundedFormat):
     kernel: ClassVar[Kernel] = grouped_kernel(8, 32, has_zeros=False)
     bytes_per_weight = kernel.bytes_per_weight
     bytes_per_output = kernel.bytes_per_output
-    weight_error = 0.03  # usual is 0.005
+    weight_error = 0.015  # usual is 0.005
 
     def rounded(self, weight: Tensor) -> GroupedWeight:
         num_out, num_in = weight.shape

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.linear.formats import WeightFormat
-from slipstream.models.linear.grouped import GroupedWeight
+from slipstream.models.linear.grouped import GroupedWeight, combined
 from slipstream.models.linear.layers import PackedLinear
 
 TINY = torch.finfo(torch.float32).tiny
+_PART_WEIGHTS = 2**22
+"""So many weights are rounded at a time."""
 _APART_FROM = 5.0
 """An input of a row is not rounded if it is so many times the mean magnitude of its group: `kernels/groups.h`."""
 
@@ -104,4 +106,6 @@ class RoundedFormat(WeightFormat):
         """The codes of a weight [out, in], in PyTorch's operators; the native kernels find the same much faster."""
 
     def pack_torch(self, linear: nn.Linear) -> PackedLinear:
-        return RoundedLinear(linear, self.rounded(linear.weight))
+        length = max(_PART_WEIGHTS // linear.in_features, 1)  # what is rounded takes several times its memory
+        parts = [self.rounded(part) for part in torch.split(linear.weight.detach(), length)]
+        return RoundedLinear(linear, combined(parts, torch.cat))

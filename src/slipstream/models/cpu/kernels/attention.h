@@ -84,7 +84,7 @@ inline void score(const float* queries, int width, const Number* keys, size_t st
   }
   if constexpr (LANES == 16 && Q * K == 16) {
     alignas(64) float sums[16];
-    store(sums, sum_lanes_of_each(&totals[0][0]));
+    store(sums, sum_lanes_of_each((const wide*)totals));
     for (int q = 0; q < Q; ++q) std::memcpy(scores + q * PARTITION, sums + q * K, sizeof(float) * K);
     return;
   }

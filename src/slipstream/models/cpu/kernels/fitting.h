@@ -1,5 +1,5 @@
-// Codes for groups of float weights: of 4 bits to the nearest, with the scale and the zero that are searched for, and of 8 bits
-// to the nearest of 254 steps between the largest magnitude and its negative.
+// Codes for groups of float weights, each the nearest one: of 8 bits between the largest magnitude and its negative, of 4 bits
+// with the scale and the zero that are searched for.
 //
 // Of 4 bits: the ends of a group's range are tried at several distances. For each the codes are chosen, and then the scale and the
 // zero that are best for these codes, by least squares. The trial with the least squared error wins. All sums are taken in
@@ -122,8 +122,8 @@ inline void fit_output(const float* weight, int in, int size, bool has_zeros, ui
 inline void round_group(const float* weight, int count, uint8_t* codes, float& scale) {
   scale = as_half(largest_magnitude(weight, count) / 127.0f);
   const float inverse = quantum(scale * 127.0f);
-  if (inverse == 0.0f) {  // zeros, or NaN: then the scale says so
-    if (scale == scale) scale = 0.0f;
+  if (inverse == 0.0f) {  // nothing but zeros, or numbers that are not finite or nearly so: then the scale says so
+    scale = scale < 1.0f ? 0.0f : NAN;
     std::memset(codes, 128, count);
     return;
   }

@@ -1,8 +1,8 @@
 // Linear layers over packed weights: a few rows for the price of one.
 //
 // A weight [out, in] is stored in panels of PANEL outputs, each panel [in][PANEL]: one stream through memory, read once
-// for up to MAX_TILE rows. Every output is one chain of multiply-adds over `in` (of integers one of groups, see groups.h), so
-// a row's result has the same bits for any number of rows. PANEL follows the SIMD width; only this file knows it.
+// for up to MAX_TILE rows. Every output is one chain of multiply-adds: over `in`, or where weights are integers over groups of
+// inputs (groups.h). So a row's result has the same bits for any number of rows.
 #pragma once
 
 #include <vector>
@@ -18,7 +18,7 @@ struct Linear {
   int32_t kind, in, out;
   int32_t group;  // inputs of one, of the kinds that have groups
   const void* panels;
-  const float* scales;  // [padded out], in groups: a factor of all of an output's scales
+  const float* scales;  // [padded out], of integers: what all scales of an output's groups are multiplied with
   const float* bias;    // [padded out] or null
   const int32_t* order;  // [in] or null: the place in a row of each input, of the kinds that have groups
   const LowRank* change;  // or null: what is added to the products of integers, of the same kinds

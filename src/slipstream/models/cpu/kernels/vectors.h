@@ -210,11 +210,14 @@ inline floats plus_partner_of_each(floats a, floats b, std::integer_sequence<int
          __builtin_shufflevector(a, b, (lane & distance ? LANES + lane - distance : lane + distance)...);
 }
 
-// sum() of LANES wides, with its bits, for LANES of 16: half of the steps that sum_each takes.
+// sum() of LANES wides, with its bits, in fewer steps than sum_each takes for them. The loops must be unrolled: else GCC
+// keeps the sums in memory.
 ALWAYS_INLINE floats sum_lanes_of_each(const wide* values) {
   floats sums[LANES];
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i) sums[i] = sum_of_parts(values[i]);
-  auto step = [&]<int distance>() {
+  auto step = [&]<int distance>() __attribute__((always_inline)) {
+#pragma GCC unroll 16
     for (int i = 0; i < distance; ++i) sums[i] = plus_partner_of_each<distance>(sums[i], sums[i + distance], Lanes());
   };
   if constexpr (LANES > 8) step.template operator()<8>();

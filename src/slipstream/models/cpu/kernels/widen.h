@@ -4,6 +4,8 @@
 
 #include "vectors.h"
 
+// In the order that linear.h's has_codes and has_groups ask for. Python has the numbers in structs.py, cpu/kernel.py and the
+// weight formats.
 enum WeightKind : int32_t {
   FLOAT32 = 0,
   BFLOAT16 = 1,
