@@ -212,6 +212,7 @@ inline floats plus_partner_of_each(floats a, floats b, std::integer_sequence<int
 
 // sum() of LANES wides, with its bits, in fewer steps than sum_each takes for them. The loops must be unrolled: else GCC
 // keeps the sums in memory.
+template <int lanes = LANES>  // a step that there is not is not compiled
 ALWAYS_INLINE floats sum_lanes_of_each(const wide* values) {
   floats sums[LANES];
 #pragma GCC unroll 16
@@ -220,8 +221,8 @@ ALWAYS_INLINE floats sum_lanes_of_each(const wide* values) {
 #pragma GCC unroll 16
     for (int i = 0; i < distance; ++i) sums[i] = plus_partner_of_each<distance>(sums[i], sums[i + distance], Lanes());
   };
-  if constexpr (LANES > 8) step.template operator()<8>();
-  if constexpr (LANES > 4) step.template operator()<4>();
+  if constexpr (lanes > 8) step.template operator()<8>();
+  if constexpr (lanes > 4) step.template operator()<4>();
   step.template operator()<2>();
   step.template operator()<1>();
   return sums[0];
