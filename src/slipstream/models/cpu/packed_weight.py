@@ -309,7 +309,7 @@ def fitted(weight: Tensor, kernel: Kernel, num_threads: int) -> GroupedWeight:
     the least error."""
     num_out, num_in = weight.shape
     codes = torch.empty(num_out, num_in, dtype=torch.uint8, device="cpu")
-    scales, zeros = (empty_rows(num_out, -(-num_in // kernel.group)) for _ in range(2))
+    scales = empty_rows(num_out, -(-num_in // kernel.group))
     if kernel.bits == 8:
         if kernel.has_zeros:
             raise ValueError("weights are rounded to 8 bits without zeros")
@@ -317,6 +317,7 @@ def fitted(weight: Tensor, kernel: Kernel, num_threads: int) -> GroupedWeight:
             weight.data_ptr(), num_in, num_out, kernel.group, codes.data_ptr(), scales.data_ptr(), num_threads
         )
         return GroupedWeight(codes, scales, None, kernel.group, 8)
+    zeros = torch.empty_like(scales)
     library().slipstream_fit_groups(
         weight.data_ptr(),
         num_in,

@@ -1,9 +1,9 @@
-// Codes for groups of float weights, each the nearest one: of 8 bits between the largest magnitude and its negative, of 4 bits
-// with the scale and the zero that are searched for.
+// Codes for groups of float weights, each the nearest one: of 8 bits between the largest magnitude and its negative, of 4
+// bits with the scale and the zero that are searched for.
 //
-// Of 4 bits: the ends of a group's range are tried at several distances. For each the codes are chosen, and then the scale and the
-// zero that are best for these codes, by least squares. The trial with the least squared error wins. All sums are taken in
-// one order, so every processor finds the same codes.
+// That search tries the ends of a group's range at several distances. For each the codes are chosen, and then the scale and
+// the zero that are best for these codes, by least squares. The trial with the least squared error wins. All sums are taken
+// in one order, so every processor finds the same codes.
 #pragma once
 
 #include "blocks.h"
